@@ -1,1 +1,1 @@
-"""The gRPC front: one process that speaks inference.GRPCInferenceService to clients, over HTTP/2 connections of its own."""
+"""The gRPC front: a process that serves inference.GRPCInferenceService to clients over HTTP/2."""

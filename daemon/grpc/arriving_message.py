@@ -1,4 +1,4 @@
-"""One message of a client while it arrives in pieces: where its bytes go, and what it was before it was compressed.
+"""Receives a gRPC message that arrives in pieces, writes its tensors to the arena meanwhile, and inflates compressed messages.
 
     | compressed 8 | length 32 | message: length bytes |
 
@@ -9,9 +9,9 @@
 
     lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place
 
-A message's length is known from its first five bytes. Each tensor says how long it is just before it comes, and the head may go
-on behind the tensors. Until a message is placed its pieces are kept as well: what has no tensor, or too much before the first,
-goes on without a place.
+A message's length is known from its first five bytes. Each tensor's length comes just before the tensor, and fields of the head
+may follow the tensors. Until a message is placed in the arena its pieces are buffered as well: a message without tensors, or with
+too many bytes before the first one, is never placed.
 Source: gRPC's PROTOCOL-HTTP2.md.
 """
 
@@ -45,13 +45,14 @@ _NOWHERE = memoryview(b"")
 
 
 class ArrivingMessage(Receiver):
-    """Receives one message in pieces. Owned by its stream, then by its call: until ``take_lease`` or ``drop``.
+    """Receives one gRPC message in pieces. Its stream owns it, then its call, until ``take_lease`` or ``drop``.
 
     Args:
-      flag: whether it is compressed.
-      submitter: in whose arena a large request's tensors are placed; None: all of it is kept.
-      account: whose memory they take.
-      on_room: called once if it waits for room, when it does no longer.
+      flag: the message's first byte; 0: it is not compressed.
+      byte_size: length of the message.
+      submitter: lends arena memory for the tensors of a large request; None: the whole message is buffered.
+      account: the account of that memory.
+      on_room: called when a message that waited for arena memory waits no longer.
     """
 
     __slots__ = (
@@ -92,19 +93,19 @@ class ArrivingMessage(Receiver):
 
     @property
     def kept_byte_size(self) -> int:
-        """Returns how many bytes of the message are kept in ordinary memory."""
+        """Returns how many bytes of the message are buffered in ordinary memory, outside the arena."""
         kept, fields = 0 if self._content is None else self.byte_size - self.left, self._fields
         return kept if fields is None or self.is_declined else kept + len(fields.head) + len(fields.client_id)
 
     @property
     def head(self) -> Buffer | bytearray:
-        """Returns what came of the message beside its id and its raw tensors."""
+        """Returns the bytes that have arrived of the message's head: all fields except its id and its raw tensors."""
         return b"" if self._fields is None else self._fields.head
 
     # -------------------------------------------------------------------------------------------------------- receive
 
     def feed(self, piece: memoryview) -> None:
-        """Takes the next piece of the message; the piece must end where the message does, or before."""
+        """Adds the next piece to the message; the piece must not reach beyond the end of the message."""
         if self.is_placed:
             self._fill(piece, 0)
         else:
@@ -118,12 +119,12 @@ class ArrivingMessage(Receiver):
         self.left -= len(piece)
 
     def rest(self) -> memoryview:
-        """Returns the memory for the next bytes of the raw tensor under way; empty where they must be passed to ``feed``."""
+        """Returns the arena memory for the rest of the current raw tensor; empty: the next bytes must go through ``feed``."""
         lease, fields = self._lease, self._fields
         return _NOWHERE if lease is None or fields is None else lease.view[self._at : self._at + fields.raw_left]
 
     def advance(self, byte_size: int) -> None:
-        """Notes that so many bytes were written to the memory that ``rest`` returned."""
+        """Notes that ``byte_size`` bytes were read into the memory that ``rest`` returned."""
         fields = self._fields
         assert fields is not None
         self._at += byte_size
@@ -132,7 +133,7 @@ class ArrivingMessage(Receiver):
         self.left -= byte_size
 
     def _read_head(self, piece: memoryview) -> None:
-        """Looks for the first raw tensor, and asks for room once it begins."""
+        """Parses a piece up to the first raw tensor, and asks for arena memory once that tensor begins."""
         fields = self._fields
         try:
             if fields is not None:
@@ -167,7 +168,7 @@ class ArrivingMessage(Receiver):
         self._raws.append((0, self._fields.raw_left))
 
     def _fill(self, piece: memoryview, at: int) -> None:
-        """Copies a piece, from ``at`` on, into the lease; drops it where the message was refused."""
+        """Copies the tensors' bytes in ``piece[at:]`` into the lease; drops the bytes if the message was refused."""
         fields, lease, end = self._fields, self._lease, len(piece)
         while at < end and lease is not None and fields is not None:
             if size := min(fields.raw_left, end - at):
@@ -199,27 +200,27 @@ class ArrivingMessage(Receiver):
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
-        """Refuses the message: it is no request, or has no room. The bytes that still arrive are dropped."""
+        """Refuses the message, because it is no request or got no arena memory. The bytes that still arrive are dropped."""
         self.is_placed = True
         self._error = refused
         self._give_back()
 
     @property
     def client_id(self) -> str:
-        """Returns the request id as far as it has arrived, for the text of a refusal."""
+        """Returns the request id as far as it has arrived, for the error that refuses the message."""
         return "" if self._fields is None else self._fields.client_id.decode("utf-8", "replace")
 
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def take_content(self) -> Buffer:
-        """Hands over the bytes of a message that was not placed."""
+        """Returns the bytes of a message that was not placed in the arena, and gives up their buffer."""
         content, self._content = self._content, None
         return b"" if content is None else content
 
     def fields(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...]]:
-        """Returns head, id and raw tensors of a message that was placed; tiny tensors as bytes, others as places in the lease.
+        """Returns head, id and raw tensors of a message that was placed; tiny tensors as bytes, others as slices of the arena.
 
-        Raises RefusedRequest: it is no request, or there was no room for it.
+        Raises RefusedRequest: the message is no valid request, or there was no arena memory for it.
         """
         if self._error is not None:
             raise self._error
@@ -244,7 +245,7 @@ class ArrivingMessage(Receiver):
 
 
 class CallRefused(Exception):
-    """Raised where a message is refused; carries the status that ends its call."""
+    """Raised when a message is refused in a way that ends its call; carries the call's status."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -253,7 +254,10 @@ class CallRefused(Exception):
 
 
 def inflated(content: Buffer, encoding: str, limit: int) -> bytes:
-    """Returns the message behind gzip or deflate, of at most ``limit`` bytes. Raises Refused."""
+    """Inflates a gzip or deflate message.
+
+    Raises CallRefused: it is invalid, in another encoding or larger than ``limit`` bytes.
+    """
     if encoding not in ("gzip", "deflate"):
         raise CallRefused(
             UNIMPLEMENTED, f"message encoding '{encoding[:32]}' is not supported; identity, deflate and gzip are"

@@ -1,4 +1,4 @@
-"""A call is what a method does with one stream, and knows no HTTP/2."""
+"""Defines the interface of a call: what a gRPC method does with one stream, without knowing HTTP/2."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ class Call(ABC):
     __slots__ = ()
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
-        """Returns a receiver for a large message of that size, or None to get the message in one piece."""
+        """Returns a receiver for a large message of ``byte_size`` bytes, or None to get the message in one piece.
+
+        ``on_room``: called when a message that waited for arena memory waits no longer.
+        """
         return None
 
     @abstractmethod
     def message(self, content: Buffer, start: int, end: int) -> None:
-        """Takes a whole message from the client: those bytes of ``content``. Whoever keeps it takes ``kept``."""
+        """Handles a complete message of the client, ``content[start:end]``.
+
+        A call that stores the message takes it from ``kept``.
+        """
 
     def placed_message(self, message: ArrivingMessage) -> None:
-        """Takes a complete message whose tensors lie in the arena; the call must drop it, or take its lease."""
+        """Handles a complete message whose tensors lie in the arena; the call must drop the message or take its lease."""
         raise NotImplementedError("a call whose messages are placed takes them")
 
     @abstractmethod
@@ -38,12 +44,12 @@ class Call(ABC):
 
     @property
     def answers(self) -> bool:
-        """Returns whether the call waits for the server alone, and expects nothing more from the client."""
+        """Returns whether only the server's response is missing: the call expects nothing more from the client."""
         return not self.idle
 
     @property
     def asked(self) -> InFlight | None:
-        """Returns the request that the call is, as far as it was understood. None: it is another kind of call."""
+        """Returns the call's inference request, once it was decoded; None: there is none, or several."""
         return None
 
     @abstractmethod
@@ -52,9 +58,9 @@ class Call(ABC):
 
     @abstractmethod
     def abandoned(self) -> None:
-        """Cancels the call: the client went away, or its deadline passed."""
+        """Cancels the call, because the client went away, the deadline passed or the call was refused."""
 
 
 def kept(content: Buffer, start: int, end: int) -> Buffer:
-    """Returns the message as an object of its own, because a view of it would keep alive everything that came with it."""
+    """Returns ``content[start:end]`` as a separate object, because a view would keep all bytes that arrived with it in memory."""
     return content if end - start == len(content) else bytes(content[start:end])

@@ -1,4 +1,4 @@
-"""gRPC status numbers by their names. Which error becomes which is ``tensord.daemon.front.status``' one table.
+"""Defines the gRPC status codes by their names. The table in ``tensord.daemon.front.status`` says which error gets which.
 
 Source: gRPC's statuscodes.md.
 """
@@ -35,5 +35,5 @@ NAMES = tuple(_BY_NAME)
 
 
 def number(error: str | ServingError) -> int:
-    """Returns the gRPC status of an error or of its code."""
+    """Returns the gRPC status code of an error, or of an error's code such as "NOT_FOUND"."""
     return _BY_NAME[grpc_status(error)]

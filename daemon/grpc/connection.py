@@ -1,10 +1,10 @@
-"""One client connection: its transport between the socket and ``Http2``, what waits there, its deadlines and its end.
+"""One client's gRPC connection: moves bytes between its socket and ``Http2``, checks its deadlines and closes it.
 
-    socket ─▶ data_received ─▶ Http2.receive ─▶ streams          large DATA: BodyReader reads it to where it lies
+    socket ─▶ data_received ─▶ Http2.receive ─▶ streams          large DATA: BodyReader reads it into its place
     socket ◀── _flush ◀── Http2.out ◀── streams                  once an iteration of the loop
 
-While the client does not take what was written, nothing is read of it either. Where it sends more frames than are looked at in
-one iteration, the rest waits for the next one, and it is not read meanwhile.
+While the client does not take the bytes written to it, the server reads nothing from it either. If a client sends more frames
+than the server parses in one iteration of the loop, the rest is parsed in the next one, and nothing more is read until then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PING = b"tensord\0"
 
 
 class Http2Connection(asyncio.Protocol):
-    """Carries one client's HTTP/2 connection and owns its transport. ``owner``: whom its memory counts for (``Peer.owner``)."""
+    """Carries one client's HTTP/2 connection and owns its transport. ``owner``: the client, as ``Peer.owner`` names it."""
 
     def __init__(self, serving: GrpcServing, owner: str) -> None:
         self.serving = serving
@@ -101,12 +101,12 @@ class Http2Connection(asyncio.Protocol):
         self._written()
 
     def eof_received(self) -> bool:
-        """Cuts the connection: a client that sends nothing more is gone, and answers could wait for its windows for ever."""
+        """Cuts the connection when the client ends its sending side: such a client could never enlarge a window again."""
         self.abort()
         return False
 
     def fileno(self) -> int:
-        """Returns the descriptor of the client's connection; -1: it is gone already."""
+        """Returns the file descriptor of the client's socket, or -1 if the connection is gone."""
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
         return -1 if sock is None else int(sock.fileno())
 
@@ -130,14 +130,14 @@ class Http2Connection(asyncio.Protocol):
             self._read_directly()
 
     def _rest(self) -> None:
-        """Pauses until the next iteration of the loop, because this connection has used up its share of the current one."""
+        """Pauses reading until the loop's next iteration, because the connection has used up its share of the current one."""
         assert self._transport is not None
         self._resting = True
         self._transport.pause_reading()
         self.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Parses the bytes left by ``_rest``; once none are left, reading from the client resumes."""
+        """Parses received bytes that were left over when ``_rest`` paused reading, and resumes reading once none are left."""
         if self.http2.phase is CLOSED or self._paused_since:
             return
         self._resting = False
@@ -147,7 +147,7 @@ class Http2Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _read_directly(self) -> None:
-        """Lets the reader fill the memory that the rest of a large payload belongs in; after small payloads it leaves."""
+        """Lets ``BodyReader`` read the rest of a large payload into its place; removes it after a run of small payloads."""
         reader = self._reader
         if self.http2.phase is CLOSED or self._paused_since or self._resting:
             return
@@ -165,7 +165,7 @@ class Http2Connection(asyncio.Protocol):
                 reader.leave()
 
     def direct_body_complete(self) -> None:
-        """Continues after the reader has filled its memory: further bytes are parsed here again."""
+        """Goes back to parsing received bytes, after ``BodyReader`` has filled the memory that it was given."""
         assert self._reader is not None
         http2 = self.http2
         http2.is_flushing = True
@@ -176,7 +176,7 @@ class Http2Connection(asyncio.Protocol):
             self._flush()
 
     def stop_direct(self, stream: Stream) -> None:
-        """Stops the reader if it is reading that stream's payload, because the message is not wanted any more."""
+        """Stops ``BodyReader`` if it is reading a payload of this stream, because the message is no longer wanted."""
         http2, reader = self.http2, self._reader
         if reader is not None and reader.reads_body and http2.data_stream is stream:
             reader.stop()
@@ -184,7 +184,7 @@ class Http2Connection(asyncio.Protocol):
             http2.data_read = 0
 
     def _note_direct(self, now: float) -> None:
-        """Updates the count of payload bytes that the reader has read so far."""
+        """Notes how many bytes of the payload ``BodyReader`` has read so far. ``now``: loop time."""
         reader, http2 = self._reader, self.http2
         if reader is not None and reader.reads_body and reader.byte_size != http2.data_read:
             http2.data_read, http2.heard_at = reader.byte_size, now
@@ -192,7 +192,7 @@ class Http2Connection(asyncio.Protocol):
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def flush_soon(self) -> None:
-        """Sends what is in ``Http2.out`` at the end of this iteration of the loop."""
+        """Schedules the bytes queued in ``Http2.out`` to be sent at the end of this iteration of the loop."""
         self.http2.is_flushing = True
         self.loop.call_soon(self._flush)
 
@@ -222,7 +222,7 @@ class Http2Connection(asyncio.Protocol):
             self._close()
 
     def pause_writing(self) -> None:
-        """Stops reading a client that takes its answers too slowly: it may not ask for more meanwhile."""
+        """Stops reading from a client that takes its responses too slowly, so that it cannot send more requests meanwhile."""
         assert self._transport is not None
         self._paused_since = self.loop.time()
         self.http2.room = 0
@@ -246,7 +246,10 @@ class Http2Connection(asyncio.Protocol):
             self._see_out()
 
     def when_written(self, on_written: Callable[[], None]) -> None:
-        """Calls back once everything written so far has left, so that its memory may be reused."""
+        """Calls ``on_written`` once all bytes written so far have left, or the connection is lost.
+
+        Their memory may be reused then.
+        """
         if self._lost or not (self.http2.out or self._paused_since):
             on_written()
         else:
@@ -260,7 +263,7 @@ class Http2Connection(asyncio.Protocol):
     # ----------------------------------------------------------------------------------------------------------- ending
 
     def _fail(self, violation: Violation) -> None:
-        """Ends the connection with GOAWAY, and its streams with it."""
+        """Ends the connection and its streams with a GOAWAY that tells the client which rule it broke."""
         _log.debug("closing a connection: %s", violation.reason)
         self.http2.goaway(violation)
         self._flush()
@@ -268,7 +271,7 @@ class Http2Connection(asyncio.Protocol):
         self._close()
 
     def _close(self) -> None:
-        """Closes the connection after everything written has left."""
+        """Closes the connection once all bytes written to the client have left."""
         if self.http2.phase is not CLOSED:
             self.http2.phase = ConnectionPhase.CLOSED
             if not self._paused_since:
@@ -279,13 +282,13 @@ class Http2Connection(asyncio.Protocol):
         self.serving.lingering.see_out(self._transport)
 
     def abort(self) -> None:
-        """Cuts the connection."""
+        """Cuts the connection at once; bytes that are not sent yet are dropped."""
         self.http2.phase = ConnectionPhase.CLOSED
         if self._transport is not None:
             self._transport.abort()
 
     def announce_end(self) -> None:
-        """Announces with GOAWAY that no new streams will be accepted."""
+        """Tells the client with GOAWAY to open no more streams; cuts the connection if its preface has not arrived yet."""
         if self.http2.phase is ConnectionPhase.OPENING:
             self.abort()
         elif self.http2.phase is ConnectionPhase.OPEN:
@@ -293,34 +296,37 @@ class Http2Connection(asyncio.Protocol):
             self.http2.announce_end()
 
     def stop(self) -> None:
-        """Ends the connection because the server stops: no new streams; open ones end with the answers they are owed."""
+        """Ends the connection because the server stops: no new streams; each open one ends once its requests are answered."""
         now = self.loop.time()
         self._note_direct(now)
         self.http2.stop(now)
 
     def make_room(self) -> None:
-        """Ends this idle connection, because a new one needs its place."""
+        """Ends this connection, which is idle, so that a new one can be accepted within the limit of connections."""
         self._fail(Violation(frames.NO_ERROR, "idle longest of too many connections"))
 
     # -------------------------------------------------------------------------------------------------------- deadlines
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the client waits for no answer, and has received all of each."""
+        """Returns whether an open connection owes its client nothing: no request is unanswered and no response is unsent."""
         if self.http2.phase is CLOSED or self._paused_since:
             return False
         return all(stream.idle for stream in self.http2.streams.values())
 
     @property
     def used_at(self) -> float:
-        """Returns when the connection last served its client, in the loop's time."""
+        """Returns when the connection last served a call of its client, in seconds of the loop's clock."""
         if self.http2.answered != self._answered_before:
             self._answered_before = self.http2.answered
             self._used_at = max(self._used_at, self.http2.heard_at)
         return self._used_at
 
     def check(self, now: float) -> None:
-        """Checks every deadline of the connection; called about once a second."""
+        """Checks all deadlines of the connection and ends it if one has passed; called about once a second.
+
+        ``now``: loop time.
+        """
         options, http2 = self.serving.options, self.http2
         assert self._transport is not None
         self._note_direct(now)
@@ -341,7 +347,10 @@ class Http2Connection(asyncio.Protocol):
         return self._check_age(now)
 
     def _is_alive(self, now: float) -> bool:
-        """Sends a PING to a client that was silent for long. Returns False if an earlier PING was not answered in time."""
+        """Sends a PING to a client that was silent for long.
+
+        Returns False if the client did not answer an earlier PING in time.
+        """
         options, heard_at = self.serving.options, self.http2.heard_at
         if self._asked_at:
             if heard_at >= self._asked_at:
@@ -353,7 +362,7 @@ class Http2Connection(asyncio.Protocol):
         return True
 
     def _check_age(self, now: float) -> None:
-        """Ends a connection that is too old, or has been idle for too long."""
+        """Ends the connection if it is too old, or has been idle for too long. ``now``: loop time."""
         options = self.serving.options
         if not self.asks_nothing:
             self._used_at = now

@@ -1,10 +1,10 @@
-"""Counts the entries of a request message on the wire, before it is parsed and read entry by entry. Sans-I/O.
+"""Limits the entries of an encoded request message, before it is parsed and read entry by entry. Sans-I/O.
 
-    message ─▶ check ─▶ protobuf ─▶ a step in Python for each entry      none of these is repeated more often than is said here
+    message ─▶ check ─▶ protobuf ─▶ a step in Python for each entry      no field is repeated more often than the limits here
 
-A client chooses how often each field stands in its message, and a field may take two bytes. The walk counts fields by their
-descriptors and ends at the first bound, so what it costs is bounded, too. Short messages cannot hold that many and are not
-walked over. Malformed ones are left to protobuf.
+A client chooses how often each field occurs in its message, and a field may take only two bytes. The walk counts fields by their
+descriptors and ends at the first limit that is exceeded, so its cost is bounded, too. Messages too short to exceed a limit are
+not walked over. Malformed messages are left to protobuf.
 Source: protobuf's encoding specification.
 """
 
@@ -54,7 +54,7 @@ class _Field:
 
 @dataclass(slots=True)
 class _Kind:
-    """Describes a kind of message: its name, what it may have besides what is known, and its fields by their numbers."""
+    """Describes a message type for counting: its name, the most unknown fields, and its known fields by their numbers."""
 
     name: str
     most: int
@@ -62,11 +62,14 @@ class _Kind:
 
 
 class _Malformed(Exception):
-    """Says that bytes are no message, as protobuf will."""
+    """Raised when bytes are no valid message; the protobuf parser reports the fault later."""
 
 
 def check(message: Buffer, descriptor: Any) -> None:
-    """Checks that no repeated field has too many entries. Raises InvalidArgument, with the field's name and its limit."""
+    """Checks an encoded message of the type ``descriptor``.
+
+    Raises: InvalidArgument: a field occurs too often, or the message has too many bytes besides its tensors.
+    """
     size = len(message)
     if size <= _UNCOUNTED:
         return
@@ -93,7 +96,10 @@ class _Counting:
         self._uncounted = 0
 
     def walk(self, at: int, end: int, kind: _Kind) -> None:
-        """Counts the fields of a message. Raises: InvalidArgument.  IndexError, _Malformed: protobuf will say what is wrong."""
+        """Counts the fields of a message of type ``kind`` that lies at ``at`` to ``end``.
+
+        Raises: InvalidArgument: a field occurs too often.  IndexError, _Malformed: the message is malformed.
+        """
         message, counts = self._message, self._counts
         while at < end:
             tag, at = _varint(message, at)

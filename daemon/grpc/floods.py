@@ -1,14 +1,14 @@
-"""Bounds on what one connection asks in frames that bring nothing, in pings, and in calls that it takes back. Pure.
+"""Limits how many frames without content, pings and reset calls one client connection may send. Pure.
 
-    budget     frames looked at in one turn of the loop; what came beyond waits for the next turn, so others get theirs
-    credit     frames a connection may send: so many a second, and more for each answer it was sent and for what it uploads
-    resets     calls it may take back: so many a second, and one for each answer it was sent
-    strikes    pings it may send too early, one after the other
+    budget     frames handled in one iteration of the loop; later frames wait for the next one, so that other connections go on
+    credit     frames a client may send: so many a second, and more for each answer that it gets and for the data that it sends
+    resets     calls a client may reset: so many a second, and one for each answer that it gets
+    strikes    pings a client may send too early, one after the other
 
-An ordinary client needs few frames for a call, however small: one or two to ask, one or two to grant what it was answered. One
-that sends frames of unknown types, PRIORITY, SETTINGS, PING, empty DATA or window updates without end runs out of its credit.
-Source: RFC 9113, section 10.5; what it counts is what Envoy bounds (max_inbound_priority_frames_per_stream and its neighbours).
-Of pings: gRPC's proposal A8, "Client-side Keepalive".
+An ordinary client needs few frames for a call, however small: one or two to ask, one or two to grant window for the answer. A
+client that sends frames of unknown types, PRIORITY, SETTINGS, PING, empty DATA or window updates without end spends its credit.
+Source: RFC 9113, section 10.5; counted is what Envoy limits (max_inbound_priority_frames_per_stream and its neighbours).
+For pings: gRPC's proposal A8, "Client-side Keepalive".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_RESETS = 10_000
 
 
 class Floods:
-    """Keeps one connection within its limits. Frames, answers and bytes are totals since the connection began."""
+    """Counts what one connection sends against its limits. Frames, answers and bytes are totals since the connection began."""
 
     __slots__ = ("_answers_at_ping", "_frames_given", "_options", "_pinged_at", "_resets", "_resets_given", "_strikes")
 
@@ -51,18 +51,18 @@ class Floods:
         self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """Adds the frames and resets that the connection may send for so many seconds."""
+        """Adds what the connection may send for ``seconds`` more seconds, in frames and in resets."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 
     def look(self, frames: int, answers: int, byte_size: int) -> None:
-        """Checks the number of frames; called about once a second, and whenever the budget of a turn is spent.
+        """Checks how many frames the client has sent; called about once a second, and when the budget of an iteration is spent.
 
         Args:
-          frames: that came.
-          answers: messages and ends of calls that were sent.
-          byte_size: of the DATA that came.
-        Raises: Violation: there were more frames than all that is worth.
+          frames: frames that came.
+          answers: messages and ends of calls that were sent to the client.
+          byte_size: bytes of DATA that came, and of large responses that were sent.
+        Raises: Violation: more frames came than time, answers and bytes allow.
         """
         left = self._frames_given + answers * _FRAMES_AN_ANSWER + byte_size // _BYTES_A_FRAME - frames
         if left < 0:
@@ -71,7 +71,7 @@ class Floods:
         self._frames_given -= max(0, left - _MAX_FRAMES)
 
     def reset(self, answers: int) -> None:
-        """Counts a call that the client took back. Raises: Violation: it does so too often."""
+        """Counts a call that the client reset. Raises Violation: the client resets too many calls for the answers that it got."""
         self._resets += 1
         left = self._resets_given + answers - self._resets
         if left < 0:
@@ -79,9 +79,9 @@ class Floods:
         self._resets_given -= max(0, left - _MAX_RESETS)
 
     def ping(self, now: float, busy: bool, answers: int) -> None:
-        """Counts a ping of the client. Raises: Violation: too many came too early.
+        """Counts a ping of the client. Raises Violation: too many pings came too early.
 
-        None does while a call is under way (``busy``), nor after an answer: clients measure the connection with a ping then.
+        No ping is too early while a call is open (``busy``) or after an answer was sent: clients measure the connection then.
         """
         options = self._options
         answered, self._answers_at_ping = answers != self._answers_at_ping, answers

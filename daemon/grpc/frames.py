@@ -1,4 +1,4 @@
-"""HTTP/2 frames as bytes: the layout, the numbers, and how those we send are built. Source: RFC 9113, sections 4 to 7.
+"""Defines the layout and the numbers of HTTP/2 frames, and builds those that the server sends. Source: RFC 9113, sections 4 to 7.
 
 | length 24 | type 8 | flags 8 | R 1, stream id 31 | payload: length bytes |       all big-endian
 """
@@ -50,7 +50,7 @@ DEFAULT_FRAME_SIZE = 16384
 
 
 class Violation(Exception):
-    """Says that the peer broke the protocol, so that the connection ends: a connection error, GOAWAY with ``code``."""
+    """Raised when the client broke the HTTP/2 protocol, which ends its connection with GOAWAY and the error ``code``."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -59,38 +59,41 @@ class Violation(Exception):
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Builds a whole frame."""
+    """Builds a complete HTTP/2 frame of type ``kind``."""
     size = len(payload)
     return write_head(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
 
 
 def head(kind: int, flags: int, stream: int, size: int) -> bytes:
-    """Builds a frame's first nine bytes."""
+    """Builds the nine-byte header of a frame whose payload has ``size`` bytes."""
     return write_head(size >> 16, size & 0xFFFF, kind, flags, stream)
 
 
 def window_update(stream: int, increment: int) -> bytes:
-    """Lets the peer send that many bytes more; stream 0 is the connection."""
+    """Builds a WINDOW_UPDATE, which lets the peer send ``increment`` more bytes; stream 0 is the connection."""
     return frame(WINDOW_UPDATE, 0, stream, number(increment))
 
 
 def rst_stream(stream: int, code: int) -> bytes:
-    """Ends a stream at once."""
+    """Builds an RST_STREAM, which ends a stream at once."""
     return frame(RST_STREAM, 0, stream, number(code))
 
 
 def goaway(last_stream: int, code: int, reason: str = "") -> bytes:
-    """Says that no stream beyond ``last_stream`` is or will be looked at."""
+    """Builds a GOAWAY, which says that no stream with an identifier above ``last_stream`` was or will be processed."""
     return frame(GOAWAY, 0, 0, number(last_stream) + number(code) + reason.encode())
 
 
 def settings(values: Iterable[tuple[int, int]]) -> bytes:
-    """Builds SETTINGS: what we ask of the peer."""
+    """Builds a SETTINGS frame, which tells the peer what it has to observe, from (key, value) pairs."""
     return frame(SETTINGS, 0, 0, b"".join(_setting.pack(key, value) for key, value in values))
 
 
 def read_settings(payload: bytes) -> dict[int, int]:
-    """Returns the value of each key; the last one holds. Raises Violation: no whole settings, or a value that cannot be."""
+    """Decodes a SETTINGS payload to its values by key; of repeated keys the last value holds.
+
+    Raises Violation: the payload is cut short, or a value is not allowed.
+    """
     if len(payload) % _setting.size:
         raise Violation(FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
     values = {}
@@ -112,7 +115,10 @@ def check_dependency(stream: int, payload: bytes) -> None:
 
 
 def unpadded(payload: bytes) -> bytes:
-    """Returns the payload of a frame with the PADDED flag, without length and padding. Raises Violation."""
+    """Returns the payload of a PADDED frame without the padding and its length.
+
+    Raises Violation: the padding has no length, or is longer than the frame.
+    """
     if not payload:
         raise Violation(FRAME_SIZE_ERROR, "a padded frame without the size of its padding")
     if payload[0] >= len(payload):

@@ -1,7 +1,7 @@
-"""Reads the header blocks of calls, and has those of answers.
+"""Decodes the header blocks of gRPC calls, and builds those of responses.
 
-Clients say the same of each call, but for its deadline and its metadata. What that means is looked up, whatever bytes it came in
-(``hpack_decoder``).
+A client sends the same headers with each call, except for the deadline and the metadata. The meaning of these common headers is
+cached by their decoded content, whatever bytes they were encoded in (``hpack_decoder``).
 Source: RFC 7541; gRPC's PROTOCOL-HTTP2.md for the meaning of the headers.
 """
 
@@ -24,7 +24,7 @@ _LONGEST_NS = 1 << 62
 
 
 class CallHead(NamedTuple):
-    """Holds what the headers of a call say."""
+    """Holds the decoded headers of a gRPC call."""
 
     path: str
     #: 0: the caller waits for ever.
@@ -43,15 +43,15 @@ class CallHead(NamedTuple):
 
 
 class HeaderBlocks:
-    """Decodes the header blocks of one connection."""
+    """Decodes the header blocks that a client sends on one connection."""
 
     def __init__(self, max_byte_size: int) -> None:
         self._decode = decoder(max_byte_size).decode
 
     def decode(self, block: bytes) -> CallHead:
-        """Decodes the block of a request.
+        """Decodes the header block that begins a request.
 
-        Raises: Violation: it is no header block, or larger than allowed.  Malformed: it is one that no request may have.
+        Raises: Violation: the block cannot be decoded, or is larger than allowed.  Malformed: no request may have such headers.
         """
         try:
             common, own = self._decode(block)
@@ -61,7 +61,10 @@ class HeaderBlocks:
         return _with_own(head, own) if own else head
 
     def trailers(self, block: bytes) -> None:
-        """Decodes and checks the block that ends a request; its content is not used. Raises: as ``decode``."""
+        """Decodes and checks the trailers that end a request; their content is not used.
+
+        Raises: Violation: the block cannot be decoded, or is larger than allowed.  Malformed: no trailers may have such fields.
+        """
         try:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:
@@ -70,14 +73,17 @@ class HeaderBlocks:
 
 
 def _violation(error: ValueError | OverflowError) -> Violation:
-    """Translates a decoder's error into an HTTP/2 connection error."""
+    """Translates an error of the HPACK decoder into an HTTP/2 connection error."""
     if isinstance(error, OverflowError):
         return Violation(ENHANCE_YOUR_CALM, "the headers are larger than allowed")
     return Violation(COMPRESSION_ERROR, "the header block cannot be decoded")
 
 
 def _understood(common: bytes) -> CallHead:
-    """Interprets the header fields that calls have in common. Raises: Malformed."""
+    """Interprets the header fields that many calls share (``hpack_decoder``).
+
+    Raises Malformed: no request may have such headers.
+    """
     raw = fields(common)
     header_rules.check_common(raw)
     said = dict(header_rules.metadata(raw))
@@ -98,7 +104,10 @@ _known = functools.lru_cache(256)(_understood)
 
 
 def _with_own(head: CallHead, own: Fields) -> CallHead:
-    """Adds a call's own header fields (deadline, metadata, content-length) to a head. Raises: Malformed."""
+    """Returns ``head`` with the fields of a single call added: deadline, metadata, content-length.
+
+    Raises Malformed: one is invalid.
+    """
     length = header_rules.check_own(own)
     if head.http_status != 200:
         return head
@@ -122,7 +131,7 @@ def _with_own(head: CallHead, own: Fields) -> CallHead:
 
 
 def _timeout_ns(text: str) -> int:
-    """Parses grpc-timeout, at most eight digits and a unit, as nanoseconds; anything else is 0, no timeout."""
+    """Parses grpc-timeout (at most eight digits and a unit) to nanoseconds. Returns 0, no timeout, for any other text."""
     unit = _UNITS_NS.get(text[-1:])
     digits = text[:-1]
     if unit is None or not (digits.isascii() and digits.isdigit()) or len(digits) > 8:
@@ -139,7 +148,7 @@ def _literal(name: bytes, value: bytes) -> bytes:
 
 
 def _length(size: int) -> bytes:
-    """Writes a seven-bit prefix integer without the Huffman flag."""
+    """Encodes the length of an HPACK string: an integer with a seven-bit prefix, without the Huffman flag."""
     if size < 127:
         return bytes((size,))
     size -= 127
@@ -162,7 +171,7 @@ TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 
 def trailers(status: int, message: str) -> bytes:
-    """Writes what comes after the last message; the text is percent-encoded and cut to what clients take."""
+    """Encodes the trailers of a response. The status message is percent-encoded and cut to the size that clients accept."""
     text = urllib.parse.quote(message[:_MAX_MESSAGE], safe=" !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~").encode()[:_MAX_MESSAGE]
     cut = text.rfind(b"%", max(0, len(text) - 2))
     if cut >= 0 and len(text) == _MAX_MESSAGE:
@@ -172,15 +181,15 @@ def trailers(status: int, message: str) -> bytes:
 
 
 def with_field(block: bytes, name: bytes, value: bytes) -> bytes:
-    """Adds a header field to a block."""
+    """Returns a header block with one more field at its end."""
     return block + _literal(name, value)
 
 
 def trailers_only(status: int, message: str) -> bytes:
-    """Writes an answer without any message: headers and trailers in one block."""
+    """Encodes a response without any message: headers and trailers in one block."""
     return RESPONSE + _ACCEPT + trailers(status, message)
 
 
 def http_error(status: int) -> bytes:
-    """Writes the answer to what is no gRPC call."""
+    """Encodes the response to a request that is not a gRPC call: an HTTP status alone."""
     return _literal(b":status", str(status).encode())

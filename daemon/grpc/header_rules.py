@@ -1,8 +1,7 @@
-"""Checks the header fields of requests and trailers over HTTP/2. What breaks a rule is malformed: its stream is reset.
+"""Checks the header fields and trailers of HTTP/2 requests. A request that breaks a rule is malformed: its stream is reset.
 
 Source: RFC 9113, sections 8.1 to 8.3; names and values are the bytes that HPACK gave. As in every gRPC library, metadata may be
-what programs write there: blanks around a value, ``host``, and names that are about a connection of HTTP/1.1 break no rule
-(``metadata``).
+what programs write there: blanks around a value, ``host``, and names of HTTP/1.1 connection headers break no rule (``metadata``).
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ _IGNORED = frozenset({b"connection", b"proxy-connection", b"keep-alive", b"trans
 
 
 class Malformed(Exception):
-    """Raised where the headers of a request break HTTP/2; its stream is reset with PROTOCOL_ERROR, others go on."""
+    """Raised when the headers of a request break HTTP/2; its stream is reset with PROTOCOL_ERROR, other streams go on."""
 
 
 def check_common(fields: Iterable[Field]) -> None:
-    """Checks the fields that calls have in common (``hpack_decoder``). Raises: Malformed."""
+    """Checks the header fields that many calls share (``hpack_decoder``). Raises Malformed: they break a rule of HTTP/2."""
     pseudo: dict[bytes, bytes] = {}
     regular = False
     for name, value in fields:
@@ -44,7 +43,10 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks the fields that are a call's own. Returns the content-length, None without one. Raises: Malformed."""
+    """Checks the header fields of a single call.
+
+    Returns its content-length, or None without one. Raises Malformed: one is invalid.
+    """
     length: bytes | None = None
     for name, value in fields:
         _check_name(name)
@@ -58,7 +60,7 @@ def check_own(fields: Iterable[Field]) -> int | None:
 
 
 def check_trailers(fields: Iterable[Field]) -> None:
-    """Checks trailers. Raises: Malformed."""
+    """Checks the trailers of a request. Raises Malformed: a name or value is invalid."""
     for name, value in fields:
         _check_name(name)
         if _bad_value(value):
@@ -66,7 +68,7 @@ def check_trailers(fields: Iterable[Field]) -> None:
 
 
 def metadata(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """Yields checked fields as calls get them: values without blanks around them, and no fields that mean nothing here."""
+    """Returns checked header fields as text, without blanks around values, and without fields that mean nothing in gRPC."""
     return [
         (name.decode("latin-1"), value.strip(b" \t").decode("latin-1"))
         for name, value in fields

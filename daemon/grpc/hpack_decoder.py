@@ -1,10 +1,11 @@
-"""HPACK's decoding end: a header block becomes the fields that calls have in common, and those that are a call's own. Sans-I/O.
+"""Decodes HPACK header blocks to the fields that many calls share and the fields of the single call. Sans-I/O.
 
     | :method POST | :path /... | te trailers | grpc-timeout 5S | user-agent ... | traceparent 00-... |
          common        common       common           own             common              own
 
-What calls have in common is one piece of bytes, so that what it means can be looked up. In C (``daemon/grpc/_hpack.c``) where it
-could be built, because in Python it is dearer than the rest of a call; both find the same, and refuse the same.
+The fields that calls share are packed into one bytes object, by which their meaning can be cached. Decoding is done in C
+(``daemon/grpc/_hpack.c``) where that could be built, because in Python it costs more than the rest of a call; both give the same
+results and refuse the same blocks.
 Source: RFC 7541.
 """
 
@@ -31,18 +32,19 @@ _SIZES = struct.Struct("=II")
 
 
 class HpackDecoder(Protocol):
-    """Decodes for one connection; its dynamic table has HTTP/2's default size."""
+    """Decodes the header blocks of one connection; its dynamic table has HTTP/2's default size."""
 
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """Returns the fields of the connection's next block that calls have in common, for ``fields``, and the others.
+        """Decodes the connection's next header block.
 
-        A pseudo-header behind one of the others is among them: it is not allowed there, and has to be seen.
-        Raises: ValueError: it is no header block.  OverflowError: its fields are larger than allowed.
+        Returns the fields that many calls share, packed for ``fields``, and the others.
+        A pseudo-header that comes after one of the others is put among them: it is not allowed there, and the checks must see it.
+        Raises: ValueError: the bytes are no header block.  OverflowError: the fields are larger than allowed.
         """
 
 
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
-    """Separates decoded fields into those that calls have in common, packed, and the call's own, as ``decode`` returns them."""
+    """Separates decoded fields into those that many calls share, packed into bytes, and the call's other fields."""
     common: list[bytes] = []
     own: Fields = []
     for name, value in decoded:
@@ -54,7 +56,7 @@ def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
 
 
 def fields(common: bytes) -> Fields:
-    """Returns the fields that a decoder found to be common."""
+    """Unpacks the fields that many calls share, as ``HpackDecoder.decode`` packed them."""
     found, at = [], 0
     while at < len(common):
         name_size, value_size = _SIZES.unpack_from(common, at)
@@ -65,7 +67,7 @@ def fields(common: bytes) -> Fields:
 
 
 class LibraryDecoder:
-    """Decodes by the hpack library."""
+    """Decodes the header blocks of one connection with the Python library hpack."""
 
     def __init__(self, max_list_size: int) -> None:
         # Imported where it is needed: mostly it is not.
@@ -75,7 +77,7 @@ class LibraryDecoder:
         self._error, self._too_large = hpack.HPACKError, hpack.OversizedHeaderListError
 
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """Decodes as ``HpackDecoder`` says."""
+        """Decodes the connection's next header block, with the results and errors of ``HpackDecoder.decode``."""
         try:
             return parted([(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)])
         except self._too_large as error:
@@ -85,9 +87,9 @@ class LibraryDecoder:
 
 
 def decoder(max_list_size: int) -> HpackDecoder:
-    """Makes the fastest one.
+    """Makes the fastest HPACK decoder that is available, for one connection.
 
-    ``max_list_size``: of the fields of a block, as RFC 9113, section 6.5.2, counts them.
+    ``max_list_size``: the most bytes of a block's fields, counted as in RFC 9113, section 6.5.2.
     """
     return _Decoder(max_list_size)
 

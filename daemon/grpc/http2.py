@@ -1,12 +1,12 @@
-"""Speaks HTTP/2 from the server's side, without I/O: a client's bytes in, calls of its streams, bytes to send in ``out``.
+"""Speaks HTTP/2 as a server, without I/O: parses the client's bytes, calls its streams, and queues bytes to send in ``out``.
 
-    receive ─▶ preface ─▶ | frame | frame | ... | rest |       rest: looked at in the next iteration of the loop
+    receive ─▶ preface ─▶ | frame | frame | ... | rest |       rest: parsed in the next iteration of the loop
                           ╰─ so many at a time ─╯
     DATA ─▶ Stream.receive      HEADERS ─▶ a new Stream and its Call      WINDOW_UPDATE ─▶ Stream.pump
 
-Whatever breaks the protocol is a connection error: ``Violation``, which its owner answers with GOAWAY. Whatever is wrong with one
-request alone is a stream error: RST_STREAM. What clients send most, whole DATA frames, header blocks of one frame and window
-updates, is taken before any other frame.
+A client that breaks the protocol causes a connection error: ``Violation`` is raised, and the connection sends GOAWAY. A fault of
+a single request is a stream error: RST_STREAM is sent. The frames that clients send most (complete DATA frames, header blocks of
+one frame, window updates) are checked for first.
 
 HTTP/2 is spoken here and not by a library because a call then costs a third or less (docs/decisions/grpc-transport.md).
 Source: RFC 9113; the sections are named where they apply.
@@ -71,7 +71,7 @@ _LAST_CALL = b"tensord!"
 
 
 class ConnectionPhase(enum.Enum):
-    """Names the phases of a connection's life."""
+    """Names the phases of an HTTP/2 connection's life."""
 
     #: The client's preface is not whole.
     OPENING = "opening"
@@ -90,9 +90,9 @@ OPENING, ENDING, CLOSED = ConnectionPhase.OPENING, ConnectionPhase.ENDING, Conne
 
 
 class Http2:
-    """Owns the streams of a connection and what is to be sent.
+    """Owns the streams of one HTTP/2 connection and the bytes that are queued for its client.
 
-    Whatever is written is appended to ``out``; ``connection.flush_soon`` is called with the first piece, unless ``is_flushing``.
+    Bytes are queued in ``out``; ``connection.flush_soon`` is called for the first of them, unless ``is_flushing``.
     """
 
     def __init__(self, serving: GrpcServing, connection: Http2Connection) -> None:
@@ -142,7 +142,7 @@ class Http2:
     # ------------------------------------------------------------------------------------------ 3.4: preface, 4: frames
 
     def hello(self) -> bytes:
-        """Returns our preface: what the client may do, and a larger window for the connection."""
+        """Returns the bytes that the server sends first: SETTINGS with limits for the client, and a larger connection window."""
         options = self.serving.options
         return frames.settings(
             (
@@ -154,9 +154,9 @@ class Http2:
         ) + frames.window_update(0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
 
     def receive(self, data: bytes, now: float) -> bool:
-        """Parses received bytes, as many frames of them as the budget of an iteration allows.
+        """Parses received bytes, but no more frames than one iteration of the loop may handle. ``now``: loop time.
 
-        Returns whether that is spent: then others come first, and ``receive`` is to be called again, if only with nothing.
+        Returns True if that limit was reached: the caller must call again in the next iteration, even if no bytes were received.
         Raises: Violation: the client broke the protocol.
         """
         self.heard_at = now
@@ -227,7 +227,11 @@ class Http2:
         return False
 
     def _preface(self, data: bytes) -> int:
-        """Returns where the first frame behind the preface begins; 0: more is to come first."""
+        """Checks the client's connection preface.
+
+        Returns the offset of the first frame after it; 0: more bytes must arrive first.
+        Raises: Violation: the bytes are no preface, or the frame after it is not SETTINGS.
+        """
         size = min(len(data), len(frames.PREFACE))
         if data[:size] != frames.PREFACE[:size]:
             raise Violation(frames.PROTOCOL_ERROR, "no HTTP/2 connection preface")
@@ -239,7 +243,10 @@ class Http2:
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Handles any frame. Returns its cost beyond that of a trivial frame, in such frames."""
+        """Handles one frame of any kind.
+
+        Returns what handling the frame cost on top of its arrival, in units of one frame's arrival.
+        """
         if kind == HEADERS:
             return self._headers(number, flags, payload)
         if kind == frames.CONTINUATION:
@@ -268,7 +275,7 @@ class Http2:
     # --------------------------------------------------------------------------------------------------- 6.1: DATA
 
     def _data(self, number: int, flags: int, data: bytes, start: int, end: int) -> None:
-        """Handles a whole DATA frame without padding; its payload is ``data[start:end]``."""
+        """Handles a complete DATA frame of stream ``number`` without padding; its payload is ``data[start:end]``."""
         stream = self.streams.get(number)
         if stream is not None and not stream.half_closed:
             ungranted = stream.ungranted + end - start
@@ -283,7 +290,7 @@ class Http2:
         self._any_data(number, flags, data[start:end])
 
     def _any_data(self, number: int, flags: int, payload: bytes) -> None:
-        """Handles a whole DATA frame, padded or not."""
+        """Handles a complete DATA frame of stream ``number``, padded or not."""
         stream = self._data_target(number, len(payload))
         if stream is None:
             return
@@ -294,7 +301,7 @@ class Http2:
         self._data_taken(stream, flags)
 
     def _data_arrives(self, data: bytes, at: int) -> int:
-        """Hands the received part of a DATA payload to its stream. Returns where the next frame begins."""
+        """Hands the part of a DATA payload that lies at ``data[at:]`` to its stream. Returns where that part ends in ``data``."""
         end = min(len(data), at + self.data_left)
         self.data_left -= end - at
         stream = self.data_stream
@@ -307,16 +314,16 @@ class Http2:
         return end
 
     def data_room(self) -> memoryview:
-        """Returns the memory that the rest of the payload may be read into; empty: it goes through ``receive``.
+        """Returns the memory that the rest of a DATA payload may be read into; empty: the rest must go through ``receive``.
 
-        ``data_was_read`` takes note of it once that is full, ``data_read`` of what was written there so far.
+        The caller keeps in ``data_read`` how many bytes the memory holds, and calls ``data_was_read`` once it is full.
         """
         stream = self.data_stream
         arriving = None if stream is None else stream.arriving
         return memoryview(b"") if arriving is None else arriving.rest()[: self.data_left]
 
     def data_was_read(self, byte_size: int) -> None:
-        """Notes that so many bytes were read into ``data_room``; further bytes go through ``receive`` again."""
+        """Notes that the ``byte_size`` bytes of ``data_room`` were filled; the bytes after them go through ``receive`` again."""
         self.data_read = 0
         self.data_left -= byte_size
         stream = self.data_stream
@@ -334,7 +341,7 @@ class Http2:
             self.grant(stream)
 
     def _data_target(self, number: int, size: int) -> Stream | None:
-        """Counts a DATA frame against the windows and returns its stream; None: the stream has ended meanwhile."""
+        """Counts a DATA frame of ``size`` bytes against the windows. Returns its stream, or None if the stream has ended."""
         stream = self.streams.get(number)
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
         self._ungranted += size
@@ -364,7 +371,7 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Handles any HEADERS frame. Returns its cost, in frames."""
+        """Handles one HEADERS frame of any kind. Returns what handling it cost, in units of one frame's arrival."""
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:
@@ -393,9 +400,10 @@ class Http2:
         return self._header_block(number, first_flags, b"".join(pieces))
 
     def _header_block(self, number: int, flags: int, block: bytes) -> int:
-        """Handles a whole header block: a new stream, or the trailers of one. Returns what decoding it cost, in frames.
+        """Handles a complete header block, which opens a stream or is the trailers of one.
 
-        A block that cannot be decoded ends the connection: what it would have put into the table stays unknown (4.3).
+        Returns what decoding the block cost, in units of one frame's arrival. A block that cannot be decoded ends the connection,
+        because the state of the compression table is unknown afterwards (4.3).
         """
         numbers, cost = self.numbers, len(block) // HEADER_BYTES_A_FRAME
         if number < numbers.next:
@@ -425,7 +433,7 @@ class Http2:
         return cost
 
     def _trailers(self, number: int, flags: int, block: bytes) -> None:
-        """Handles the header block of a stream that was opened before."""
+        """Handles a header block for a stream that was opened before: the trailers of its request."""
         stream = self.streams.get(number)
         if stream is None:
             past = self.numbers.past(number)
@@ -544,7 +552,7 @@ class Http2:
             self.reset(self.streams[number], code)
 
     def pump(self) -> None:
-        """Sends what the connection's window and the socket allow."""
+        """Lets the blocked streams send, in turn, as much as the connection's window and the socket allow."""
         for stream in list(self.blocked.values()):
             if self.send_window <= 0 or self.room <= 0:
                 return
@@ -554,13 +562,13 @@ class Http2:
                 stream.pump()
 
     def grant(self, stream: Stream) -> None:
-        """Grants the stream as much window as it has used, unless its call has enough to do."""
+        """Grants the client as much window on the stream as it has used up, unless the stream can take no more data now."""
         if stream.ungranted > 0 and not (stream.held or stream.half_closed or stream.ended or stream.waits_for_room):
             self.write(frames.window_update(stream.id, stream.ungranted))
             stream.ungranted = 0
 
     def grant_ahead(self, stream: Stream, byte_size: int) -> None:
-        """Grants the whole rest of a message whose memory is reserved, beside the stream's ordinary window."""
+        """Grants the client window for the whole rest of a message with reserved memory, on top of the ordinary window."""
         ahead = min(byte_size, _MAX_AHEAD)
         if byte_size > STREAM_WINDOW - stream.ungranted and not stream.half_closed and not stream.ended:
             self.write(frames.window_update(stream.id, stream.ungranted + ahead))
@@ -570,31 +578,31 @@ class Http2:
     # ---------------------------------------------------------------------------------------------------------- sending
 
     def write(self, piece: Buffer) -> None:
-        """Queues bytes to be sent; everything of one iteration leaves together."""
+        """Queues bytes for the client; all bytes queued in one iteration of the loop are sent together."""
         self.out.append(piece)
         self.room -= len(piece)
         if not self.is_flushing:
             self.connection.flush_soon()
 
     def write_pieces(self, pieces: list[Buffer]) -> None:
-        """Queues several pieces without joining them; they leave with everything else of this iteration."""
+        """Queues several pieces of bytes for the client without joining them; they are sent with all others of this iteration."""
         self.out += pieces
         self.room -= sum(map(len, pieces))
         if not self.is_flushing:
             self.connection.flush_soon()
 
     def rst_stream(self, number: int, code: int) -> None:
-        """Tells the client that nothing of that stream is looked at any more."""
+        """Sends RST_STREAM; frames of that stream that the client still sends are ignored."""
         self.numbers.cut(number)
         self.write(frames.rst_stream(number, code))
 
     def reset(self, stream: Stream, code: int) -> None:
-        """Ends a stream over what its client did: a stream error (5.4.2)."""
+        """Ends a stream with RST_STREAM because the client broke a rule on it: a stream error (5.4.2)."""
         stream.abandon()
         self.rst_stream(stream.id, code)
 
     def stream_ended(self, stream: Stream) -> None:
-        """Removes a stream that has ended; the stream calls it once."""
+        """Removes a stream that has ended; called once, by the stream."""
         self.streams.pop(stream.id, None)
         if self.phase is ConnectionPhase.ENDING and not self.streams and not self.is_flushing:
             self.connection.flush_soon()
@@ -602,34 +610,37 @@ class Http2:
     # -------------------------------------------------------------------------------------------------------- 6.8: the end
 
     def goaway(self, violation: Violation) -> None:
-        """Tells the client why the connection ends now (5.4.1)."""
+        """Sends GOAWAY, which tells the client why the connection ends now (5.4.1)."""
         last = self.numbers.last if self._last_told is None else self._last_told
         self.write(frames.goaway(last, violation.code, violation.reason))
 
     def announce_end(self) -> None:
-        """Sends the first GOAWAY, and a PING whose answer tells that the client has seen it."""
+        """Sends the first GOAWAY of a graceful end, and a PING whose acknowledgement shows that the client has read both."""
         self.phase = ConnectionPhase.ANNOUNCED
         self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
 
     def end(self) -> None:
-        """Accepts no new streams from now on; the connection ends with its last stream."""
+        """Sends the last GOAWAY of a graceful end and accepts no more streams; the connection ends with its last stream."""
         if self.phase is ConnectionPhase.ANNOUNCED:
             self.phase = ConnectionPhase.ENDING
             self._last_told = self.numbers.last
             self.write(frames.goaway(self._last_told, frames.NO_ERROR))
 
     def stop(self, now: float) -> None:
-        """Ends the connection because the server stops: streams end with the answers they are owed."""
+        """Ends the connection because the server stops: each stream ends once its accepted requests are answered.
+
+        ``now``: loop time.
+        """
         self.end()
         for stream in list(self.streams.values()):
             stream.stop(now, self._read_of(stream))
 
     def abandon_streams(self) -> None:
-        """Abandons all streams, because the connection is being closed."""
+        """Ends all streams without a response, because the connection is being closed."""
         call_each([stream.abandon for stream in self.streams.values()], "leaving a call")
 
     def connection_lost(self) -> None:
-        """Abandons everything, because the transport is gone."""
+        """Drops all queued bytes and ends all streams, because the transport is gone."""
         self.phase = CLOSED
         self.out.clear()
         self.abandon_streams()
@@ -643,15 +654,17 @@ class Http2:
         self._floods.look(self._frames, self.answered, self._granted + self._ungranted + self.sent)
 
     def _read_of(self, stream: Stream) -> int:
-        """Returns how many bytes were read into a stream's memory that it does not know of yet."""
+        """Returns how many payload bytes were read into a stream's memory and not yet reported to the stream."""
         return self.data_read if stream is self.data_stream else 0
 
     def check(self, now: float, seconds: float, unread: bool) -> None:
-        """Checks rates and deadlines of what the client sends; called about once a second.
+        """Checks how much, how often and how slowly the client sends; called about once a second.
 
         Args:
-          unread: nothing is read now, so what it has sent meanwhile is not late.
-        Raises: Violation: it sent too much for what it asked, or does not go on with what it has begun.
+          now: loop time.
+          seconds: time since the last check.
+          unread: whether reading is paused, so that bytes that do not arrive are not the client's fault.
+        Raises: Violation: the client sent too many frames for what it asked, or did not complete a frame or header block in time.
         """
         for stream in list(self.streams.values()):
             stream.check(now, self._read_of(stream))

@@ -1,9 +1,9 @@
-"""Inference over gRPC: messages become requests, sent by their number where they are known, and answers become messages.
+"""Turns gRPC messages into inference requests, prepared ones where their kind is known, and answers into response messages.
 
     message ─▶ ask ─▶ walk ─▶ known: PreparedMessage ─┐
-                          ╰─▶ read exactly ───────────┴▶ CallRequest ─▶ Submitter ─▶ InferCall.completed ─▶ written
+                          ╰─▶ decoded in full ────────┴▶ CallRequest ─▶ Submitter ─▶ InferCall.completed ─▶ written
 
-What a call does with its requests and answers is its own affair (``unary_infer``, ``stream_infer``). Nothing here waits.
+``unary_infer`` and ``stream_infer`` decide what a call does with its requests and answers. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction po
 
 
 class InferCall(Call):
-    """Answers messages that are inference requests."""
+    """Answers a gRPC call whose messages are inference requests; base class of ModelInfer's and ModelStreamInfer's calls."""
 
     __slots__ = ()
 
@@ -58,11 +58,14 @@ class InferCall(Call):
     def completed(
         self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
     ) -> None:
-        """Takes an answer to one of the call's requests."""
+        """Handles an answer to ``asked``, one of the call's requests.
+
+        ``lane``: has the answer's tensors; None: it is an error without any.
+        """
 
     @abstractmethod
     def placed(self) -> None:
-        """Is called when a request of the call no longer waits for arena memory."""
+        """Is called when a request of the call no longer waits for arena memory, because it was sent or answered."""
 
 
 # ----------------------------------------------------------------------------------------------------- requests of a call
@@ -113,7 +116,7 @@ class CallRequest(InFlight):
 
 
 class Infer:
-    """Sends the requests of a front's calls and writes their answers."""
+    """Sends the inference requests of a gRPC front to workers, and encodes the answers."""
 
     def __init__(
         self,
@@ -144,13 +147,14 @@ class Infer:
         waited_ns: int = 0,
         read_ns: int = 0,
     ) -> CallRequest:
-        """Sends the request that a message holds: ``message[start:end]`` where it is a buffer.
+        """Sends the inference request that a message holds to a worker; a buffer holds it at ``message[start:end]``.
 
         Args:
-          streamed: whether it may be for a decoupled model.
-          waited_ns, read_ns: since when its call waited for it, and when it was whole, CLOCK_MONOTONIC, where it may be traced.
-        Raises: RefusedRequest: it is no request, or cannot be begun.  Unavailable: too many requests are in flight.
-          Nothing stays on loan.
+          streamed: whether the call may get several responses, so that its model may be decoupled.
+          waited_ns, read_ns: when the call began to wait for the message, and when the message was complete, CLOCK_MONOTONIC;
+            0: the request is not traced.
+        Raises: RefusedRequest: the message is no valid request, or cannot be sent.  Unavailable: too many requests are in flight.
+          No arena memory stays reserved then.
         """
         by_number, sampled = self._forwarding is None, None
         if isinstance(message, ArrivingMessage):
@@ -172,7 +176,7 @@ class Infer:
         return self._ask_read(call, understood, streamed, waited_ns, read_ns, sampled)
 
     def _ask_known(self, call: InferCall, walked: Walked, known: PreparedMessage, streamed: bool) -> CallRequest | None:
-        """Sends a message that came whole and whose kind is known. Returns None if it must be read exactly."""
+        """Sends the request of a complete message whose kind is cached. Returns None if the message must be decoded in full."""
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not streamed):
             return None
@@ -200,7 +204,7 @@ class Infer:
     def _ask_placed(
         self, call: InferCall, message: ArrivingMessage, streamed: bool, by_number: bool, waited_ns: int, read_ns: int
     ) -> CallRequest:
-        """Sends a message whose tensors were placed while it arrived; its lease passes to the request."""
+        """Sends the request of a message whose tensors were placed while it arrived; the request takes over their lease."""
         head, client_id, contents = message.fields()
         walked = walk(head, 0, len(head), 0)
         known = None if walked is None else self._prepared[walked[0]]
@@ -262,7 +266,10 @@ class Infer:
         read_ns: int,
         sampled: Trace | None = None,
     ) -> CallRequest:
-        """Sends a request that was read exactly, after adding forwarded headers as parameters. ``sampled``: its trace."""
+        """Sends a request that was decoded in full, with forwarded headers as parameters.
+
+        ``sampled``: its trace, if it has one already.
+        """
         decoded, request, state = understood
         stream = call.stream
         request.deadline_ns = stream.deadline_ns
@@ -305,7 +312,10 @@ class Infer:
             raise RefusedRequest(error, request.id, request.trace) from None
 
     def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
-        """Returns the trace of a request if it is sampled. ``read_ns``: when its message was whole."""
+        """Returns a trace if the request is sampled, else None.
+
+        ``waited_ns``, ``read_ns``: when its message began, and was complete.
+        """
         parent = dict(head.metadata).get("traceparent", "") if self.tracer.joins else ""
         trace = self.tracer.sample(model, parent, waited_ns)
         if trace is not None:
@@ -318,7 +328,7 @@ class Infer:
     def written(
         self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane, streamed: bool
     ) -> list[Buffer]:
-        """Returns a good answer as the pieces of a ModelInferResponse; what lies in the response arena as it lies."""
+        """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the response arena are not copied."""
         if asked.message is not None and type(own.prepared) is int:
             layout = asked.message.answer_layout(prepared, streamed)
             return layout.pieces(asked.id, own.contents, lane.view)
@@ -328,9 +338,9 @@ class Infer:
     def releaser(
         self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None, trace: Trace | None
     ) -> Callable[[], None] | None:
-        """Returns what to call once an answer has left, or None.
+        """Returns the callback for when an answer has left, or None if nothing is to be done then.
 
-        Its lease is given back, or its bytes are taken, and with the last one the trace ends.
+        The callback releases the answer's memory. It also acknowledges a response that is not final, or ends the trace.
         """
         if lane is not None and not prepared.final:
             return partial(self.submitter.taken, lane, own)
@@ -341,7 +351,7 @@ class Infer:
 
 
 class Sent:
-    """Ends the trace of an answer when that has left."""
+    """Is called when an answer has left: releases its memory and ends its trace."""
 
     __slots__ = ("_release", "_trace")
 

@@ -1,6 +1,6 @@
-"""Answers the rest of inference.GRPCInferenceService: health, metadata, configuration, statistics, repository, regions.
+"""Answers the RPCs of inference.GRPCInferenceService other than inference: health, metadata, statistics, repository, regions.
 
-What they answer is the business of ``tensord.daemon.front.endpoints``; here stand messages. Source: grpc_service.proto.
+``tensord.daemon.front.endpoints`` finds the answers; this module converts them from and to messages. Source: grpc_service.proto.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _FOR_PEER = frozenset(
 
 
 class Management:
-    """Answers each RPC with a coroutine that is named as it."""
+    """Answers each RPC with the coroutine method of the same name."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._endpoints = endpoints
 
     def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
-        """Yields the path of each RPC, and what makes its calls."""
+        """Yields the path of each RPC, and the function that makes the ``Call`` for a stream with this path."""
         for method in grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             answer = getattr(self, method.name, None)
             if answer is not None:
@@ -189,7 +189,7 @@ def _maker_for_peer(request: type[Message], answer: Any) -> Callable[[Stream], C
 
 
 def _filled(message: Message, fields: dict[str, Any]) -> Any:
-    """Fills a message from JSON values; what a newer or older message does not have is left out."""
+    """Fills a protobuf message from JSON values and returns it; values that it has no field for are left out."""
     return json_format.ParseDict(fields, message, ignore_unknown_fields=True)
 
 

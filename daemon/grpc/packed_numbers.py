@@ -1,4 +1,4 @@
-"""Numbers of typed contents as an array, by numpy: a step in Python for each would hold up the loop. Sans-I/O.
+"""Converts the numbers of typed contents to numpy arrays, because a step in Python for each would hold up the loop. Sans-I/O.
 
     contents ─▶ protobuf writes them packed ─▶ | tag | size | number | number | ...      BOOL, FP32, FP64 lie as they travel,
                                                                                         others take 1 to 10 bytes each
@@ -21,7 +21,7 @@ _MAX_VARINT = 10
 
 
 def of_contents(contents: Any, dtype: np.dtype[Any]) -> Numbers:
-    """Returns the numbers of InferTensorContents in which one field of numbers is filled."""
+    """Returns the numbers of an InferTensorContents, in which one field of numbers is filled, as an array of ``dtype``."""
     contents.DiscardUnknownFields()
     written: bytes = contents.SerializeToString()
     at = 1
@@ -50,7 +50,7 @@ def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
 
 
 def _joined(packed: npt.NDArray[np.uint8], starts: Numbers, ends: Numbers) -> Numbers:
-    """Numbers of which each has seven bits a byte, the lowest first."""
+    """Decodes the varints that lie from ``starts`` to ``ends`` in ``packed``: seven bits a byte, the lowest first."""
     values = (packed[starts] & 127).astype(np.uint64)
     longer = np.flatnonzero(ends > starts)
     for place in range(1, _MAX_VARINT):

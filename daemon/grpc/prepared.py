@@ -1,14 +1,15 @@
-"""Prepared messages: what a front remembers of those that came, and reads exactly of those that it does not know.
+"""Caches the meaning of request messages that clients repeat, so that only the first message of a kind is decoded in full.
 
     message ─▶ walk ─▶ | id | scheduling | raw tensors | rest |        rest ─▶ PreparedMessage: a request by its number
     answer  ◀─ | model_name, model_version | id | parameters, outputs | raw tensor | raw tensor | ...
                  written once                     written once                             (AnswerLayout)
 
-A message's rest is read once, by protobuf. Whoever sends the same rest again, on any connection, with whatever id and tensors,
-asks for the same. What the rest means never changes; whether its model is there is asked again whenever any model has changed.
+A message's rest, which is all but id, scheduling and raw tensors, is decoded once, by protobuf. A message with the same rest, on
+any connection, with any id and tensors, asks for the same. The meaning of a rest never changes; whether its model serves is
+checked again whenever any model has changed.
 
-The first message of a kind is read exactly: by its fields, protobuf and checks, which word what is wrong. So is what is malformed
-or unusual, and what carries its values beside its raw tensors.
+The first message of a kind is decoded in full: by its fields, protobuf, and checks that word the errors. So is every message that
+is malformed or unusual, or has tensor values outside its raw tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Understood = tuple[DecodedHead, UnsentRequest, ModelState]
 
 
 class PreparedMessage:
-    """Holds the meaning of messages that differ only in id, scheduling and raw tensors. Owned by ``PreparedMessages``."""
+    """Holds the meaning of request messages that differ only in id, scheduling and raw tensors. Owned by ``PreparedMessages``."""
 
     __slots__ = ("decoded", "decoupled", "edition", "numbered", "streamed", "unary")
 
@@ -53,7 +54,7 @@ class PreparedMessage:
         self.unary: dict[int, AnswerLayout] = {}
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
-        """Returns the layout of answers with that prepared part."""
+        """Returns the cached layout for answers that share ``prepared``. ``streamed``: whether they answer ModelStreamInfer."""
         known = self.streamed if streamed else self.unary
         # Who is kept here keeps what was prepared, so nothing else has its address meanwhile.
         layout = known.get(id(prepared))
@@ -74,7 +75,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     __slots__ = ("_schedulings", "_submitter", "_table")
 
     def __init__(self, table: ModelStates, submitter: Submitter, count: int = MAX_NUMBERS) -> None:
-        """Begins empty. ``count``: how many are kept at least; 0: none."""
+        """Makes an empty cache. ``count``: how many messages are cached at least; 0: none."""
         super().__init__(count)
         self._table = table
         self._submitter = submitter
@@ -82,11 +83,11 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:
-        """Returns whether the cached meaning holds for a message with so many raw tensors: its model still serves."""
+        """Returns whether the cached meaning holds for a message with ``raws`` raw tensors, and its model still serves."""
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
-        """Decodes the scheduling parameters of a message. None: the whole message must be read exactly."""
+        """Decodes the encoded scheduling parameters of a message. Returns None if the message must be decoded in full."""
         if not parameters:
             return UNSCHEDULED
         found = self._schedulings[parameters]
@@ -97,7 +98,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return found
 
     def _serves(self, known: PreparedMessage) -> bool:
-        """Looks the model up again after the table has changed. Returns whether it still serves."""
+        """Looks up the model of a cached message after the table of models has changed.
+
+        Returns whether the model still serves.
+        """
         decoded = known.decoded
         try:
             known.decoupled = self._table.find(decoded.model, decoded.version).streams
@@ -114,9 +118,12 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     def read(
         self, content: Buffer, start: int, end: int, walked: Walked | None, known: PreparedMessage | None
     ) -> Understood:
-        """Reads the message ``content[start:end]`` exactly. Raises RefusedRequest.
+        """Decodes the complete message ``content[start:end]`` in full.
 
-        ``walked``: what was found in it; ``known``: what is remembered of its rest.
+        Args:
+          walked: what ``walk`` found in the message; None: the message is unusual.
+          known: the cached meaning of its rest; None: there is none.
+        Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """
         if walked is None or walked[2]:
             message = content[start:end]
@@ -136,11 +143,12 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         walked: Walked | None,
         known: PreparedMessage | None,
     ) -> Understood:
-        """Reads a message that was cut into head, id and raw tensors. Raises RefusedRequest.
+        """Decodes a message that was already cut into head, id and raw tensors.
 
         Args:
-          walked: what was found in the head, or in all of it; None: it is unusual.
-          known: what is remembered of the rest; None: nothing.
+          walked: what ``walk`` found in the head, or in the message; None: the message is unusual.
+          known: the cached meaning of its rest; None: there is none.
+        Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """
         try:
             text = client_id.decode()
@@ -164,7 +172,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return decoded, request, state
 
     def _learn(self, walked: Walked, decoded: DecodedHead, has_raw: bool) -> None:
-        """Caches the meaning of a message that was read exactly."""
+        """Caches the meaning of a message that was decoded in full, if later messages can share it."""
         rest, _, parameters, _, _ = walked
         if parameters:
             try:

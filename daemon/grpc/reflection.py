@@ -1,7 +1,7 @@
-"""Answers server reflection's questions from the pool of tensord's messages. Sans-I/O.
+"""Answers the requests of gRPC server reflection from the descriptors of tensord's messages. Sans-I/O.
 
-Source: grpc/reflection/v1/reflection.proto. None of our messages has an extension, so a question about one by its number never
-finds it.
+Source: grpc/reflection/v1/reflection.proto. None of tensord's messages has an extension, so a request for an extension by its
+number never finds any.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from tensord.protocol.pool import POOL
 
 
 class Reflection:
-    """Answers the questions of one version of the service. ``messages``: the module of that version's messages."""
+    """Answers the requests of one version of server reflection.
+
+    ``messages``: the module of that version's messages. ``services``: names of the services that the server has.
+    """
 
     def __init__(self, messages: Any, services: tuple[str, ...]) -> None:
         self._messages = messages
@@ -39,7 +42,10 @@ class Reflection:
         return answer
 
     def _fill(self, answer: Any, kind: str, asked: Any) -> None:
-        """Fills in the answer to one question. Raises KeyError: no such file, symbol or extension."""
+        """Fills in the answer to one request; ``kind``: which field of it is set.
+
+        Raises KeyError: no such file, symbol or extension.
+        """
         if kind == "file_by_filename":
             _describe(answer, POOL.FindFileByName(asked))
         elif kind == "file_containing_symbol":
@@ -54,7 +60,7 @@ class Reflection:
 
 
 def _file_of(symbol: str) -> FileDescriptor:
-    """Returns the file that defines a symbol, which may be a method. Raises KeyError."""
+    """Returns the file that defines a symbol, which may be a method. Raises KeyError: no file defines it."""
     try:
         return POOL.FindFileContainingSymbol(symbol)
     except KeyError:
@@ -63,7 +69,7 @@ def _file_of(symbol: str) -> FileDescriptor:
 
 
 def _describe(answer: Any, file: FileDescriptor) -> None:
-    """Puts a file into an answer, and behind it all that it imports."""
+    """Adds the descriptor of a file to an answer, followed by those of all files that it imports."""
     found = [file]
     for each in found:
         found += [imported for imported in each.dependencies if imported not in found]

@@ -1,7 +1,7 @@
-"""Reads the head of a ModelInferRequest, all but its id and its raw tensors, by protobuf, and checks it. Sans-I/O.
+"""Decodes and checks the head of a ModelInferRequest: all fields except its id and its raw tensors. Sans-I/O.
 
-What belongs to the protocol is refused here; what only the model's configuration can tell is left to the worker.
-Source: grpc_service.proto; texts as recorded against a real Triton.
+Requests that break the protocol are refused here; faults that only the model's configuration shows are left to the worker.
+Source: grpc_service.proto; error texts as recorded against a real Triton.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _CONTENTS = {
 
 @dataclass(slots=True)
 class DecodedHead:
-    """Holds a decoded request without its raw tensors and its id. Immutable by convention, because requests share it."""
+    """Holds a decoded ModelInferRequest without its raw tensors and its id.
+
+    Never changed after decoding, because requests share it.
+    """
 
     model: str
     version: int
@@ -60,7 +63,10 @@ class DecodedHead:
     is_raw: bool = True
 
     def request(self, client_id: str, raws: Sequence[InputContent], scheduling: Scheduling) -> UnsentRequest:
-        """Makes a request by assigning the raw tensors to its inputs. Raises InvalidArgument: too many, or too few."""
+        """Makes a request by assigning the raw tensors to its inputs.
+
+        Raises InvalidArgument: there are too many or too few of them.
+        """
         if len(raws) > self.raw_count:
             raise InvalidArgument(
                 f"{len(raws)} raw_input_contents are given for model '{self.model}', its inputs take {self.raw_count}"
@@ -80,10 +86,10 @@ class DecodedHead:
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
-    """Decodes everything but the raw tensors. Returns it, and the state of its model.
+    """Decodes the head of a ModelInferRequest. Returns the decoded head and the state of its model.
 
-    ``has_raw``: tensors came as raw_input_contents, so none may come typed.
-    Raises: NotFound, InvalidArgument: no such model or version.  InvalidArgument: not as the protocol says.
+    ``has_raw``: whether the request has raw_input_contents, so that no input may have ``contents``.
+    Raises: NotFound, InvalidArgument: there is no such model or version.  InvalidArgument: the head breaks the protocol.
     """
     counts.check(head, grpc_service_pb2.ModelInferRequest.DESCRIPTOR)
     try:
@@ -117,7 +123,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
 
 
 def read_version(model: str, text: str) -> int:
-    """Reads a version; "" is the newest. Raises InvalidArgument: not a positive number.  NotFound: 0."""
+    """Parses a model version; "" is 0, the newest. Raises InvalidArgument: it is no positive number; NotFound: it is "0"."""
     if not text:
         return 0
     digits = text[1:] if text[0] == "-" else text
@@ -137,7 +143,7 @@ def read_version(model: str, text: str) -> int:
 
 
 def _content(entry: Any, datatype: str, shape: tuple[int, ...], has_raw: bool, model: str) -> InputContent | None:
-    """Returns the content of an input that is typed or in a region; None: it is a raw tensor. Raises InvalidArgument."""
+    """Returns the content of an input with typed values or in a region; None: it is a raw tensor. Raises InvalidArgument."""
     name = entry.name
     if len(shape) > MAX_RANK or 0 in shape or prod(shape) > MAX_ELEMENTS:
         element_count(shape, f"input '{name}' shape")  # which says what is wrong
@@ -168,10 +174,11 @@ def _content(entry: Any, datatype: str, shape: tuple[int, ...], has_raw: bool, m
 
 
 def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
-    """Converts typed contents to wire bytes. Raises InvalidArgument: a value does not fit its datatype.
+    """Converts an input's typed ``contents`` to the bytes of a raw tensor.
 
     Args:
-      kind: the datatype of the one field that is filled.
+      kind: the datatype of the only field of ``contents`` that is filled.
+    Raises: InvalidArgument: a value does not fit its datatype.
     """
     if datatype == "BYTES":
         values = contents.bytes_contents
@@ -188,7 +195,7 @@ def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
 
 
 def _region(name: str, parameters: Any) -> RegionSlice:
-    """Returns the slice that the parameters of an input or output name. Raises InvalidArgument."""
+    """Returns the part of a region that the parameters of an input or output name. Raises InvalidArgument: they are wrong."""
     numbers = []
     region = parameters["shared_memory_region"]
     if region.WhichOneof("parameter_choice") != "string_param":
@@ -218,7 +225,7 @@ def _region(name: str, parameters: Any) -> RegionSlice:
 
 
 def _requested(entry: Any) -> RequestedOutput:
-    """Reads an entry of ``outputs`` that has parameters. Raises InvalidArgument."""
+    """Decodes a requested output that has parameters (classification, region). Raises InvalidArgument: they are wrong."""
     parameters = entry.parameters
     classification = 0
     if "classification" in parameters:
@@ -239,7 +246,10 @@ def _requested(entry: Any) -> RequestedOutput:
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """Decodes the scheduling parameters of a message. None: they are unusual, and ``decode_head`` must read them."""
+    """Decodes the encoded parameters that schedule a request.
+
+    Returns None if they are unusual: ``decode_head`` must read them then.
+    """
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
         if KEYS.issuperset(given):

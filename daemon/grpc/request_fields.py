@@ -1,9 +1,9 @@
-"""Cuts a ModelInferRequest on the wire: the head without its id, the id, and the raw tensors. Sans-I/O.
+"""Cuts an encoded ModelInferRequest into its id, its raw tensors and its head, which is all other fields. Sans-I/O.
 
     | model_name, id, inputs, outputs, ... (fields 1 to 6) | raw_input_contents (field 7) | raw_input_contents | ...
 
-That is how clients write it; any other order means the same and is taken too. ``split`` cuts a whole message, ``ArrivingFields``
-one that comes in pieces, and both find the same. Nobody touches the tensors' bytes here.
+Clients write the fields in this order; any other order means the same and is accepted. ``split`` cuts a complete message,
+``ArrivingFields`` a message that arrives in pieces, with the same result. The tensors' bytes are not touched here.
 Source: grpc_service.proto; protobuf's encoding specification.
 """
 
@@ -29,7 +29,7 @@ _CUT_SHORT = "failed to parse the request message: it is cut short"
 
 
 class RefusedRequest(Exception):
-    """Raised where a message is refused; has the error, the request's id if it could be read, and its trace if there is one."""
+    """Raised when a request message is refused; carries the error, the request's id if known, and its trace if it has one."""
 
     def __init__(self, error: ServingError, client_id: str = "", trace: Trace | None = None) -> None:
         super().__init__(error.message)
@@ -39,9 +39,10 @@ class RefusedRequest(Exception):
 
 
 def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
-    """Returns the head without the id, the id, and where the raw tensors lie: (begin, end) each.
+    """Cuts a complete ModelInferRequest.
 
-    Raises RefusedRequest: malformed.
+    Returns its head without the id, the id, and (begin, end) of each raw tensor in ``message``.
+    Raises RefusedRequest: the message is malformed, or has too many fields.
     """
     at, end = 0, len(message)
     raws: list[tuple[int, int]] = []
@@ -89,20 +90,24 @@ def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
 
 
 def client_id_of(message: Buffer) -> str:
-    """Returns the id of a message that was refused for another reason."""
+    """Returns the id in a request message that was refused although its fields are well-formed."""
     return split(message)[1].decode("utf-8", "replace")
 
 
 class ArrivingFields:
-    """Parses the fields of a message that arrives in pieces. Its owner takes the raw tensors' bytes itself.
+    """Parses the fields of a ModelInferRequest that arrives in pieces; its owner reads the raw tensors' bytes.
 
-    Everything is there once ``unread`` is 0.
+    The message is complete once ``unread`` is 0.
     """
 
     __slots__ = ("_count", "_field", "_left", "_start", "client_id", "head", "raw_count", "raw_left", "unread")
 
     def __init__(self, byte_size: int, begun: Begun | None = None) -> None:
-        """Begins a message of so many bytes; ``begun``: what came before its first raw tensor. Raises as ``take``."""
+        """Starts to parse a message of ``byte_size`` bytes.
+
+        ``begun``: the fields before its first raw tensor, if they are known already.
+        Raises RefusedRequest: the raw tensor is longer than the message.
+        """
         head, client_id, at, size = begun or _NOTHING
         if size > byte_size - at:
             raise _cut_short()
@@ -122,9 +127,9 @@ class ArrivingFields:
         self._count = 0
 
     def take(self, piece: memoryview, at: int) -> tuple[int, bool]:
-        """Parses a piece up to the next raw tensor. Returns where it stopped, and whether a raw tensor begins there.
+        """Parses ``piece[at:]`` up to the next raw tensor. Returns where it stopped, and whether a raw tensor begins there.
 
-        Raises RefusedRequest: malformed.
+        Raises RefusedRequest: the message is malformed, or has too many fields.
         """
         end = len(piece)
         while at < end:
@@ -182,9 +187,10 @@ def _cut_short() -> RefusedRequest:
 
 
 def _field_start(start: Buffer | bytearray) -> tuple[int, int, int]:
-    """Returns a field's tag (0: an unknown one), the bytes before its content, and the size of the content.
+    """Parses the start of a field.
 
-    Raises: IndexError: more bytes are needed, or it is malformed.
+    Returns its tag (0: an unknown field), the bytes before its content, and the size of the content.
+    Raises: IndexError: more bytes are needed, or the field is malformed.  RefusedRequest: no more bytes can make it valid.
     """
     tag = start[0]
     if tag in _TAGS:
@@ -206,7 +212,7 @@ def _field_start(start: Buffer | bytearray) -> tuple[int, int, int]:
 
 
 def _check_tag(tag: int) -> None:
-    """Raises RefusedRequest: one of ours in more bytes than it takes, which clients do not write and readers read differently."""
+    """Raises RefusedRequest if a known tag takes more bytes than it needs: clients do not write that, and parsers differ."""
     if tag in _TAGS:
         raise RefusedRequest(InvalidArgument("failed to parse the request message: a tag is longer than it must be"))
 

@@ -1,11 +1,11 @@
-"""An inference answer as protobuf bytes: ModelInferResponse and ModelStreamInferResponse. Sans-I/O.
+"""Encodes inference answers as protobuf bytes: ModelInferResponse and ModelStreamInferResponse. Sans-I/O.
 
     1 model_name | 2 model_version | 3 id | 4 parameters, 5 outputs | 6 raw_output_contents | raw_output_contents | ...
              written once               written once                       as they lie
 
-An answer is written in parts, so that the tensors' bytes are copied into no message object first, and what answers have in common
-is written once. Every output has an entry in raw_output_contents, also one that went to a region: an empty one, so that the
-indices agree.
+An answer is encoded in pieces, so that the tensors' bytes are not copied into a message object first, and the part that answers
+share is encoded once. Every output has an entry in raw_output_contents; that of an output in a shared-memory region is empty, so
+that the indices agree.
 Source: grpc_service.proto; protobuf's encoding specification.
 """
 
@@ -23,16 +23,16 @@ _INT64 = 1 << 63
 
 
 class AnswerLayout:
-    """Encodes answers of one kind: their common part was encoded once, and each answer's own part is put between."""
+    """Encodes answers of one kind: the part that they share was encoded once, and each answer's id and tensors are added."""
 
     __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
 
     def __init__(self, prepared: PreparedAnswer, model: str, final: bool | None = None) -> None:
-        """Encodes what all answers of the kind have in common.
+        """Encodes the part that all answers of the kind share.
 
         Args:
-          prepared: what the answers have in common; it is kept.
-          final: what ``triton_final_response`` says; None: not there, as in unary answers.
+          prepared: what the answers share; the layout refers to it as long as it lives.
+          final: the value of ``triton_final_response``; None: the parameter is absent, as in unary answers.
         """
         self._prepared = prepared
         self._begin = _names(model, prepared.version)
@@ -46,11 +46,12 @@ class AnswerLayout:
     def pieces(
         self, client_id: bytes, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
     ) -> list[Buffer]:
-        """Returns a ModelInferResponse in pieces; tensors in the response arena as views of it.
+        """Encodes one answer as pieces of a ModelInferResponse; tensors in the response arena become views of it.
 
         Args:
-          contents: the outputs that went to no region.
-          view: the bytes of a slice of the response arena.
+          client_id: the request's id as the client sent it.
+          contents: the outputs, without those that went to a shared-memory region.
+          view: returns the bytes of a slice of the response arena.
         """
         pieces: list[Buffer] = [self._whole]
         if client_id:
@@ -66,12 +67,15 @@ class AnswerLayout:
 
 @functools.lru_cache(1024)
 def _names(model: str, version: int) -> bytes:
-    """Encodes model name and version, with which an answer begins."""
+    """Encodes model name and version, the first fields of a ModelInferResponse."""
     return ModelInferResponse(model_name=model, model_version=str(version)).SerializeToString()
 
 
 def _description(prepared: PreparedAnswer, final: bool | None) -> bytes:
-    """Writes the parameters and outputs of an answer. ``final``: as of ``AnswerLayout``."""
+    """Encodes the parameters and output descriptions of an answer.
+
+    ``final``: the value of ``triton_final_response``; None: absent.
+    """
     outputs = b"".join([_output(tensor.name, tensor.datatype, tensor.shape) for tensor in prepared.outputs])
     if prepared.parameters:
         parameters = prepared.parameters if final is None else {**prepared.parameters, _FINAL: final}
@@ -87,7 +91,7 @@ def _output(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _parameters(given: Mapping[str, Parameter]) -> dict[str, InferParameter]:
-    """Makes protobuf's messages of parameters. Integers beyond 64 bits with a sign are their lower 64 bits."""
+    """Converts parameters to protobuf messages. Integers that do not fit 64 bits with a sign keep only their lower 64 bits."""
     found: dict[str, InferParameter] = {}
     for key, value in given.items():
         if isinstance(value, bool):
@@ -108,12 +112,15 @@ _IS_FINAL = [ModelInferResponse(parameters=_parameters({_FINAL: final})).Seriali
 
 
 def streamed(parts: list[Buffer]) -> list[Buffer]:
-    """Puts the pieces of a ModelInferResponse into a ModelStreamInferResponse."""
+    """Wraps the pieces of a ModelInferResponse in a ModelStreamInferResponse."""
     return [field_start(_INFER_RESPONSE, sum(map(len, parts))), *parts]
 
 
 def streamed_error(message: str, client_id: str, model: str = "", final: bool | None = None) -> bytes:
-    """Writes a ModelStreamInferResponse with an error; ``model``: the one that raised it, "" when none was asked."""
+    """Encodes a ModelStreamInferResponse that carries an error.
+
+    ``model``: the model that failed, "" if none ran. ``final``: the value of ``triton_final_response``; None: absent.
+    """
     parameters = {} if final is None else _parameters({_FINAL: final})
     inner = ModelInferResponse(model_name=model, id=client_id, parameters=parameters)
     return ModelStreamInferResponse(error_message=message, infer_response=inner).SerializeToString()

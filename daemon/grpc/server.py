@@ -1,4 +1,4 @@
-"""Runs the gRPC front: HTTP/2 connections from given sockets, and what answers each RPC."""
+"""Runs the gRPC front: opens HTTP/2 connections on accepted sockets, and maps each RPC to the code that answers it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LAST_CALL_NS = 250_000_000
 
 
 class GrpcFront(Front):
-    """Serves clients that speak gRPC."""
+    """Runs the process that serves gRPC clients."""
 
     parts: ClassVar[Mapping[str, str]] = {
         "tensord.daemon.grpc._hpack": "header blocks are decoded in Python",
@@ -77,7 +77,10 @@ class GrpcFront(Front):
         self._check = asyncio.create_task(self._check_connections())
 
     async def drain(self, grace_ns: int) -> None:
-        """Stops accepting connections and calls; open connections close once their last answer was received."""
+        """Stops accepting connections and calls, and waits until open calls are answered.
+
+        Connections that are still open after ``grace_ns`` nanoseconds are cut.
+        """
         now = time.monotonic_ns()
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
         await self._acceptor.close(min(_LAST_CALL_NS, grace_ns) / 1e9)

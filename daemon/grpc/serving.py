@@ -1,4 +1,4 @@
-"""What every connection of a gRPC front needs: the options, what answers which path, and what all connections share."""
+"""Holds what all connections of a gRPC front share: the options, the code that answers each path, limits and counters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class GrpcServing:
-    """Holds what the connections of a front have in common."""
+    """Holds what all connections of a gRPC front share."""
 
     options: Grpc
     #: What answers a path.

@@ -1,4 +1,4 @@
-"""Answers grpc.health.v1 and server reflection: what tools that know nothing of inference ask a gRPC server."""
+"""Answers grpc.health.v1 and server reflection, which general gRPC tools call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StandardServices:
         self._endpoints = endpoints
 
     def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
-        """Yields the path of each RPC, and what makes its calls."""
+        """Yields the path of each RPC, and the function that makes the ``Call`` for a stream with this path."""
         yield f"/{_HEALTH}/Check", lambda stream: Unary(stream, health_pb2.HealthCheckRequest, self._check)
         yield f"/{_HEALTH}/Watch", lambda stream: _Conversation(stream, health_pb2.HealthCheckRequest, self._watch)
         for service, messages in _REFLECTIONS.items():
@@ -45,7 +45,7 @@ class StandardServices:
             yield f"/{service}/ServerReflectionInfo", functools.partial(_reflecting, reflection, messages)
 
     async def _check(self, request: Any) -> Any:
-        """Answers a health check, for any service name, as Triton does."""
+        """Answers a health check with the server's readiness, whatever service it names, as Triton does."""
         return await self._status()
 
     async def _status(self) -> Any:
@@ -76,7 +76,7 @@ def _reflecting(reflection: Reflection, messages: Any, stream: Stream) -> Call:
 
 
 class _Conversation(Call):
-    """Runs a call whose answers come from an asynchronous generator over its requests."""
+    """Runs a streaming call whose responses come from an asynchronous generator that reads the call's requests."""
 
     def __init__(
         self, stream: Stream, request: type[Message], answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]

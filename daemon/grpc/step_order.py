@@ -1,10 +1,10 @@
-"""Keeps the order of a connection's sequences: their unary steps that are not with a worker yet go there one after the other.
+"""Keeps the steps of each sequence on a connection in order: unary requests that are not with a worker yet go there one by one.
 
     a large message arrives, or waits for room ─▶ enter ─▶ leave: sent ─▶ those behind it, of its sequence, go on
                                                             ╰─ it will not be: they are refused, because they would miss it
     a step that is whole, of such a sequence   ─▶ waits
 
-Steps are in the order in which their calls began. Where nothing large is on its way, nobody is asked anything.
+Steps are ordered by when their calls began. While no large message is arriving or waiting for room, no step is looked at.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MODEL, _PARAMETER = 0x0A, 0x22
 
 
 class StepOrder:
-    """Keeps the unary calls of one connection that are not sent yet, in their order."""
+    """Keeps the unary calls of one connection whose requests are not with a worker yet, in the order in which they began."""
 
     __slots__ = ("_broken", "_due", "_loop", "unsent")
 
@@ -42,11 +42,14 @@ class StepOrder:
         self._due = False
 
     def enter(self, step: UnaryInfer) -> None:
-        """Adds a call that may be a step, and is not sent at once."""
+        """Adds a call that may be a step of a sequence and whose request cannot be sent to a worker at once."""
         self.unsent[step] = False
 
     def waits(self, step: UnaryInfer) -> bool:
-        """Returns whether a complete call must wait for an earlier step; ``resume`` or ``miss`` is called then."""
+        """Returns whether a complete request must wait for an earlier step of its sequence.
+
+        If so, its ``resume`` or ``miss`` is called later.
+        """
         if next(iter(self.unsent)) is step or (sequence := step.sequence) is None:
             return False
         for other in self.unsent:
@@ -58,7 +61,10 @@ class StepOrder:
         return False
 
     def leave(self, step: UnaryInfer, sent: bool) -> None:
-        """Removes a call that is with a worker, or will never be. Harmless for one that is not here."""
+        """Removes a call whose request was sent to a worker (``sent``), or never will be.
+
+        Does nothing if the call is not here.
+        """
         if self.unsent.pop(step, None) is None or not self.unsent:
             return
         if not sent and step.sequence is not None:
@@ -89,7 +95,7 @@ class StepOrder:
 
 
 def sequence_of(message: Buffer | bytearray) -> Sequence | None:
-    """Returns the sequence that a possibly incomplete message belongs to; None: none, or its id has not arrived."""
+    """Returns the sequence (model and id) of a possibly incomplete message; None: it has none, or its id has not arrived."""
     said = b""
     for tag, start, begin, size in fields(message, min(len(message), _MAX_BEGINNING)):
         if tag in (_MODEL, _PARAMETER):

@@ -1,11 +1,11 @@
-"""A stream is one call: length-prefixed messages both ways. ``Http2`` feeds it, and its ``Call`` answers.
+"""One HTTP/2 stream, which carries one gRPC call: ``Http2`` feeds the client's bytes in, the ``Call`` sends its responses.
 
     client ─▶ | compressed 8 | length 32 | message: length bytes | ... cut into DATA frames anywhere ─▶ END_STREAM
     client ◀─ HEADERS ◀─ | compressed 8 | length 32 | message | ... in DATA frames ◀─ HEADERS: the trailers
 
-What the client may still send is bounded by the window it was granted. What it does not take waits here as it lies, and whoever
-it belongs to hears when it has left; a stream with much unsent grants nothing more, so a client that never reads its answers
-stops itself.
+The window granted to the client bounds what it may still send. Response bytes that the client does not take wait here without
+being copied, and a callback tells their owner when they have left. A stream with many unsent bytes grants no more window, so a
+client that never reads its responses stops itself.
 Source: gRPC's PROTOCOL-HTTP2.md, RFC 9113 sections 5, 6.9 and 8.1.1.
 """
 
@@ -46,7 +46,7 @@ _MIN_COMPRESSED = 512
 
 
 class Stream:
-    """Carries one call over HTTP/2. Owned by ``Http2`` until ``ended``."""
+    """Carries one gRPC call over HTTP/2. ``Http2`` owns it until ``ended`` is True."""
 
     # What nearly every call leaves as it is costs nothing here.
     call: Call | None = None
@@ -100,7 +100,7 @@ class Stream:
             self._promised = head.content_length
 
     def begin(self, call: Call) -> None:
-        """Attaches the call that answers this stream; its deadline runs from now."""
+        """Attaches the call that answers this stream, and starts the timeout that the client gave the call, if any."""
         self.call = call
         if self.head.timeout_ns:
             self.deadline_ns = min(time.monotonic_ns() + self.head.timeout_ns, _NEVER_NS)
@@ -109,7 +109,7 @@ class Stream:
     # ----------------------------------------------------------------------------------------------- receiving
 
     def receive(self, data: bytes, start: int, end: int) -> None:
-        """Receives ``data[start:end]``, the next bytes of the client's messages."""
+        """Parses ``data[start:end]``, the next bytes that arrived on this stream, and hands complete messages to the call."""
         if self._promised is not None and not self._counts(end - start):
             return
         if self._finished:
@@ -130,7 +130,7 @@ class Stream:
             self._defect()
 
     def _take(self, piece: memoryview) -> None:
-        """Splits received bytes into messages, which may come in several pieces, or several in one."""
+        """Splits received bytes into messages: a message may arrive in several pieces, and a piece may hold several messages."""
         at, end = 0, len(piece)
         while at < end and not self._finished:
             arriving = self.arriving
@@ -164,7 +164,7 @@ class Stream:
                 self._arrived(arriving)
 
     def advance(self, byte_size: int) -> None:
-        """Notes that so many bytes of the current message were written to their place (``ArrivingMessage.rest``)."""
+        """Notes that ``byte_size`` bytes of the message were read into the memory that ``ArrivingMessage.rest`` returned."""
         if self._promised is not None and not self._counts(byte_size):
             return
         arriving = self.arriving
@@ -178,17 +178,17 @@ class Stream:
 
     @property
     def waits_for_room(self) -> bool:
-        """Returns whether the message under way still waits for arena memory."""
+        """Returns whether the message that is arriving still waits for arena memory."""
         return self.arriving is not None and self.arriving.waits_for_room
 
     def _room_came(self) -> None:
-        """Continues a message that waited for room and was placed, or refused; the client's deadline starts anew."""
+        """Goes on with a message whose wait for arena memory has ended; the client's time to send the rest starts anew."""
         self.partial_since = 0.0
         self._note()
         self.http2.grant(self)
 
     def _note(self) -> None:
-        """Updates the count of buffered message bytes, and grants window for a message whose memory is reserved."""
+        """Counts buffered message bytes, refuses the call if they are too many, and grants window for a placed message."""
         if self._finished:
             return
         arriving, serving = self.arriving, self.http2.serving
@@ -219,7 +219,7 @@ class Stream:
         self.partial_since = 0.0
 
     def _arrived(self, arriving: ArrivingMessage) -> None:
-        """Hands the completed message to the call."""
+        """Hands the message that is now complete to the call."""
         self.arriving = None
         self.partial_since = 0.0
         self.http2.serving.collected -= self._kept
@@ -237,7 +237,11 @@ class Stream:
             raise
 
     def _deliver(self, flag: int, content: Buffer, start: int, end: int) -> None:
-        """Hands a whole message to the call, inflated if it is compressed. Raises Refused: it cannot be inflated."""
+        """Hands a complete message to the call, after inflating it if it is compressed.
+
+        ``flag``: 1 if the message is compressed, 0 if not.
+        Raises CallRefused: the message cannot be inflated.
+        """
         assert self.call is not None
         if flag:
             content = inflated(
@@ -247,7 +251,10 @@ class Stream:
         self.call.message(content, start, end)
 
     def _counts(self, byte_size: int) -> bool:
-        """Counts bytes against the request's content-length. Returns False, after resetting the stream, if they exceed it."""
+        """Counts received bytes against the content-length of the request.
+
+        Returns False, after resetting the stream, if they exceed it.
+        """
         assert self._promised is not None
         self._promised -= byte_size
         if self._promised < 0 and not self.ended:
@@ -255,7 +262,10 @@ class Stream:
         return self._promised >= 0
 
     def end_receiving(self) -> None:
-        """Notes that the client has half-closed the stream."""
+        """Notes that the client has ended its side of the stream, and tells the call.
+
+        Refuses the call if a message is incomplete.
+        """
         if self._promised and not self.ended:
             self.http2.reset(self, frames.PROTOCOL_ERROR)
             return
@@ -274,7 +284,10 @@ class Stream:
     # -------------------------------------------------------------------------------------------------- sending
 
     def answer(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
-        """Sends the one message of a unary call and its trailers. ``on_sent`` is called once the bytes may be reused."""
+        """Sends the only response message of a unary call, and its trailers.
+
+        Calls ``on_sent`` once the memory of ``parts`` may be reused.
+        """
         if self._finished:
             if on_sent is not None:
                 on_sent()
@@ -321,7 +334,10 @@ class Stream:
         self._close()
 
     def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
-        """Sends one message, as far as the windows allow. ``on_sent`` is called once its bytes may be reused."""
+        """Sends one response message as far as the windows allow, and queues the rest.
+
+        Calls ``on_sent`` once ``parts`` may be reused.
+        """
         if self._finished:
             if on_sent is not None:
                 on_sent()
@@ -378,13 +394,13 @@ class Stream:
         self.pump()
 
     def send_later(self, on_sent: Callable[[], None]) -> None:
-        """Calls ``on_sent`` when everything unsent has left."""
+        """Registers ``on_sent`` to be called once all unsent bytes of this stream have left, or the stream has ended."""
         if self._on_sent is None:
             self._on_sent = []
         self._on_sent.append(on_sent)
 
     def finish(self, code: int, message: str = "") -> None:
-        """Sends the status in the trailers, which end the stream."""
+        """Ends the call with the gRPC status ``code``, which is sent in the trailers after all response bytes."""
         if self._finished:
             return
         self._finished = True
@@ -405,14 +421,14 @@ class Stream:
         self.pump()
 
     def answer_http(self, status: int) -> None:
-        """Answers what is no gRPC call with a status of HTTP."""
+        """Answers a request that is not a gRPC call with an HTTP status and no body."""
         self.http2.serving.answered.managed("other")
         self._finished = self._head_sent = True
         self._trailers = header_blocks.http_error(status)
         self.pump()
 
     def pump(self) -> None:
-        """Sends what the windows and the socket's buffer allow, then the trailers."""
+        """Sends as many queued bytes as the windows and the socket's buffer allow, and the trailers once no bytes are left."""
         http2, unsent = self.http2, self._unsent
         while unsent:
             room = min(self.send_window, http2.send_window, http2.max_frame_size, http2.room)
@@ -460,7 +476,7 @@ class Stream:
             self._close()
 
     def _sent(self) -> None:
-        """Passes the waiting ``on_sent`` callbacks to the connection, which calls them once it has written everything."""
+        """Passes the waiting ``on_sent`` callbacks to the connection, which calls them once it has written all queued bytes."""
         waiting, self._on_sent = self._on_sent or (), None
         when_written = self.connection.when_written
         call_each((partial(when_written, on_sent) for on_sent in waiting), "what follows an answer")
@@ -472,16 +488,17 @@ class Stream:
         self.http2.write(frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, block))
 
     def _compresses(self, size: int) -> bool:
-        """Returns whether an answer of that size is compressed, where the operator wants that."""
+        """Returns whether a response of ``size`` bytes is worth compressing and the client accepts gzip."""
         return size >= _MIN_COMPRESSED and "gzip" in self.head.accepts
 
     # -------------------------------------------------------------------------------------------------- bounds
 
     def check(self, now: float, direct: int) -> None:
-        """Ends the call if its client sends a message, or takes an answer, too slowly; called about once a second.
+        """Ends the call if its client sends a message or takes a response too slowly; called about once a second.
 
         Args:
-          direct: bytes of its message that were read and not told of yet.
+          now: loop time.
+          direct: bytes of the arriving message that were read into its memory and not yet reported by ``advance``.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):
@@ -496,7 +513,10 @@ class Stream:
                 self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     def _is_stalled(self, now: float) -> bool:
-        """Returns whether the client takes an answer too slowly, by the stream's window, the connection's or the socket."""
+        """Returns whether the client takes response bytes too slowly, held up by a window or by the socket.
+
+        ``now``: loop time.
+        """
         if not self.blocked:
             return False
         if self._pace is None:
@@ -506,16 +526,17 @@ class Stream:
 
     @property
     def idle(self) -> bool:
-        """Returns whether no message is arriving and none waits for its answer."""
+        """Returns whether the call is open, no request message is arriving and none waits for its response."""
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
     def stop(self, now: float, direct: int) -> None:
-        """Ends the call after its last answer, because the server stops; called repeatedly until it has ended.
+        """Ends the call once its accepted requests are answered, because the server stops; called again until it has ended.
 
-        Whoever does not go on with its message is not waited for.
+        A client that has begun a message and stopped sending it is not waited for.
 
         Args:
-          direct: as of ``check``.
+          now: loop time.
+          direct: bytes of the arriving message that were read into its memory and not yet reported by ``advance``.
         """
         call = self.call
         if self._finished or call is None:
@@ -530,12 +551,12 @@ class Stream:
         call.stop()
 
     def _received_byte_size(self) -> int:
-        """Returns how many bytes of the message under way have come."""
+        """Returns how many bytes of the incomplete message have arrived."""
         arriving = self.arriving
         return len(self._begun) + (0 if arriving is None else arriving.byte_size - arriving.left)
 
     def stopped(self) -> None:
-        """Ends the call when it has nothing more to answer: its client may ask another server."""
+        """Ends the call with UNAVAILABLE because the server is stopping, so that the client can try another server."""
         self.refuse(UNAVAILABLE, "the server is stopping")
 
     def _defect(self) -> None:
@@ -546,7 +567,7 @@ class Stream:
     # -------------------------------------------------------------------------------------------------- ending
 
     def refuse(self, code: int, message: str) -> None:
-        """Ends the call with a status over what its client sent, and cancels what it has begun."""
+        """Ends the call with an error status, and cancels the requests that it has in flight."""
         if not self._finished:
             call = self.call
             try:
@@ -561,7 +582,10 @@ class Stream:
             self.refuse(DEADLINE_EXCEEDED, "Deadline Exceeded")
 
     def _close(self) -> None:
-        """Ends the stream when our side is done. A client that still sends is told to stop."""
+        """Ends the stream once the server has sent all of its response.
+
+        A client that has not ended its side is told to stop sending.
+        """
         http2 = self.http2
         http2.answered += 1
         if not self.half_closed:
@@ -569,7 +593,7 @@ class Stream:
         self._end()
 
     def abandon(self) -> None:
-        """Ends the stream without an answer: the client reset it, or the connection is gone."""
+        """Ends the stream without a response and cancels its call, because the stream was reset or the connection is gone."""
         if self.ended:
             return
         call = None if self._finished else self.call

@@ -1,7 +1,7 @@
-"""ModelStreamInfer: many requests in flight, answered in the order they complete. Nothing here waits.
+"""Answers ModelStreamInfer: one call with many requests in flight, answered in the order they complete. Nothing here blocks.
 
-An error of one request is an answer like others (``error_message``) and the stream goes on, unless its caller asked with the
-header ``triton_grpc_error: true`` for the gRPC status, which ends it.
+If a request fails, the client gets a response with ``error_message`` and the stream goes on. A client that sent the header
+``triton_grpc_error: true`` gets the error as the gRPC status instead, which ends the stream.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_UNSENT = 4 << 20
 
 
 class StreamInfer(InferCall):
-    """Answers the requests of one stream."""
+    """Answers the requests of one ModelStreamInfer call."""
 
     def __init__(self, infer: Infer, stream: Stream) -> None:
         self._infer = infer
@@ -117,7 +117,7 @@ class StreamInfer(InferCall):
             self._placing = self.stream.held = True
 
     def _not_sent(self, error: Exception, client_id: str, trace: Trace | None = None) -> None:
-        """Answers one of the stream's requests that could not be begun; the others go on."""
+        """Sends the client an error for a request that could not be sent to a worker; the stream's other requests go on."""
         sent = None
         if trace is not None:
             trace.error = error.message if isinstance(error, ServingError) else DEFECT
@@ -133,7 +133,7 @@ class StreamInfer(InferCall):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Sends waiting messages while there is room, then lets the client send more."""
+        """Sends waiting requests to workers while the stream's limits allow, then grants the client window to send more."""
         while self._waiting and self._has_room():
             message = self._waiting.popleft()
             self._ask(message, 0, 0 if isinstance(message, ArrivingMessage) else len(message))

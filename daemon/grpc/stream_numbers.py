@@ -1,10 +1,10 @@
-"""Stream identifiers of a connection: which are still to be used, and how those ended that are not open any more.
+"""Tracks the stream identifiers of a connection: which are not used yet, and how the streams ended that are no longer open.
 
     1 ── 3 ── 5 ── 7 ── 9 ── 11 ── ...        odd ones are the client's, each is used once, in rising order
     closed   passed over     next
 
-What a frame on a stream that is not open means depends on how the stream ended. Nearly all end in the ordinary way, both sides
-after each other, so only the others are remembered, the latest of them. Pure.
+What a frame on a stream that is not open means depends on how the stream ended. Nearly all streams are ended by both sides, so
+only the latest streams that ended otherwise are remembered. Pure.
 Source: RFC 9113, sections 5.1 and 5.1.1.
 """
 
@@ -33,7 +33,7 @@ class Past(enum.Enum):
 
 
 class StreamNumbers:
-    """Knows the streams of one connection by their numbers."""
+    """Tracks the stream identifiers of one connection."""
 
     __slots__ = ("_ended", "_forgotten", "_gaps", "next")
 
@@ -48,17 +48,20 @@ class StreamNumbers:
 
     @property
     def last(self) -> int:
-        """Returns the highest number that was used; 0: none was."""
+        """Returns the highest stream identifier that was used; 0: none was."""
         return max(0, self.next - 2)
 
     def use(self, number: int) -> None:
-        """Opens a stream, whatever its odd number, which is not below ``next``."""
+        """Marks the identifier of a new stream as used, and lower ones that were never used as passed over.
+
+        It is odd, at least ``next``.
+        """
         if number > self.next:
             self._gaps.append((self.next, number - 2))
         self.next = number + 2
 
     def cut(self, number: int) -> None:
-        """Remembers that we ended a stream, and the client had not."""
+        """Remembers that the server ended a stream before the client had ended its side."""
         self._remember(number, Past.CUT)
 
     def reset(self, number: int) -> None:
@@ -66,7 +69,7 @@ class StreamNumbers:
         self._remember(number, Past.RESET)
 
     def past(self, number: int) -> Past:
-        """Returns what became of a stream that is not open. CUT if it is long ago, so that nobody is held to it."""
+        """Returns why a stream is not open. CUT, the most lenient, if the stream ended too long ago to be remembered."""
         if not number & 1 or number >= self.next:
             return Past.IDLE
         ended = self._ended.get(number)

@@ -1,4 +1,4 @@
-"""Calls with one request message and one answer, given by a coroutine: everything that is not inference."""
+"""Answers unary calls other than inference: one request message, and one response message that a coroutine returns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Answer = Callable[[Any], Awaitable[Message]]
 
 
 class Unary(Call):
-    """Answers one unary management call by a coroutine."""
+    """Answers one unary management call with the message that a coroutine returns."""
 
     def __init__(self, stream: Stream, request: type[Message], answer: Answer) -> None:
         self._stream = stream

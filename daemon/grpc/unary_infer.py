@@ -1,4 +1,4 @@
-"""ModelInfer: one request, one answer. Nothing here waits."""
+"""Answers ModelInfer: one request, one response. Nothing here blocks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class UnaryInfer(InferCall):
 
     @property
     def sequence(self) -> Sequence | None:
-        """Returns the sequence that the request is a step of; None: of none, or it is not known yet."""
+        """Returns the sequence that the request is a step of; None: it belongs to no sequence, or that is not known yet."""
         message = self._arriving if self._message is None else self._message
         said = message.head if isinstance(message, ArrivingMessage) else message
         size, found = self._sequence
@@ -79,7 +79,7 @@ class UnaryInfer(InferCall):
         return found
 
     def resume(self) -> None:
-        """Sends the request, now that no earlier step is unsent."""
+        """Sends the request to a worker, after the earlier steps of its sequence were sent."""
         try:
             self._begin()
         except Exception:
@@ -97,7 +97,10 @@ class UnaryInfer(InferCall):
         self.stream.connection.steps.leave(self, self._asked is not None)
 
     def _begin(self) -> None:
-        """Sends the request, or refuses it. Later steps may then go on, unless this one waits for room."""
+        """Sends the request to a worker, or refuses it.
+
+        Later steps of its sequence may then go on, unless it waits for arena memory.
+        """
         message, self._message = self._message, None
         assert message is not None
         size = 0 if isinstance(message, ArrivingMessage) else len(message)
@@ -174,7 +177,7 @@ class UnaryInfer(InferCall):
         self._end(number(error), error.message, trace)
 
     def _end(self, code: int, message: str, trace: Trace | None) -> None:
-        """Ends the call with a status that is no answer."""
+        """Ends the call with an error status; ``trace``: the request's trace, which then ends as well."""
         if trace is not None:
             trace.error = message
             self.stream.send_later(Sent(trace, None))

@@ -1,12 +1,12 @@
-"""Walks over a ModelInferRequest once: finds what is its own, and the rest, by which it is known. Sans-I/O.
+"""Walks once over an encoded ModelInferRequest: separates what differs from request to request from the rest. Sans-I/O.
 
     | model_name | id | parameters: priority | inputs | outputs | ... | raw_input_contents | raw_input_contents |
           rest    own            own            rest     rest                 own                  own
 
-Messages of one kind differ in their id, in how they are scheduled and in their tensors' bytes alone, wherever these lie, however
-long they are. What clients write is walked over: fields of the message whose tag is one byte. Everything else, malformed or
-merely unusual, is read exactly (``PreparedMessages.read``). In C (``daemon/grpc/_walk.c``) where it could be built, because in
-Python it is the dearest step of a small request; both find the same.
+Messages of one kind differ only in their id, their scheduling parameters and their tensors' bytes. The walk accepts what clients
+usually write: fields with a tag of one byte. Any other message, malformed or merely unusual, is decoded in full
+(``PreparedMessages.read``). The walk is done in C (``daemon/grpc/_walk.c``) where that could be built, because in Python it is
+the dearest step of a small request; both give the same results.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MAX_SHIFT = 28
 
 
 def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked | None:
-    """Walks over the message ``content[start:end]``. None: it must be read exactly.
+    """Walks over the complete message ``content[start:end]``. Returns None if the message must be decoded in full.
 
     Args:
-      inline: raw tensors of at most so many bytes are bytes, larger ones views of ``content``.
+      inline: raw tensors of up to this many bytes are returned as bytes, larger ones as views of ``content``.
     """
     own = _Own(parts=True)
     at = start
@@ -67,9 +67,9 @@ def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked
 
 
 def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | None:
-    """Walks over ``content[start:end]``, the beginning of a message, as far as its first raw tensor.
+    """Walks over ``content[start:end]``, the beginning of a message, up to its first raw tensor.
 
-    None: none begins there, or it is to be read exactly.
+    Returns None if no raw tensor begins there, or the message must be decoded in full.
     """
     own = _Own(parts=False)
     at = start
@@ -88,7 +88,10 @@ def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | N
 
 
 def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the complete fields before ``end``: tag, start of the field, start of its content, and the content's size."""
+    """Yields tag, offset, content offset and content size of each complete field before ``end``.
+
+    Stops at the first unusual field.
+    """
     at = 0
     while at < end and (field := _field(content, at, end)) is not None:
         tag, begin, size = field
@@ -99,15 +102,15 @@ def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, in
 
 
 class _Own:
-    """Collects the fields of a message besides its raw tensors."""
+    """Collects the fields of a message other than raw tensors: the id, the scheduling parameters and the rest."""
 
     def __init__(self, parts: bool) -> None:
-        """Begins with nothing. ``parts``: whether parameters that schedule are no part of the rest."""
+        """Starts empty. ``parts``: whether scheduling parameters are kept apart from the rest."""
         self._parts = parts
         self.rest = self.client_id = self.scheduling = b""
 
     def take(self, tag: int, view: memoryview, at: int, begin: int, size: int) -> bool:
-        """Takes a field. Returns False where there is too much beside the id."""
+        """Adds the field ``view[at : begin + size]``. Returns False if the fields other than the id have become too long."""
         end = begin + size
         if tag == _ID:
             self.client_id = bytes(view[begin:end])
@@ -119,7 +122,10 @@ class _Own:
 
 
 def _field(content: Buffer | bytearray, at: int, end: int) -> tuple[int, int, int] | None:
-    """Returns the field that begins there: its tag, where its content begins, and its size, wherever that ends."""
+    """Returns tag, content offset and content size of the field at ``at``; None: it is unusual, or its size is incomplete.
+
+    The content may reach beyond ``end``.
+    """
     tag = content[at]
     at += 1
     if tag not in _TAGS:
