@@ -1,1 +1,1 @@
-"""Requests in flight: room for their tensors, the choice of a worker, sending, answers, and a worker's death."""
+"""Handles a front's requests in flight: places tensors, chooses workers, sends, receives answers, copes with dead workers."""

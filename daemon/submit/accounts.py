@@ -1,11 +1,12 @@
-"""Accounts of what clients hold of a front's memory: each connection has its own, and those of one client a common one.
+"""Counts how much of a front's arena memory each connection and each client holds, and limits each to a share.
 
-    request arena      what their bodies and messages lie in, from the first byte until the request is answered
-    response arenas    answers that they have not taken
+    request arena      memory of request bodies and messages, from the first byte until the request is answered
+    response arenas    memory of answers that the client has not taken
 
-Each may hold a share. Who holds it waits, for its own to come back; everybody else does not notice. One that holds nothing may
-always have one lease, so that what is allowed at all is possible. A client is a user on a unix socket, a host on TCP: programs
-that have one address cannot be told apart, so small leases never count against their common share, and medium ones against more.
+A connection or client that holds its share waits until some of its memory is given back; others are not affected. One that holds
+nothing may always have one lease, so that every allowed size is possible. A client is a user on a unix socket, a host on TCP:
+programs with one address cannot be told apart, so small leases never count against their common share, and medium leases have a
+larger limit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Counts the bytes of a front's arenas that somebody holds, beside the most that it should be."""
+    """Counts the bytes of a front's arenas that a connection or a client holds, and has the limit for each arena."""
 
     __slots__ = ("answers", "limit", "requests")
 
@@ -55,7 +56,7 @@ class Client(Holdings):
         self.sent: set[int] = set()
 
     def limit_of(self, byte_size: int) -> int:
-        """Returns the limit of a client's request bytes that applies to one more request of that size."""
+        """Returns the limit of the client's bytes of the request arena that holds when it asks for ``byte_size`` bytes more."""
         small, medium, whole = self.sizes
         if byte_size <= small:
             return whole
@@ -76,7 +77,7 @@ class Account(Holdings):
     # ------------------------------------------------------------------------------------------------ request arena
 
     def admits(self, byte_size: int) -> bool:
-        """Returns whether the connection may borrow so many more bytes of the request arena."""
+        """Returns whether the connection may borrow ``byte_size`` more bytes of the request arena."""
         client = self.client
         if self.requests + byte_size <= self.limit and client.requests + byte_size <= client.limit:
             return True
@@ -88,29 +89,29 @@ class Account(Holdings):
 
     @property
     def is_full(self) -> bool:
-        """Returns whether the connection's unread answers have reached its share."""
+        """Returns whether the answers that the connection has not taken have reached its share of response memory."""
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Notes that requests of that kind have large answers."""
+        """Notes for the client that requests of ``kind``, as ``throttle.kind_of`` returns it, have large answers."""
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether the connection's next request may be sent. ``kind``: as ``throttle.kind_of`` returns it."""
+        """Returns whether the connection's next request may be sent now. ``kind``: as ``throttle.kind_of`` returns it."""
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
-        """Words the error of a throttled request that waited in vain, with bytes held and limit."""
+        """Returns the error text for a throttled request that waited too long, with the bytes that are held and their limit."""
         client = self.client
         if self.is_full:
             return f"this connection has not taken {self.answers} bytes of its answers, at most {self.limit} may wait for it"
         return f"{client.answers} bytes of answers wait for clients of {client.owner}, at most {client.limit} may"
 
     def describe_requests(self, byte_size: int) -> str:
-        """Words the error of a request that waited in vain for arena memory, with bytes held and limit."""
+        """Returns the error text, with bytes held and limit, for a request of ``byte_size`` bytes that got no memory in time."""
         client = self.client
         if self.requests and self.requests + byte_size > self.limit:
             return (
@@ -127,7 +128,12 @@ class Accounts:
     """Opens and closes the accounts of a front's connections."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """Begins without clients. ``small_byte_size``, ``medium_byte_size``: up to which leases are small, and medium."""
+        """Begins without clients.
+
+        Args:
+          small_byte_size: the most bytes of a small lease.
+          medium_byte_size: the most bytes of a medium lease.
+        """
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)
         self._client_limit = part(options, options.client_share)
@@ -145,7 +151,10 @@ class Accounts:
         return Account(client, self._connection_limit)
 
     def close(self, account: Account) -> None:
-        """Closes the account of a connection that is gone. What it holds counts for its client until it is given back."""
+        """Closes the account of a connection that is gone.
+
+        Memory that it still holds counts for its client until it is given back.
+        """
         account.client.accounts -= 1
 
     def _forget_gone(self) -> None:
@@ -164,5 +173,8 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Returns a share of an arena in bytes; a share of 1 means no limit beside the arena's own size."""
+    """Returns how many bytes a share of an arena is.
+
+    A share of 1 is ``sys.maxsize`` bytes: only the arena's size is a limit then.
+    """
     return int(options.max_byte_size * share) if share < 1 else sys.maxsize

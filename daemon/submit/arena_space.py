@@ -1,9 +1,9 @@
-"""Room for inputs in a front's request arena, and who waits for it.
+"""Lends memory of a front's request arena for the inputs of requests, and queues the requests that must wait for memory.
 
-small, medium, large     each size has a line of its own: what a small one needs is not what large ones wait for
-a line                   the client that holds least comes first, of one client and of equals who came first; who holds its share
-                         (``tensord.daemon.submit.accounts``) is passed over. Held is what the arena gives: blocks
-arriving                 bodies that are not whole have a part of the arena together, so that whole ones find room
+small, medium, large     each size has its own queue, because a small request does not need the memory that large ones wait for
+a queue                  the client that holds least memory comes first, then who came first; a client that holds its share
+                         (``tensord.daemon.submit.accounts``) is passed over. Held memory is counted in the arena's blocks
+arriving                 all incomplete bodies together may take a part of the arena, so that complete ones find room
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OnLease = Callable[[Lease | ServingError], None]
 
 
 def _nobody() -> None:
-    """Ignores that a segment was closed."""
+    """Ignores that a segment of the arena was closed."""
 
 
 @dataclass(slots=True)
@@ -40,11 +40,11 @@ class _Waiter:
 
 
 class ArenaSpace:
-    """Lends memory of a front's request arena, and queues those for whom there is none.
+    """Lends memory of a front's request arena, and queues the requests for which there is none.
 
     Args:
-      wait_seconds: how long somebody waits at most.
-      arriving_byte_size: what all that is not whole may take.
+      wait_seconds: how long a request waits for memory at most.
+      arriving_byte_size: the most bytes that incomplete bodies may take together.
       closed: called when a segment of the arena was closed.
     """
 
@@ -64,12 +64,12 @@ class ArenaSpace:
         self._serving = self._again = False
 
     def loan(self, byte_size: int, account: Account | None = None, arriving: bool = False) -> Lease | None:
-        """Lends memory for inputs. None: there is none now, or others wait already.
+        """Lends ``byte_size`` bytes for inputs. Returns None if there is no memory now, or other requests come first.
 
         Args:
-          account: whose it is.
-          arriving: its bytes are still to come from a client; until ``arrived`` is called, or it is given back.
-        Raises: InvalidArgument: it could never fit.  Unavailable: the host has no memory.
+          account: the account of the memory; None: it counts for nobody.
+          arriving: whether the content is still arriving from a client. Call ``arrived`` when it is complete.
+        Raises: InvalidArgument: the arena could never lend so many bytes.  Unavailable: the host has no memory.
         """
         if self._count and self._others_first(byte_size, account):
             return None
@@ -92,19 +92,19 @@ class ArenaSpace:
         return lease
 
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
-        """Returns whether somebody waiting comes before a new request of that account."""
+        """Returns whether a waiting request comes before a new request of ``account``."""
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
 
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues a wait for memory: calls back with a lease, or with Unavailable after ``arenas.wait`` seconds."""
+        """Queues a wait for memory. Calls ``on_lease`` with a lease, or with Unavailable after ``arenas.wait`` seconds."""
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
         self._count += 1
 
     def arrived(self, lease: Lease) -> None:
-        """Notes that the content of an arriving lease is complete."""
+        """Notes that the content of a lease has arrived completely from the client."""
         if lease.arriving:
             lease.arriving = False
             self._arriving_byte_size -= lease.block_size
@@ -112,7 +112,7 @@ class ArenaSpace:
                 self._serve()
 
     def give_back(self, lease: Lease) -> None:
-        """Releases a lease, and serves those who wait for memory. Idempotent."""
+        """Releases a lease, and lends memory to waiting requests. Idempotent."""
         account = lease.holder
         if account is not None:
             lease.holder = None
@@ -129,7 +129,7 @@ class ArenaSpace:
             self._closed()
 
     def expire(self, now: float) -> bool:
-        """Ends waits that took too long. Returns whether somebody still waits."""
+        """Ends the waits that took too long with Unavailable. Returns whether any request still waits."""
         for line in self._lines:
             while line and line[0].give_up <= now:
                 waiter = line.popleft()
@@ -148,7 +148,7 @@ class ArenaSpace:
         return f"{self._arena.describe_full(waiter.byte_size)}, and none came free"
 
     def _taken_by(self, byte_size: int) -> int:
-        """Returns how many bytes of the arena a lease of that size occupies, at least."""
+        """Returns how many bytes of the arena a lease of ``byte_size`` bytes occupies at least."""
         return taken_by(0 if byte_size <= self._arena.shared_byte_size else 1, byte_size)
 
     def _line(self, byte_size: int) -> deque[_Waiter]:
@@ -158,7 +158,7 @@ class ArenaSpace:
         return self._lines[1 if byte_size <= arena.shared_byte_size else 2]
 
     def _admitted(self, waiter: _Waiter) -> bool:
-        """Returns whether a waiter's shares allow what it wants, if the arena has room."""
+        """Returns whether a waiting request may have memory by its account's limits and the limit for incomplete bodies."""
         taken = self._taken_by(waiter.byte_size)
         if waiter.account is not None and not waiter.account.admits(taken):
             return False
@@ -169,7 +169,7 @@ class ArenaSpace:
         return bool(others) and others + byte_size > self._arriving_limit and byte_size > self._arena.small_byte_size
 
     def _serve(self) -> None:
-        """Lends memory to those who wait, in their order, as far as there is some."""
+        """Lends memory to the waiting requests, in their order, as long as there is some."""
         if self._serving:
             self._again = True  # whoever got some gave it back at once, from within
             return
@@ -233,7 +233,10 @@ def _held(account: Account | None) -> int:
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
-    """Calls back with a lease or an error. Returns False if the callback raised, which is logged: others are served."""
+    """Calls ``on_lease`` with a lease or an error.
+
+    Returns False if it raised an exception, which is logged: others are served.
+    """
     try:
         on_lease(given)
     except Exception:

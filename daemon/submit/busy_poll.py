@@ -1,9 +1,9 @@
-"""Keeps a front from sleeping while the answers of a few requests are about to come.
+"""Keeps a front's process awake while the answers of a few requests are about to come.
 
-A process that sleeps on an idle processor takes tens of microseconds to wake up, and whoever wakes it pays as well. With a few
-requests in flight every record would meet a sleeping front: its loop goes on turning instead, for a moment after each flush, and
-gives the processor away in each turn. With many in flight there is always something to do; with slow models it does not pay,
-which ``tensord.shm.spin`` finds out.
+A process that sleeps on an idle processor takes tens of microseconds to wake up, and the process that wakes it pays as well. With
+a few requests in flight every answer would find the front asleep. So its loop keeps running for a moment after each flush, and
+gives the processor away in each iteration. With many requests in flight there is always something to do; with slow models polling
+does not pay, which ``tensord.shm.spin`` finds out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 class BusyPoll:
-    """Keeps the loop awake, or polls for one answer, as long as ``spin`` decides. ``in_flight``: the requests in flight."""
+    """Keeps the event loop awake, or polls for a single answer, as long as ``spin`` decides.
+
+    ``in_flight``: the requests in flight.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, spin: Spin, in_flight: Sized) -> None:
         self._loop = loop
@@ -36,19 +39,20 @@ class BusyPoll:
         self._turning = False
 
     def flushed(self) -> None:
-        """Keeps the loop awake for a moment, once requests were sent, or until they are answered."""
+        """Keeps the loop awake for a moment after requests were sent, or until they are answered."""
         if count := len(self._in_flight):
             self._lone = 0
             if count <= _FEW:
                 self._begin()
 
     def look(self, ready: Callable[[int], object], receive: Callable[[T], bool], worker: T) -> None:
-        """Looks for a moment for nothing but the answer to the only request in flight, which was sent just now.
+        """Polls for a moment for the answer to the only request in flight, which was sent just now.
 
-        Where there were others lately the loop turns instead: another one, or a new connection, may come meanwhile.
+        If other requests were in flight lately, keeps the loop awake instead: a request or a connection may come meanwhile.
 
-        ready: whether something came, within so many milliseconds (``SubmitterLane.ready``).
-        receive: takes it; False: no answer can come.
+        Args:
+          ready: returns whether something comes within so many milliseconds (``SubmitterLane.ready``).
+          receive: receives it from ``worker``; returns False if no answer can come any more.
         """
         self._lone += 1
         if self._lone < _MANY:

@@ -1,6 +1,6 @@
-"""Requests in flight, and the workers that have them.
+"""Defines a request in flight, and a front's link to a worker.
 
-Whoever sends requests makes its own kind of ``InFlight``, which knows what to do with an answer.
+Each protocol has its own subclasses of ``InFlight``, which know what to do with an answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UNSENT = RequestRecord(0, PreparedRequest(""))
 
 
 class WorkerLink:
-    """Connects a front with a worker: its lane, the pages that it publishes, and the requests in flight there."""
+    """Connects a front with a worker: the lane, the pages that the worker publishes, and the requests in flight there."""
 
     __slots__ = (
         *("closed", "device", "dirty", "in_flight", "incarnation", "lane"),
@@ -64,7 +64,7 @@ class WorkerLink:
         self.writing = False
 
     def shut(self) -> None:
-        """Closes the worker's pages and lane."""
+        """Closes the lane to the worker and the pages that the worker published."""
         self.page.close()
         self.sequences.close()
         self.lane.close()
@@ -96,13 +96,13 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
     context: tuple[str, str] | None = None
 
     def is_misplaced(self, answer: AnswerRecord) -> bool:
-        """Returns whether an answer says that the worker does not have its model, so that it may be run by another one."""
+        """Returns whether an answer says that the worker does not have the request's model, so that another worker may run it."""
         unknown = answer.code == NotFound.code and answer.message.startswith(UNKNOWN_MODEL)
         return unknown and not self.cancelled and not self.answered and self.sequence is None
 
     @property
     def account(self) -> Account | None:
-        """Returns the account that the request's memory counts for; None: nobody's."""
+        """Returns the account that the request's memory counts for; None: it counts for nobody."""
         return None
 
     @property
@@ -112,32 +112,38 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Returns the model that it asks for, and its client's id for it ("": none), as far as they are known."""
+        """Returns the name of the request's model, and the id that its client gave it; "" for what is not known."""
         return "", ""
 
     def left_line(self) -> None:
-        """Is called when the request no longer waits for room: it was sent, or answered. Not called for a cancelled one."""
+        """Is called when the request no longer waits for arena memory: it was sent, or answered.
+
+        Not called if it was cancelled.
+        """
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Takes an answer; nothing is called after a final one.
+        """Handles an answer to the request; never called again after a final answer.
 
         Args:
-          lane: in whose response arena its slices lie; None: there is nothing to view.
+          prepared: what answers of its kind share.
+          own: the rest of this answer.
+          lane: has the response arena that the answer's slices lie in; None: there are no slices.
         """
         raise NotImplementedError
 
     @property
     def prepared(self) -> PreparedRequest:
-        """Returns what it has in common with others of its kind."""
+        """Returns the part of the request that all requests of its kind share."""
         return self.record.prepared if self.numbered is None else self.numbered.prepared  # type: ignore[return-value]
 
     def orphaned(self, was_executing: bool, state: ModelState | None) -> ServingError | None:
         """Notes that the request's worker died. Returns the error to answer with, or None if the request may run again.
 
-        What waited for its turn was not begun. (``tensord.daemon.submit.sequences`` decides about sequences.)
+        A request that still waited for its turn was not begun. (``tensord.daemon.submit.sequences`` decides about sequences.)
 
         Args:
-          state: of its model; None: that is gone.
+          was_executing: whether the worker was executing the request.
+          state: the state of its model; None: the model is gone.
         """
         if self.answered or (was_executing and state is not None and state.sticky):
             return Internal("the worker process died while it executed the request, which may not be run twice")
@@ -150,9 +156,9 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         return None
 
     def deliver(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> bool:
-        """Hands an answer to the request, and contains whatever exception that raises: other answers of the datagram go on.
+        """Hands an answer to ``completed``. An exception is logged and not raised, so that other answers of the datagram go on.
 
-        Returns: False: it met a defect, and was ``undelivered`` instead.
+        Returns: False: there was an exception, and the request was ended by ``undelivered``.
         """
         try:
             self.completed(prepared, own, lane)
@@ -162,7 +168,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         return True
 
     def fail(self, error: ServingError) -> None:
-        """Answers the request with an error."""
+        """Answers the request with an error, which is its final answer."""
         self.deliver(LAST, AnswerRecord(self.record.request_id, LAST, code=error.code, message=error.message), None)
 
     def undelivered(self) -> None:

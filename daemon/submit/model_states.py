@@ -1,6 +1,6 @@
-"""The models that a front knows: the last ModelState of each version, as the supervisor sent it.
+"""Keeps a front's copy of the state of all models: the last ModelState of each version that the supervisor sent.
 
-The supervisor owns the truth; this copy lets a front answer metadata and refuse unknown models without asking.
+With this copy a front answers metadata and refuses unknown models without asking the supervisor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LIMIT = (1 << 63) - 1
 
 
 class ModelStates:
-    """Keeps the state of every model version, and finds it by name and number."""
+    """Keeps the state of every model version, and finds it by model name and version number."""
 
     def __init__(self) -> None:
         self._models: dict[str, dict[int, ModelState]] = {}
@@ -25,12 +25,12 @@ class ModelStates:
         self.edition = 0
 
     def update(self, state: ModelState) -> None:
-        """Notes the state of a version; the last one sent holds."""
+        """Stores the state of a model version, in place of the one before."""
         self._models.setdefault(state.name, {})[state.version] = state
         self._changed(state.name)
 
     def remove(self, gone: ModelGone) -> None:
-        """Forgets a version; unknown ones are ignored."""
+        """Removes a model version; does nothing if it is unknown."""
         versions = self._models.get(gone.name, {})
         versions.pop(gone.version, None)
         if not versions:
@@ -51,10 +51,10 @@ class ModelStates:
             self._newest.pop(name, None)
 
     def find(self, name: str, version: int = 0) -> ModelState:
-        """Returns the state of a version that serves requests; 0 is the newest.
+        """Returns the state of a model version that serves requests; ``version`` 0 is the newest.
 
         A version whose workers are being replaced still serves: its requests wait.
-        Raises: NotFound: unknown, or known and not ready.
+        Raises: NotFound: the model or version is unknown, or not ready.
         """
         if not version and name in self._newest:
             return self._newest[name]
@@ -71,7 +71,11 @@ class ModelStates:
         raise NotFound(f"Request for unknown model: '{name}' has no available versions{why and ': '}{why}")
 
     def expect(self, name: str, version: int = 0) -> ModelState:
-        """Finds a serving version like ``find``, or else one that is being loaded, whose requests wait. Raises NotFound."""
+        """Returns the state of a model version that serves, or else is being loaded, so that requests wait.
+
+        ``version`` 0: the newest.
+        Raises NotFound: there is no such version, or it is not ready.
+        """
         versions = self._models.get(name, {})
         if version:
             state = versions.get(version)
@@ -81,29 +85,29 @@ class ModelStates:
         return state if state is not None and state.state in ("READY", "LOADING") else self.find(name, version)
 
     def is_ready(self, name: str, version: int = 0) -> bool:
-        """Returns whether requests for a model version are answered now."""
+        """Returns whether requests for a model version are answered now; ``version`` 0 is the newest."""
         try:
             return bool(self.find(name, version).workers)
         except NotFound:
             return False
 
     def ready_versions(self, name: str) -> list[int]:
-        """Returns the versions that serve, ascending."""
+        """Returns the versions of a model that serve requests, ascending."""
         versions = self._models.get(name, {})
         return sorted(number for number, state in versions.items() if state.state == "READY")
 
 
 def _why(state: ModelState) -> str:
-    """Returns why a version does not serve, as the repository index says it; "": it was unloaded, or is being loaded."""
+    """Returns why a version does not serve, as the repository index words it; "": it was unloaded, or is being loaded."""
     if state.state != "UNAVAILABLE" or state.reason == "unloaded":
         return ""
     return f"version {state.version}: {state.reason}" if state.version else state.reason
 
 
 def parse_version(model: str, text: str) -> int:
-    """Parses the version in a path, which is digits.
+    """Parses a model version from digits.
 
-    Raises: InvalidArgument: beyond int64.  NotFound: 0, which is no version.
+    Raises: InvalidArgument: the number is beyond int64.  NotFound: it is 0, which is no version.
     """
     number = int(text) if len(text) <= 40 else _LIMIT + 1
     if number > _LIMIT:

@@ -1,10 +1,10 @@
-"""Places a request's tensors where a worker reads them: in its record, in the request arena, in a client's region.
+"""Places a request's tensors where a worker reads them: in its record, in the request arena or in a client's region.
 
     UnsentRequest ─▶ begin ─▶ tensors into the record or the request arena ─▶ Submitter ─▶ InFlight.completed
                           ╰─ waits for room where the arena is full
 
-What arrived large may lie in the request arena before (``tensord.daemon.front.receiver``). Bodies over HTTP are placed in a way
-of their own: their tensors are parts of one body, and JSON among them is filled in later (``tensord.daemon.http.placement``).
+Large tensors may lie in the request arena already, because they arrived there (``tensord.daemon.front.receiver``). Bodies over
+HTTP are placed by ``tensord.daemon.http.placement``: their tensors are parts of one body, and JSON among them is filled in later.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class UnsentRequest(msgspec.Struct):
 
     @property
     def prepared(self) -> PreparedRequest:
-        """Returns the part that requests of its kind have in common."""
+        """Returns the part of the request that all requests of its kind share."""
         tensors = [
             PreparedTensor(name, datatype, shape, content if isinstance(content, RegionSlice) else None)
             for name, datatype, shape, content in self.inputs
@@ -71,12 +71,12 @@ class UnsentRequest(msgspec.Struct):
 
 
 def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None:
-    """Sends a request now, or once the arena has room for its tensors; never calls ``completed`` itself.
+    """Sends a request now, or once the arena has room for its tensors. Never calls ``asked.completed`` before it returns.
 
-    A refusal that comes later arrives as an answer with a code.
+    A request that is refused later gets an answer with an error code.
     Args:
-      asked: what takes its answers; not sent so far.
-    Raises: InvalidArgument: its tensors could never fit.  Unavailable: too many requests are in flight.
+      asked: gets the answers to ``request``; it was not sent before.
+    Raises: InvalidArgument: the arena could never hold the tensors.  Unavailable: too many requests are in flight.
     """
     size = 0
     for _, _, _, content in request.inputs:
@@ -97,10 +97,10 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 
 
 def place(contents: Iterable[InputContent], lease: Lease | None, inline_byte_size: int) -> tuple[Content, ...]:
-    """Returns contents as a record has them, without those in regions. What is too large for it is copied into the lease.
+    """Returns tensor contents as a record has them, without those in regions. Large contents are copied into the lease.
 
     Args:
-      lease: has room for what is too large for the record; None where nothing is.
+      lease: has room for all contents of more than ``inline_byte_size`` bytes; None: there are none.
     """
     used = 0
     placed: list[Content] = []
@@ -121,7 +121,7 @@ def place(contents: Iterable[InputContent], lease: Lease | None, inline_byte_siz
 
 
 def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
-    """Sends a request that waited for room, with its lease, or answers it with the error that ended the wait."""
+    """Sends a request that waited for arena memory, once it has a lease, or answers it with the error that ended the wait."""
     try:
         if not isinstance(lease, ServingError) and not asked.cancelled:
             _send(submitter, asked, request, lease)
@@ -141,7 +141,7 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 
 
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
-    """Puts the tensors into their places and sends. Raises as ``Submitter.send``; leases are given back."""
+    """Places a request's tensors and sends the request. Raises what ``Submitter.send`` raises; its leases are given back then."""
     trace = request.trace
     leases = () if lease is None else (lease,)
     if request.lease is not None:
@@ -169,6 +169,6 @@ def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: 
 
 
 def _give_back(submitter: Submitter, request: UnsentRequest) -> None:
-    """Releases the lease of a request that is not sent."""
+    """Releases the lease of a request that is not sent, if it has one."""
     if request.lease is not None:
         submitter.give_back(request.lease)

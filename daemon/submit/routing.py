@@ -1,7 +1,7 @@
-"""Routes requests: of the workers that have its model, near its regions, to the one with the fewest requests in flight.
+"""Routes each request to a worker that has its model, near its regions: to the one with the fewest requests in flight.
 
-Which workers can run the requests of one number is remembered until anything changes that it depends on: the table of models,
-the places of regions, the lanes. Of a model that keeps sequences that alone is remembered: each request goes to the worker that
+The workers that can run a prepared request are cached by its number, until anything changes that they depend on: the table of
+models, the places of regions, the lanes. If the model keeps sequences, only that is cached: each request goes to the worker that
 has its sequence (``tensord.daemon.submit.sequences``).
 """
 
@@ -25,12 +25,15 @@ _LOST = 4
 
 
 class Routing:
-    """Chooses the worker of each request; owns the workers of a front."""
+    """Chooses the worker of each request; owns the front's links to its workers."""
 
     def __init__(self, table: ModelStates, row: int, in_flight: Mapping[int, InFlight], max_sequences: int) -> None:
-        """Begins without workers. ``row``: the front's place among its protocol's. ``in_flight``: all of its requests, by id.
+        """Begins without workers.
 
-        ``max_sequences``: as many may live on one worker.
+        Args:
+          row: the front's index among the fronts of its protocol.
+          in_flight: all requests of the front, by id.
+          max_sequences: the most sequences that one worker keeps.
         """
         self._table = table
         self._row = row
@@ -48,7 +51,7 @@ class Routing:
 
     @property
     def workers(self) -> dict[int, WorkerLink]:
-        """Returns the workers that are not fenced, by incarnation. A closed one is never chosen."""
+        """Returns the workers that are not fenced, by incarnation. A worker that is ``closed`` is never chosen."""
         return self._workers
 
     def add(self, worker: WorkerLink) -> None:
@@ -57,12 +60,15 @@ class Routing:
         self._forget()
 
     def close(self, worker: WorkerLink) -> None:
-        """Notes that nothing is sent to a worker any more."""
+        """Marks a worker as closed: no request is sent to it any more."""
         worker.closed = True
         self._forget()
 
     def bury(self, worker: WorkerLink) -> dict[int, Unavailable]:
-        """Removes a fenced worker. Returns those of its requests that are lost with their sequences, by id, and their answers."""
+        """Removes a fenced worker.
+
+        Returns the errors of those of its requests that are lost with their sequences, by request id.
+        """
         del self._workers[worker.incarnation]
         for request in worker.in_flight.values():
             request.worker = None
@@ -70,7 +76,7 @@ class Routing:
         return {request.record.request_id: lost(request) for request in gone}
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
-        """Notes the state of a version, as the supervisor said."""
+        """Updates the table with the state of a model version that the supervisor sent."""
         self._sequences.model_changed(state.name, state.version)
         if isinstance(state, ModelState):
             # Where all workers are idle the first is chosen: another one by each front.
@@ -83,14 +89,14 @@ class Routing:
         self._forget()
 
     def region_placed(self, place: RegionPlace) -> None:
-        """Routes requests that name the region to that GPU from now on, if their model is there."""
+        """Routes requests that use a client's region to workers on the region's GPU from now on, if their model is there."""
         self._places.note(place)
         self._forget()
 
     def find(self, request: InFlight) -> WorkerLink | None:
-        """Returns the worker for a request; None: there is none now.
+        """Returns the worker for a request; None: no worker can run it now.
 
-        Raises: NotFound: there is no such model.  Unavailable: its sequence was lost.
+        Raises: NotFound: there is no such model.  Unavailable: its sequence was lost with its worker.
         """
         numbered = request.numbered
         sequenced = self._sequenced.get(numbered)
@@ -125,13 +131,13 @@ class Routing:
         return workers[0] if len(workers) == 1 else min(workers, key=load)
 
     def state_of(self, prepared: PreparedRequest) -> ModelState | None:
-        """Returns the state of the model that is asked for; None: it is gone."""
+        """Returns the state of the model that a request asks for; None: the model is gone."""
         with contextlib.suppress(NotFound):
             return self._table.expect(prepared.model, prepared.version)
         return None
 
     def is_loading(self, model: str, version: int) -> bool:
-        """Returns whether a version is being loaded and no version that would answer for it serves."""
+        """Returns whether a model version is being loaded and no serving version can answer for it. ``version`` 0: the newest."""
         with contextlib.suppress(NotFound):
             return self._table.expect(model, version).state == "LOADING"
         return False
@@ -142,7 +148,7 @@ class Routing:
         return bool(request.record.sequence_id) and state is not None and state.sticky
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU whose worker such requests wait for, because of their regions; "": any worker."""
+        """Returns the GPU whose workers a request waits for, because its regions are there; "": any worker can run it."""
         gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)
         return gpu if state is not None and is_meant_for(state, gpu) else ""
 
@@ -161,21 +167,21 @@ def load(worker: WorkerLink) -> int:
 class RegionPlaces(dict[str, str]):
     """Maps the name of each region in GPU memory to its GPU, as the supervisor published it.
 
-    Empty unless there are several workers, some of them on GPUs, and clients have registered CUDA regions: everything else is as
-    near to each worker. A worker on another device can use such a region as well, by a copy between the two.
+    Empty unless there are several workers, some of them on GPUs, and clients have registered CUDA regions: all other regions are
+    equally near to each worker. A worker on another device can use such a region as well, by a copy between the devices.
     """
 
     __slots__ = ()
 
     def note(self, place: RegionPlace) -> None:
-        """Notes that a region came or went."""
+        """Notes that a region was registered on a GPU, or is gone (no device)."""
         if place.device:
             self[place.region] = place.device
         else:
             self.pop(place.region, None)
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU that has most of the bytes that the request has in regions, "cuda:1"; "": any will do."""
+        """Returns the GPU, such as "cuda:1", that has most bytes of the request's regions; "": none of them is on a GPU."""
         sizes: dict[str, int] = {}
         for place in _regions(prepared):
             if gpu := self.get(place.region, ""):

@@ -1,13 +1,15 @@
-"""Sequences: which worker has one, and which were lost with their worker. Only requests of models that keep sequences come here.
+"""Routes the requests of a sequence to the worker that has it, and refuses those of a sequence that was lost with its worker.
 
-    a START of this front on its way ─▶ the worker that it was sent to: no page tells of it yet
-    on the page of a worker          ─▶ that worker; on two, the one that has admitted it last
-    a START of neither               ─▶ among the workers with free slots, or else with the shortest backlogs, by rendezvous
-    lost with its worker             ─▶ refused, until a START begins it anew
-    anything else                    ─▶ some worker, whose answer says that it was not begun
+Only requests of models that keep sequences come here.
 
-A worker writes a sequence on its page (``tensord.shm.sequence_page``) before any answer of it leaves. So whoever waits for the
-answer to its START may go on through any front; who does not wait does so on one connection, and that is one front's.
+    this front's START is on its way ─▶ the worker that the START was sent to: no page shows the sequence yet
+    on the page of a worker          ─▶ that worker; on two pages, the worker that has admitted the sequence last
+    a START of a new sequence        ─▶ among the workers with free slots, or else with the shortest backlogs, by rendezvous
+    lost with its worker             ─▶ refused, until a START begins the sequence anew
+    anything else                    ─▶ some worker, whose answer says that the sequence was not begun
+
+A worker writes a sequence on its page (``tensord.shm.sequence_page``) before any answer of the sequence leaves. So a client that
+waits for the answer to its START may go on through any front. A client that does not wait uses one connection, thus one front.
 
 The rank of a sequence and a device is the same in every front, so fronts that do not know of each other's requests mostly agree.
 """
@@ -38,7 +40,10 @@ _MORE_STARTS = 256
 
 
 class SequenceRouting:
-    """Routes a front's steps of sequences. ``in_flight``: all of its requests, by id; ``workers``: those that are not fenced."""
+    """Chooses the workers for a front's requests that are steps of sequences.
+
+    ``in_flight``: all requests of the front, by id. ``workers``: the workers that are not fenced, by incarnation.
+    """
 
     def __init__(
         self,
@@ -47,7 +52,7 @@ class SequenceRouting:
         most_lost: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begins with nothing. ``most_lost``: sequences of dead workers that are remembered."""
+        """Begins without sequences. ``most_lost``: how many sequences of dead workers are remembered."""
         self._in_flight = in_flight
         self._workers = workers
         self._clock = clock
@@ -57,7 +62,7 @@ class SequenceRouting:
         self._lost = LostSequences(most_lost)
 
     def model_changed(self, name: str, version: int) -> None:
-        """Forgets what was known of a model that has changed."""
+        """Forgets the routing state of a model version that has changed."""
         self._models.pop((name, version), None)
 
     def model(self, state: ModelState) -> SequencedModel:
@@ -65,11 +70,11 @@ class SequenceRouting:
         return self._models.get((state.name, state.version)) or self._learn(state)
 
     def find(self, request: InFlight, model: SequencedModel, gpu: str) -> WorkerLink | None:
-        """Returns the worker for a request of a sequence. None: the one that has it cannot be asked now, or there is none.
+        """Returns the worker for a request of a sequence; None: the sequence's worker cannot be used now, or there is no worker.
 
         Args:
-          gpu: where the regions of the request are; "": anywhere. A sequence stays where it is, whatever its requests name.
-        Raises: Unavailable: it was lost.
+          gpu: the GPU that has the request's regions; "": any. A sequence stays on its worker, whatever its requests name.
+        Raises: Unavailable: the sequence was lost with its worker.
         """
         record, state = request.record, model.state
         key = request.sequence = model.keys.key(record.sequence_id)
@@ -96,9 +101,9 @@ class SequenceRouting:
         return worker
 
     def bury(self, worker: WorkerLink, orphans: Iterable[InFlight]) -> set[InFlight]:
-        """Reads a dead worker's page. Returns those of its requests that are lost with their sequences.
+        """Reads a dead worker's page. Returns those of its requests, ``orphans``, that are lost with their sequences.
 
-        The others are to be sent again, in their order: nothing of their sequences has run.
+        The caller sends the other requests again, in their order: nothing of their sequences has run.
         """
         runs: dict[Key, list[InFlight]] = {}
         for request in orphans:
@@ -131,7 +136,7 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker, dead or alive, that has the sequence of that key."""
+        """Returns the worker, dead or alive, whose page shows the sequence with this key; None: no worker has it."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -140,13 +145,13 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
-        """Returns the workers that would take a new sequence."""
+        """Returns the workers that may take a new sequence of a model whose regions are on ``gpu``; "": on none."""
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found
 
     def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> WorkerLink | None:
-        """Returns the worker that a new sequence goes to."""
+        """Returns the worker that a new sequence goes to, and counts the sequence for that worker; None: there is no worker."""
         best, best_rank = None, (0, -1)
         for worker in self._candidates(state, gpu):
             rank = (min(1, _spare(worker, slots)), _rank(key, worker))
@@ -172,7 +177,7 @@ class SequenceRouting:
 
 
 def lost(request: InFlight) -> Unavailable:
-    """Makes the error of a request whose sequence went with its worker."""
+    """Makes the error of a request whose sequence was lost with its worker."""
     return Unavailable(
         f"sequence {request.record.sequence_id} of model '{request.prepared.model}' was lost when its worker died; "
         "start it again with the START flag"
@@ -180,9 +185,10 @@ def lost(request: InFlight) -> Unavailable:
 
 
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
-    """Returns the last of a sequence's requests, which a dead worker has not begun. ``state``: what it last said.
+    """Returns the requests at the end of ``run``, one sequence's requests in order, that a dead worker has not begun.
 
-    All of a sequence from its START on, or none: what another front had sent, or a client took back, would be missing.
+    ``state``: what the worker's page says of the sequence; None: nothing. The result is empty if an earlier request of the
+    sequence is missing, because another front had sent it or a client cancelled it.
     """
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
@@ -201,7 +207,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns a worker's free sequence slots less the sequences that wait for one; 0 where nothing is known."""
+    """Returns a worker's free sequence slots minus the sequences that wait for one; 0 if the worker has published nothing."""
     published = worker.sequences.slots(slots)
     if published is None:
         return 0
@@ -222,7 +228,7 @@ class _Config(msgspec.Struct):
 
 
 class SequencedModel:
-    """Keeps what each request of a model needs to be routed."""
+    """Holds what the routing of a model's sequences needs: the model's state, its keys and its idle time."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 
@@ -235,14 +241,17 @@ class SequencedModel:
 
 
 def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Sequence[WorkerLink]:
-    """Returns a model's workers on that GPU, none while they are replaced; all of its workers, if it is not meant for it."""
+    """Returns those of a model's workers that are on ``gpu``; all of its workers, if the model is not loaded on that GPU.
+
+    Empty while the workers on that GPU are being replaced.
+    """
     if not is_meant_for(state, gpu):
         return workers
     return [worker for worker in workers if gpu_of(worker.device) == gpu]
 
 
 def is_meant_for(state: ModelState, gpu: str) -> bool:
-    """Returns whether the model is loaded by workers of that GPU, when they are there."""
+    """Returns whether workers on ``gpu`` load the model, when such workers are running. False if ``gpu`` is ""."""
     return bool(gpu) and (not state.devices or any(gpu_of(device) == gpu for device in state.devices))
 
 
@@ -250,9 +259,9 @@ def is_meant_for(state: ModelState, gpu: str) -> bool:
 
 
 class LostSequences:
-    """Remembers sequences that were lost with their worker, so that who goes on with one is refused.
+    """Remembers sequences that were lost with their worker, so that later requests of them are refused.
 
-    Bounded: the earliest are forgotten first.
+    At most ``most`` are remembered: the earliest are forgotten first.
     """
 
     def __init__(self, most: int) -> None:
@@ -268,7 +277,10 @@ class LostSequences:
         self._since[key] = now
 
     def holds(self, key: Key, idle: float, now: float) -> bool:
-        """Returns whether a sequence was lost less than ``idle`` seconds ago; a living worker would have forgotten it by then."""
+        """Returns whether a sequence was lost at most ``idle`` seconds ago.
+
+        After that a living worker would have forgotten it as well.
+        """
         since = self._since.get(key)
         if since is not None and now - since > idle:
             del self._since[key]

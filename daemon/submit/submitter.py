@@ -1,19 +1,19 @@
-"""Requests in flight: sending, waiting, answers, and what happens when a worker dies.
+"""Sends a front's requests to workers, receives their answers, and runs requests again whose worker died.
 
 The numbered story of one request, in the order of this file:
 
-1. ``send`` notes it under its id; ``routing`` says which worker gets it, and its record is put on that worker's lane.
-2. Where there is no worker it waits, until there is one or for too long.
+1. ``send`` enters it under its id; ``routing`` chooses its worker, and its record is put on that worker's lane.
+2. If no worker can run it, it waits until one can, but not for too long.
 3. Records leave: at once for an idle worker, the others at the end of the loop's iteration in one datagram for each worker.
-4. The answer comes back on the lane; the request (``in_flight``) gets it, with the lane its tensors lie in.
-5. Its owner calls ``release`` when the answer's bytes have left. Until then the lease of them is outstanding, and counts
-   against its connection's share, beyond which more of its requests are throttled (``throttle``).
+4. The answer comes back on the lane; the request (``in_flight``) gets the answer, and the lane whose arena has its tensors.
+5. The request's owner calls ``release`` when the answer's bytes have left. Until then the answer's lease is outstanding, and
+   counts against the connection's share, beyond which more requests of the connection are throttled (``throttle``).
 
-What a request takes (its place in flight, its leases, its place on a lane) is the submitter's from ``send`` until its end, also
-where sending it fails; and what fails is one request: those beside it go on.
+The submitter owns what a request takes (its entry in flight, its leases, its place on a lane) from ``send`` until its end, also
+if sending it fails. A failure ends one request; all other requests go on.
 
-A lane's end-of-file only stops the sending. The dead worker's requests run elsewhere when the supervisor says it is fenced,
-because until then it might still write. Each request gets exactly one final answer.
+End of file on a lane only stops sending. The dead worker's requests run on other workers once the supervisor says that the worker
+is fenced, because until then it might still write. Each request gets exactly one final answer.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Submitter:
         """Begins without workers, and creates the request arena.
 
         Args:
-          row: this front's place among those of its protocol.
-          counted: hears of every request that is refused.
-          on_number: hears of every kind of requests that gets a number.
+          row: this front's index among the fronts of its protocol.
+          counted: called for every request that is refused.
+          on_number: called for every prepared request that gets a number.
         """
         self._incarnation = incarnation
         self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
@@ -129,17 +129,18 @@ class Submitter:
 
     @property
     def load(self) -> tuple[int, float]:
-        """Returns how many requests are in flight, and which part of the workers runs something at this moment."""
+        """Returns how many requests are in flight, and which fraction of the workers (0 to 1) is executing at this moment."""
         states = [worker.page.state[0] for worker in self._routing.workers.values() if not worker.closed]
         return len(self._in_flight), states.count(WorkerState.EXECUTING) / max(1, len(states))
 
     # ------------------------------------------------------------------------------------------------ sending
 
     def send(self, request: InFlight) -> None:
-        """Sends a request whose inputs are in place; it is ``completed`` exactly once with a final answer, never from here.
+        """Sends a request whose inputs are in place.
 
-        Raises: Unavailable: too many requests are in flight. Or whatever is wrong: nothing was sent then, and it gets no answer.
-          Its leases are the submitter's from now on, also then.
+        It is ``completed`` with exactly one final answer, never before ``send`` returns.
+        Raises: Unavailable: too many requests are in flight.  After any exception the request was not sent and gets no answer.
+          The submitter owns the leases of the request from now on, also after an exception.
         """
         everything = self._in_flight
         try:
@@ -163,7 +164,7 @@ class Submitter:
             raise
 
     def _too_many(self, request: InFlight) -> Unavailable:
-        """Counts the refusal of a request, and returns its error."""
+        """Counts a request as refused, and returns its error: too many requests are in flight, or the server is draining."""
         if self._refuses:
             self.refusals.note(request.prepared.model, Refusal.DRAINING)
             return Unavailable("the server is draining: it takes no new requests")
@@ -171,13 +172,13 @@ class Submitter:
         return Unavailable(f"{len(self._in_flight)} requests are in flight, at most {self._max_in_flight} are allowed")
 
     def refuse(self, refuses: bool) -> None:
-        """Refuses every new request from now on, or takes them again; those in flight go on."""
+        """Refuses all new requests from now on, or accepts them again (False); requests in flight go on."""
         self._refuses = refuses
         # It is the limit that each request is compared with anyhow.
         self._max_in_flight = 0 if refuses else self._most_in_flight
 
     def _route(self, request: InFlight) -> None:
-        """Sends a request to the least loaded worker of its model, or makes it wait for one. Raises what is wrong with it."""
+        """Sends a request to the worker that ``routing`` chooses, or makes it wait for a worker. Raises what ``_put`` raises."""
         try:
             worker = self._routing.find(request)
         except ServingError as error:
@@ -190,7 +191,10 @@ class Submitter:
             self._start_timer()
 
     def _send_again(self, request: InFlight) -> None:
-        """Routes a request that had waited, or lost its worker. An error is its answer, because no caller could catch it."""
+        """Routes a request that had waited, or lost its worker.
+
+        An error becomes its answer, because no caller could handle it.
+        """
         request.recalled = False
         try:
             self._route(request)
@@ -203,7 +207,7 @@ class Submitter:
             self._fail(request, Internal(DEFECT))
 
     def _send_waiting(self) -> None:
-        """Sends the requests that waited for a worker and have one now."""
+        """Sends the requests that waited for a worker and have one now; the others wait on."""
         waiting, self._waiting = self._waiting, {}
         for request, gives_up in waiting.items():
             if request.record.request_id in self._in_flight:
@@ -212,7 +216,7 @@ class Submitter:
                     self._waiting[request] = gives_up  # it waits since it came, not since we looked
 
     def cancel(self, request: InFlight) -> None:
-        """Cancels a request: it gets no answer. Its memory is given back when its worker is done with it. Idempotent."""
+        """Cancels a request: it gets no answer. Its memory is given back once its worker no longer uses it. Idempotent."""
         number = request.record.request_id
         if request.cancelled or (number and number not in self._in_flight):
             return
@@ -227,19 +231,22 @@ class Submitter:
         # sequence. If it were only left out, those behind it would run on another state.
 
     def _take_back(self, request: InFlight) -> None:
-        """Tells a request's worker that nobody waits for its answer any more."""
+        """Tells a request's worker to cancel it, because nobody waits for its answer any more."""
         assert request.worker is not None
         request.worker.lane.cancel(request.record.request_id)
         self._flush_later(request.worker)
 
     def _fail(self, request: InFlight, error: ServingError) -> None:
-        """Ends a request with an error as its answer, if anybody waits for it."""
+        """Ends a request. ``error`` is its answer, unless it was cancelled."""
         if not request.cancelled and request.record.request_id in self._in_flight:
             request.fail(error)
         self._finish(request)
 
     def _finish(self, request: InFlight) -> None:
-        """Removes a request from those in flight and gives back its inputs. (``_receive`` does so itself in the common case.)"""
+        """Removes a request from those in flight and gives back the leases of its inputs.
+
+        ``_receive`` does so itself in the common case.
+        """
         if self._in_flight.pop(request.record.request_id, None) is not None:
             self._give_back_inputs(request)
 
@@ -251,9 +258,9 @@ class Submitter:
     # --------------------------------------------------------------------------------------- records leave for workers
 
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
-        """Puts a request on a worker's lane. Raises whatever is wrong with it; then it is on no lane.
+        """Puts a request on a worker's lane. If this raises, the request is on no lane.
 
-        A worker that has nothing to do gets its record at once: it begins while this front reads what else came.
+        An idle worker gets the record at once, so that it begins while this front reads other requests.
         """
         record, numbered, in_flight = request.record, request.numbered, worker.in_flight
         request.worker = worker
@@ -283,7 +290,10 @@ class Submitter:
             self._loop.call_soon(self._end_iteration)
 
     def _flush_later(self, worker: WorkerLink) -> None:
-        """Flushes at the end of this iteration: what came in it shares a datagram, a wake-up and most often a batch."""
+        """Flushes a worker's lane at the end of this iteration of the loop.
+
+        All its records of this iteration then share one datagram, one wake-up and most often one batch.
+        """
         if not worker.dirty:
             worker.dirty = True
             self._dirty.append(worker)
@@ -292,7 +302,7 @@ class Submitter:
                 self._loop.call_soon(self._end_iteration)
 
     def _flush_all_later(self) -> None:
-        """Flushes every open lane at the end of this iteration."""
+        """Flushes the lanes of all workers at the end of this iteration of the loop."""
         for worker in self._routing.workers.values():
             if not worker.closed:
                 self._flush_later(worker)
@@ -318,7 +328,7 @@ class Submitter:
             busy_poll.flushed()
 
     def _look(self, worker: WorkerLink) -> bool:
-        """Receives for the only request in flight. Returns False if its answer has come, or cannot come."""
+        """Receives answers while only one request is in flight. Returns False if its answer has come, or cannot come any more."""
         if not worker.closed:
             self._receive(worker)
         return bool(worker.in_flight) and not worker.closed
@@ -349,7 +359,10 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ answers
 
     def _receive(self, worker: WorkerLink) -> bool:
-        """Receives one datagram of answers. Returns whether there was one; the loop calls again if there are more."""
+        """Receives one datagram of answers from a worker.
+
+        Returns whether there was one; the loop calls again if there are more.
+        """
         try:
             answers = worker.lane.receive()
         except ChannelClosed:
@@ -392,7 +405,7 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Handles an answer that is an error, or a response with more to follow."""
+        """Handles an answer that is an error, or a response that more responses follow."""
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
         if lease is not None:
@@ -422,7 +435,7 @@ class Submitter:
             self._finish(request)
 
     def _route_anew(self, worker: WorkerLink, request: InFlight, answer: AnswerRecord) -> None:
-        """Sends a misplaced request to a worker that has its model; if there is none, it gets the first worker's error."""
+        """Sends a request whose worker no longer has its model to another worker, or ends it with the first worker's error."""
         if request.record.request_id not in self._in_flight:
             return  # cancelled meanwhile
         state = self._routing.state_of(request.prepared)
@@ -432,7 +445,10 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Counts the lease of an answer for its client, who may be throttled. ``request`` None: nobody waits for the answer."""
+        """Counts the memory of an answer for its client, whose requests may be throttled then.
+
+        ``key``: the lease of the answer. ``request``: None if nobody waits for the answer.
+        """
         size = 0
         for content in own.contents:
             if type(content) is Slice:
@@ -454,7 +470,10 @@ class Submitter:
                 self._recall(lambda other: other.account is account)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
-        """Recalls requests from their workers. Those that have not begun come back as cancelled, and are throttled."""
+        """Withdraws the requests that ``concerned`` selects from their workers.
+
+        Those that were not begun come back and are throttled.
+        """
         for worker in self._routing.workers.values():
             for request_id, request in worker.in_flight.items():
                 if not (request.cancelled or request.recalled) and concerned(request) and self._may_come_back(request):
@@ -463,12 +482,15 @@ class Submitter:
         self._flush_all_later()
 
     def _may_come_back(self, request: InFlight) -> bool:
-        """Returns whether a request may be recalled: not if its model keeps state or streams, because it may have begun."""
+        """Returns whether a request that was sent to a worker may be withdrawn and sent again later.
+
+        Not if its model keeps state or streams, because the worker may have begun to run it.
+        """
         state = self._routing.state_of(request.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
-        """Gives back the lease of an answer whose bytes have left. Harmless where it was given back before."""
+        """Gives back the lease of an answer whose bytes have left to the worker behind ``lane``. Idempotent."""
         found = self._outstanding.pop((lane, key), None)
         if found is None:
             return
@@ -485,9 +507,9 @@ class Submitter:
             self._send_all_again(throttle.let_go(account))
 
     def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
-        """Acknowledges a response that was not its request's last, and whose bytes have left.
+        """Acknowledges a response that is not its request's last, once its bytes have left.
 
-        Its worker sends only so many ahead of the client.
+        A worker sends only a limited number of bytes before they are acknowledged.
         """
         if response.lease is not None:
             self.release(lane, response.lease)
@@ -509,14 +531,21 @@ class Submitter:
     def wait_for_room(
         self, byte_size: int, on_lease: OnLease, model: str = "", account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Calls back with a lease, or with Unavailable when there is no room for ``arenas.wait`` seconds; ``model``: if known."""
+        """Queues a wait for ``byte_size`` bytes of the request arena.
+
+        Args:
+          on_lease: called with a lease, or with Unavailable if there is no room within ``arenas.wait`` seconds.
+          model: the model that is asked for; "": it is unknown.
+          account: the account of the memory.
+          arriving: whether the content is still arriving from the client.
+        """
         self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time(), account, arriving)
         self._start_timer()
 
     # -------------------------------------------------------------------------------------- workers and models
 
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
-        """Opens the lane to a worker. Takes the descriptors: the lane's socket, the status page and the sequence page."""
+        """Opens the lane to a worker. Takes over the descriptors of the lane's socket, the status page and the sequence page."""
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
         worker = WorkerLink(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
         self._routing.add(worker)
@@ -524,7 +553,7 @@ class Submitter:
         self._send_waiting()
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
-        """Updates the state of a model; requests that wait for it may have a worker now, or a reason to fail."""
+        """Updates the state of a model version; requests that wait for it are sent to a worker now, or fail."""
         self._routing.model_changed(state)
         self._send_waiting()
         loading, self._loading = self._loading, set()
@@ -533,11 +562,11 @@ class Submitter:
                 one.set_result(None)
 
     def is_loading(self, model: str, version: int) -> bool:
-        """Returns whether a version is being loaded, and none serves that would answer for it."""
+        """Returns whether a model version is being loaded and no serving version can answer for it. ``version`` 0: the newest."""
         return self._routing.is_loading(model, version)
 
     async def loaded(self, model: str, version: int) -> None:
-        """Returns when a model that is being loaded is there, or is not to come. Raises Unavailable: that takes too long."""
+        """Waits until a model version is no longer being loaded, with success or not. Raises Unavailable: that takes too long."""
         deadline = self._loop.time() + self._worker_wait
         while self._routing.is_loading(model, version):
             changed = self._loop.create_future()
@@ -552,13 +581,13 @@ class Submitter:
         return Unavailable(f"model '{model}' is still being loaded after {self._worker_wait:g} s; ask again later")
 
     def region_placed(self, place: RegionPlace) -> None:
-        """Routes requests that name the region to that device from now on."""
+        """Routes requests that use a client's region to workers on the region's GPU from now on."""
         self._routing.region_placed(place)
 
     # ---------------------------------------------------------------------------------------- a worker's death
 
     def fence(self, fenced: WorkerFenced) -> None:
-        """Runs the requests of a worker elsewhere whose process is certainly gone."""
+        """Runs the requests of a worker whose process is certainly gone on other workers."""
         worker = self._routing.workers.get(fenced.worker)
         if worker is None:
             return
@@ -584,7 +613,10 @@ class Submitter:
         worker.shut()
 
     def _run_again(self, request: InFlight, lost: ServingError | None, was_executing: bool) -> None:
-        """Sends a dead worker's request to another one. ``lost``: its answer, where its sequence is gone with the worker."""
+        """Sends a dead worker's request to another worker, or ends it with an error.
+
+        ``lost``: the error if its sequence was lost with the worker. ``was_executing``: whether the worker was executing it.
+        """
         if request.cancelled:
             self._finish(request)
         elif error := lost or request.orphaned(was_executing, self._routing.state_of(request.prepared)):
@@ -593,7 +625,7 @@ class Submitter:
             self._send_again(request)
 
     def _close_lane(self, worker: WorkerLink) -> None:
-        """Stops sending to a worker, and reading from it. Idempotent."""
+        """Stops sending records to a worker, and reading answers from it. Idempotent."""
         if not worker.closed:
             self._routing.close(worker)
             self._loop.remove_reader(worker.lane.fileno())
@@ -602,7 +634,7 @@ class Submitter:
                 worker.writing = False
 
     def _give_up(self, worker: WorkerLink, error: ServingError) -> None:
-        """Fails the requests in flight on a worker that still lives; their memory is given back once it is fenced."""
+        """Fails the requests in flight on a worker that is still alive; their memory is given back once the worker is fenced."""
         for request in list(worker.in_flight.values()):
             if not request.cancelled:
                 request.cancelled = True
@@ -611,12 +643,15 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ timeouts
 
     def _start_timer(self) -> None:
-        """Starts the timeout timer unless it runs."""
+        """Starts the timer that ends requests which wait too long, unless it is running."""
         if self._timer is None:
             self._timer = self._loop.call_later(_TIMER_SECONDS, self._time_out)
 
     def _time_out(self) -> None:
-        """Ends requests that waited too long (for a worker, throttled, for room, for an answer); restarts while any wait."""
+        """Ends requests that waited too long: for a worker, throttled, for room or for an answer.
+
+        Restarts the timer while any wait.
+        """
         self._timer = None
         now = self._loop.time()
         for request in self._without_worker_since(now):
@@ -637,7 +672,7 @@ class Submitter:
             self._start_timer()
 
     def _without_worker_since(self, now: float) -> list[InFlight]:
-        """Removes and returns the requests that waited too long for a worker."""
+        """Removes and returns the requests that have waited too long for a worker by ``now``, loop time."""
         late: list[InFlight] = []
         for request, gives_up in list(self._waiting.items()):
             ended = request.record.request_id not in self._in_flight
@@ -649,7 +684,7 @@ class Submitter:
         return late
 
     def _no_worker(self, prepared: PreparedRequest) -> Unavailable:
-        """Returns the error of a request that waited for a worker in vain."""
+        """Returns the error of a request that waited too long for a worker."""
         gpu = self._routing.gpu_of(prepared)
         where = f" on GPU {number_of(gpu)}, where its regions are," if gpu else ""
         state = self._routing.state_of(prepared)
@@ -668,18 +703,18 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ the whole
 
     def in_flight(self) -> int:
-        """Counts the requests that were accepted and are not yet answered."""
+        """Returns how many requests were accepted and are not yet answered."""
         return len(self._in_flight)
 
     def statistics(self) -> dict[str, int]:
-        """Returns counts for operators."""
+        """Returns counts for operators: requests in flight and waiting, prepared requests, outstanding answers, arena memory."""
         waiting = {"waiting_for_worker": len(self._waiting), "throttled": len(self._throttle)}
         prepared = {"prepared_numbered": self.numbers.assigned, "prepared_evicted": self.numbers.evicted}
         held = {"answers_held": len(self._outstanding), **self._arena.statistics()}
         return {"in_flight": len(self._in_flight), **waiting, **prepared, **held}
 
     def close(self) -> None:
-        """Closes lanes and arena; what is in flight gets no answer."""
+        """Closes all lanes and the request arena; requests in flight get no answer."""
         if self._timer is not None:
             self._timer.cancel()
         self.refusals.close()

@@ -1,10 +1,10 @@
-"""Throttled requests: their connection, or their client, holds its share of answers that it has not taken.
+"""Throttles the requests of a connection or client that has not taken its answers and holds its share of response memory.
 
-    an answer comes ─▶ its connection holds its share ─▶ what it asked besides is called back from the workers ─▶ waits here
-    its client holds its share ─▶ what all its connections asked, and would be answered with as much, likewise
-    answers leave   ─▶ as many go as its share has room for, each taken to be answered with as much as its last large answer
+    an answer comes ─▶ its connection holds its share ─▶ the connection's other requests are withdrawn from workers ─▶ they wait
+    its client holds its share ─▶ requests of all its connections that would have answers as large are withdrawn and wait, too
+    answers leave   ─▶ as many requests go as the share has room for, each expected to get as much as the last large answer
 
-Each connection's wait in their order, and for nothing but itself. Decides only: the submitter calls back and sends.
+The requests of one connection wait in their order. This module only decides: the submitter withdraws requests and sends them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class _Line:
 
 
 class Throttle:
-    """Decides which requests of a front wait. ``in_flight``: all of them, by id; ``seconds``: how long one waits at most."""
+    """Decides which requests of a front wait.
+
+    ``in_flight``: all requests of the front, by id. ``seconds``: how long a request waits at most.
+    """
 
     def __init__(self, in_flight: Mapping[int, InFlight], seconds: float) -> None:
         self._in_flight = in_flight
@@ -58,19 +61,19 @@ class Throttle:
         return True
 
     def fills_connection(self, account: Account) -> bool:
-        """Notes an answer. Returns whether the connection has just reached its share of response memory."""
+        """Notes an answer to a connection. Returns whether the connection has just reached its share of response memory."""
         if not account.is_full or account in self.full:
             return False
         self.full.add(account)
         return True
 
     def taken(self, account: Account) -> None:
-        """Notes that the client has taken an answer, of which nothing is counted any more."""
+        """Notes that a client has taken an answer, so that the connection or the client may be below its share again."""
         if self.full:
             self.full -= {each for each in (account, account.client) if each.answers < each.limit}
 
     def is_too_much(self, request: InFlight) -> bool:
-        """Returns whether the client of a request holds its share, and would be answered with as much again."""
+        """Returns whether a request's client holds its share of response memory, and its answer would be large."""
         account = request.account
         if account is None:
             return False
@@ -79,7 +82,7 @@ class Throttle:
     # ------------------------------------------------------------------------------------------------------------ who waits
 
     def holds(self, request: InFlight) -> bool:
-        """Returns whether a request has to wait."""
+        """Returns whether a request must wait for answers to be taken before it is sent."""
         account = request.account
         if account is None:
             return False
@@ -90,7 +93,7 @@ class Throttle:
         return account.client in self._barred and kind in account.client.bulky
 
     def add(self, request: InFlight, now: float) -> None:
-        """Makes a request wait until its connection may have more answers."""
+        """Makes a request wait until its connection may have more answers. ``now``: loop time."""
         account = request.account
         assert account is not None
         self.lines.setdefault(account, _Line()).waiting.append((now + self._seconds, request))
@@ -98,7 +101,7 @@ class Throttle:
             self._barred.setdefault(account.client, {})[account] = None
 
     def let_go(self, account: Account) -> list[InFlight]:
-        """Removes and returns the requests of a connection, and of its client, that may go after an answer was taken."""
+        """Removes and returns the waiting requests that may be sent, after a client has taken an answer on this connection."""
         going = self._take(account)
         barred = self._barred.get(account.client)
         while barred:
@@ -109,11 +112,11 @@ class Throttle:
         return going
 
     def let_all_go(self) -> list[InFlight]:
-        """Removes and returns all requests that may go now, whatever made that possible."""
+        """Removes and returns the waiting requests of all connections that may be sent now."""
         return [request for account in list(self.lines) for request in self._take(account)]
 
     def _take(self, account: Account) -> list[InFlight]:
-        """Removes and returns the requests of one connection that may go now."""
+        """Removes and returns the waiting requests of one connection that may be sent now."""
         line, client = self.lines.get(account), account.client
         going: list[InFlight] = []
         if line is None:
@@ -146,7 +149,7 @@ class Throttle:
                 del self._barred[account.client]
 
     def expired(self, now: float) -> Iterator[tuple[InFlight, Unavailable]]:
-        """Removes and returns the requests that waited too long, each with its error."""
+        """Removes and yields the requests that waited too long, each with its error. ``now``: loop time."""
         for account, line in list(self.lines.items()):
             while line.waiting and (line.waiting[0][0] <= now or self._ended(line.waiting[0][1])):
                 _, request = line.waiting.popleft()
@@ -167,18 +170,18 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether a connection's share has room for an answer beside those that are still to come."""
+    """Returns whether a connection's share has room for one more answer, on top of the answers that are still to come."""
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 
 
 def _has_common_room(client: Client, kind: Hashable) -> bool:
-    """Returns whether a client's share, of all its connections, has room for an answer of that kind."""
+    """Returns whether a client's share, for all its connections, has room for one more answer to a request of ``kind``."""
     expected = client.answers + (len(client.sent) + 1) * client.last
     return kind not in client.bulky or expected <= client.limit or not (client.sent or client.answers)
 
 
 def kind_of(request: InFlight) -> Hashable:
-    """Returns what requests with answers of one size have in common."""
+    """Returns a key for requests whose answers have the same size: model, version and shapes of inputs."""
     prepared = request.prepared
     return prepared.model, prepared.version, tuple([tensor.shape for tensor in prepared.inputs])
