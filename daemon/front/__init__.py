@@ -1,1 +1,1 @@
-"""This room has what every front needs, whatever protocol it speaks."""
+"""Holds what every front needs, whatever protocol it speaks."""

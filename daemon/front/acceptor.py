@@ -1,9 +1,10 @@
 """Accepts connections from the listening sockets that all fronts of a protocol share, so that each front gets its part.
 
-A new connection wakes every front. One that has clearly more connections than another leaves it to that one for a moment; if
-it still waits then, the other is busy, hung or dead, and the connection is taken after all. So connections are shared out evenly
-while all are well, and no front's trouble keeps a client waiting. In the place of one that has ended one is taken at once: where
-each request has a connection of its own, nobody waits for a better share. See docs/decisions/one-listening-socket.md.
+A new connection wakes every front. A front that has clearly more connections than another one leaves the new connection to the
+other front for a moment. If the connection still waits then, the other front is busy, hung or dead, and the first front accepts
+it. So connections are shared out evenly while all fronts are well, and a front in trouble keeps no client waiting. For each
+connection that has ended a front accepts one at once: clients that open a connection for each request do not wait for an even
+share. See docs/decisions/one-listening-socket.md.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Acceptor:
     """Owns this process's descriptors of the listening sockets, and accepts connections on them.
 
     Args:
-      open_: takes a connection and whose it is, as ``Peer.owner`` tells it; its protocol counts it in ``counters``.
-      opening: what of that is under way, and not yet counted.
+      open_: opens an accepted socket for its client, named as ``Peer.owner`` does; the protocol counts it in ``counters``.
+      opening: the connections that are being opened, and are not counted yet.
     """
 
     def __init__(
@@ -61,11 +62,14 @@ class Acceptor:
         self._closed = False
 
     def start(self) -> None:
-        """Accepts connections from now on."""
+        """Starts to accept connections."""
         self._go_on()
 
     async def close(self, timeout: float) -> None:
-        """Accepts what has connected already, then no more; returns when all of it is open, or after ``timeout`` seconds."""
+        """Accepts the connections that clients have made already, then no more.
+
+        Returns when all of them are open, or after ``timeout`` seconds.
+        """
         if self._closed:
             return
         self._counters.serve(False)
@@ -83,7 +87,7 @@ class Acceptor:
 
     @property
     def leaves_it(self) -> bool:
-        """Returns whether new connections are left to others at this moment."""
+        """Returns whether this front leaves new connections to other fronts at this moment, or has no resources for them."""
         return self._timer is not None
 
     def _readable(self, listener: ListeningSocket) -> None:
@@ -101,7 +105,7 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, mine: int) -> bool:
-        """Returns whether a connection may replace one that has ended, so that there are no more than there were."""
+        """Returns whether a new connection may replace one that has ended, so that this front gets no more than it had."""
         if mine < self._most:
             self._most = min(self._most, mine + _MOST_REPLACED)
             return True
@@ -121,7 +125,7 @@ class Acceptor:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     def _resume(self) -> None:
-        """Resumes accepting after a pause, and takes a connection that no other front has accepted meanwhile."""
+        """Resumes accepting after a pause, and accepts a waiting connection that no other front has accepted meanwhile."""
         self._timer = None
         self._go_on()
         for listener in self._listeners:
@@ -130,7 +134,7 @@ class Acceptor:
         self._most = max(self._most, self._counters.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
-        """Accepts a connection. Returns whether there was one."""
+        """Accepts a connection and opens it. Returns whether there was one."""
         try:
             connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):
@@ -152,13 +156,13 @@ class Acceptor:
 
 
 class AcceptLimit:
-    """Decides how many connections are accepted in one iteration of the loop; pure.
+    """Decides how many connections a front accepts in one iteration of the loop; pure.
 
-    After a connection that came alone a second ``accept`` is tried ever more seldom, as long as it finds none; while there
-    are many, more are accepted with each iteration.
+    After a single connection the front tries a second ``accept`` ever more seldom, as long as that finds none. While there are
+    many connections, it accepts more of them in each iteration.
 
-        alone:   1 | 1, 2? | 1 1 1, 2? | 1 x 7, 2? | ...
-        a crowd: 2 | 4 | 8 | ... | 64
+        single:  1 | 1, 2? | 1 1 1, 2? | 1 x 7, 2? | ...
+        many:    2 | 4 | 8 | ... | 64
     """
 
     __slots__ = ("_alone", "_skips", "room")
@@ -170,7 +174,7 @@ class AcceptLimit:
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """Notes how many connections there were, of as many as were tried for."""
+        """Notes that ``taken`` connections were accepted, of at most ``room`` that were tried for."""
         if taken < room:
             self.room = 1
             self._alone = min(2 * self._alone + 1, _MAX_ALONE) if taken <= 1 else 0
@@ -187,7 +191,7 @@ class AcceptLimit:
 
 
 class ListeningSocket:
-    """Owns a listening socket; its ``accept`` does not block and makes cheap sockets.
+    """Owns a listening socket; its ``accept`` does not block and makes sockets at little cost.
 
     ``socket.accept`` makes a ``socket.socket``, which looks up family and kind five times in tables of constants: that costs
     as much as the kernel's part of accepting a connection. Its base, ``socket.SocketType``, has them as numbers.
@@ -199,7 +203,10 @@ class ListeningSocket:
         listener.setblocking(False)
 
     def accept(self) -> tuple[socket.SocketType, object]:
-        """Accepts a connection, blocking or not; returns it with its client's address. Raises OSError as ``socket.accept``."""
+        """Accepts a connection. Returns its socket, which may block, and its client's address.
+
+        Raises OSError: the errors of ``socket.accept``; BlockingIOError: no connection waits.
+        """
         fd, address = self._listener._accept()  # type: ignore[attr-defined]
         return socket.SocketType(self._family, self._kind, self._proto, fd), address
 

@@ -1,6 +1,6 @@
 """Restricts calls to clients with a key: every call of every protocol belongs to a group that an operator may restrict.
 
-This is the one table. A front looks its calls up when it starts, so a call that is not in it cannot be served at all.
+``CALLS`` has all calls. A front looks its calls up when it starts, so a call that is missing there cannot be served at all.
 Source: Triton docs/customization_guide/inference_protocols.md, "Limit Endpoint Access"; answers as recorded.
 """
 
@@ -53,12 +53,12 @@ CALLS: Mapping[str, str] = {
 
 
 class Restricted(Unavailable):
-    """Raised where a call needs a key that the client did not send. Over HTTP it has a status of its own, 403."""
+    """Raised when a call needs a key that the client did not send. Over HTTP it has a status of its own, 403."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Checks the header that a call needs."""
+    """Checks the header with the key that a call needs."""
 
     #: The header's name in lower case.
     header: bytes
@@ -66,7 +66,10 @@ class Rule:
     message: str
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Checks headers, with names in lower case; the first of the name counts. Raises Restricted."""
+        """Checks a request's headers, with names in lower case; of repeated ones the first counts.
+
+        Raises Restricted: the key is wrong.
+        """
         for name, value in headers:
             if name == self.header:
                 # The comparison takes constant time: how much of the key was right must not show.
@@ -77,10 +80,13 @@ class Rule:
 
 
 class Access:
-    """Holds the access rules of one protocol."""
+    """Holds the access rules of one protocol, by group of calls."""
 
     def __init__(self, restrictions: Mapping[str, Restriction], sentence: str, prefix: str = "") -> None:
-        """Takes the rules by group. ``sentence`` ends in the quoted name of the header; ``prefix`` begins that name."""
+        """Makes a rule for each restricted group.
+
+        ``sentence``: the error text; the quoted name of the header is added. ``prefix``: what the header's name begins with.
+        """
         self._rules = {
             group: Rule(
                 (prefix + restriction.key).encode(),
@@ -91,15 +97,15 @@ class Access:
         }
 
     def rule(self, call: str) -> Rule | None:
-        """Returns the rule of a call; None: it is open to everybody. Raises KeyError: the table does not know the call."""
+        """Returns the rule of a call; None: everybody may make the call. Raises KeyError: ``CALLS`` does not have the call."""
         return self._rules.get(CALLS[call])
 
 
 def http_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Makes the rules for HTTP: the header is the key itself."""
+    """Makes the access rules for HTTP: the header's name is the configured key."""
     return Access(restrictions, "This API is restricted, expecting header")
 
 
 def grpc_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Makes the rules for gRPC: the key of the metadata has a prefix."""
+    """Makes the access rules for gRPC: the metadata's name is the configured key with a prefix."""
     return Access(restrictions, "This protocol is restricted, expecting header", "triton-grpc-protocol-")

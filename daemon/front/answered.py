@@ -1,11 +1,12 @@
-"""Counts what a front has answered, by code, and writes its access log: one good answer in so many, and refusals up to a rate.
+"""Counts a front's answers by status code, and writes its access log: one good answer in so many, and errors up to a rate.
 
     good answer ─▶ counted ─▶ every ``log.access``-th: a line
     error       ─▶ counted ─▶ with ``log.access``: a line, ten a second at most
                           ├─▶ the client's mistake: one line a minute for all
                           ╰─▶ among the recent ones, for the page and for tensorctl
 
-A line is a JSON object: as a message in the text formats of the log, as its ``request`` in ``json``. Belongs to the front's loop.
+A line is a JSON object: the message in the text formats of the log, its ``request`` in the format ``json``. Used in the front's
+loop only.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ _CLIENTS = frozenset(
 
 
 class Answered:
-    """Counts the answers of one front. ``protocol``: "http" or "grpc"."""
+    """Counts the answers of one front and writes its access log. ``protocol``: "http" or "grpc"."""
 
     def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
-        """``access``: as ``log.access``."""
+        """Begins to count. ``access``: one good answer in so many is logged; 0: nothing is logged."""
         self._words, self._good = counters.codes
         self._protocol = protocol
         self._places = {code: self._good + number for number, code in enumerate(CODES[protocol])}
@@ -63,13 +64,16 @@ class Answered:
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
-        """Logs one good answer in so many from now on; 0: none, and no refusals."""
+        """Logs one good answer in ``access`` from now on, and errors; 0: neither."""
         if access != self._every:
             self._every = access
             self._next = self._words[self._good] + access if access else _NEVER
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
-        """Counts a good answer to an inference request. ``version``: which has answered; ``answer``: what leaves."""
+        """Counts a good answer to an inference request.
+
+        ``version``: the model version that answered; ``answer``: the bytes to send.
+        """
         words, at = self._words, self._good
         words[at] = count = words[at] + 1
         if count >= self._next:
@@ -78,15 +82,15 @@ class Answered:
             self._write(CODES[self._protocol][0], request, version, size)
 
     def managed(self, code: str) -> None:
-        """Counts an answer to something else than an inference request, which is logged nowhere if it is good."""
+        """Counts an answer to a request other than inference; a good one is not logged."""
         self._words[self._places.get(code, self._other)] += 1
 
     def failed(self, code: str, message: str, request: InFlight | None = None, account: Account | None = None) -> None:
-        """Counts an answer that is an error.
+        """Counts an answer that is an error, and logs it if the access log is on.
 
         Args:
-          request: None: it is no inference request, or none was understood.
-          account: of its client, where the request does not tell.
+          request: the inference request; None: it was another request, or none that was understood.
+          account: the account of the client, where ``request`` does not have it.
         """
         self._words[self._places.get(code, self._other)] += 1
         model, client_id = ("", "") if request is None else request.names
@@ -109,7 +113,7 @@ class Answered:
                 self._left_out += 1
 
     def recent(self) -> list[dict[str, object]]:
-        """Describes the last errors, the latest last."""
+        """Describes the last errors for operators, the latest last."""
         names = ("time", "code", "error", "model", "id", "client", "trace_id")
         return [{"protocol": self._protocol, **dict(zip(names, row, strict=True))} for row in self._recent]
 
@@ -148,5 +152,5 @@ class Answered:
 
 
 def _size(contents: Iterable[Content]) -> int:
-    """Returns the bytes of input tensors, without those in regions."""
+    """Returns the bytes of a request's input tensors, without those in regions."""
     return sum(len(content) if isinstance(content, bytes) else content.byte_size for content in contents)

@@ -1,13 +1,13 @@
-"""Reads large bodies from a connection straight to their place, past whatever parses the protocol.
+"""Reads large bodies from a connection straight into their final memory, without the parser of the protocol.
 
-What is large is the body of an HTTP/1 request, or a frame's part of one tensor in HTTP/2. While its bytes arrive there is nothing
-to parse; reading them where they go saves two copies of each.
+A large body is the body of an HTTP/1 request, or the part of a tensor in an HTTP/2 frame. While its bytes arrive there is nothing
+to parse; reading them into their final memory saves two copies of each byte.
 
     read     | heads, first bytes of the body | rest of the body ...                      |
     into     | pages of our own ─▶ connection | the lease, in as few reads as there can be |
 
-It stays until its connection has sent something else for a while: whoever sends one large body will most often send another. Of
-each no more than the first pages are read as everything is, and the transport's protocol need not be exchanged twice for each.
+The reader stays until the client has sent no large body for a while: a client that sends one will most often send another. So
+only the first pages of each body are read in the ordinary way, and the transport's protocol is not exchanged twice for each body.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIRECT_BYTE_SIZE = 64 << 10
 
 
 class BodyConnection(Protocol):
-    """Is the interface that a body reader needs of its connection."""
+    """Is the interface that ``BodyReader`` needs of its connection."""
 
     def data_received(self, data: bytes) -> None: ...
     def direct_body_complete(self) -> None: ...
@@ -33,7 +33,7 @@ class BodyConnection(Protocol):
 
 
 class BodyReader(asyncio.BufferedProtocol):
-    """Reads in place of a connection's protocol while the connection sends large bodies."""
+    """Reads from the transport in place of a connection's protocol, while the connection sends large bodies."""
 
     def __init__(self, connection: BodyConnection, transport: asyncio.Transport) -> None:
         self._connection = connection
@@ -48,7 +48,7 @@ class BodyReader(asyncio.BufferedProtocol):
         self._started = False
 
     def receive(self, room: memoryview) -> None:
-        """Reads what arrives next into ``room``, until that is full; reading is resumed if it was paused."""
+        """Reads the next bytes that arrive into ``room``, until it is full. Resumes reading if it was paused."""
         self._room, self.reads_body, self.byte_size = room, True, 0
         if self._started:
             self._transport.resume_reading()
@@ -57,11 +57,11 @@ class BodyReader(asyncio.BufferedProtocol):
             self._exchange(self)
 
     def stop(self) -> None:
-        """Stops reading a body, as it is complete or not wanted."""
+        """Stops reading a body into its memory, because the body is complete or no longer wanted."""
         self._room, self.reads_body = self._first, False
 
     def leave(self) -> None:
-        """Returns the transport to the connection's protocol."""
+        """Gives the transport back to the connection's protocol."""
         self._exchange(self._connection)
 
     def get_buffer(self, sizehint: int) -> memoryview:

@@ -1,9 +1,9 @@
-"""A bounded cache that keeps what is looked up often.
+"""Defines a bounded cache that keeps the values that are looked up often.
 
     put ─▶ young ─full─▶ old ─full─▶ forgotten
              ▲────found────╯
 
-What is asked for again and again stays, however much comes that never comes again.
+A value that is looked up again and again stays, however many others are put and never looked up.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V | None]):
-    """Caches values by key: at least the last ``count`` that were put or found, at most twice as many. 0: none.
+    """Caches values by key: at least the last ``count`` that were put or found, at most twice as many. ``count`` 0: none.
 
-    ``cache[key]`` returns a value, or None if there is none, or not any more. A young entry is found without running Python
-    code.
+    ``cache[key]`` returns the value, or None if the cache does not have it (any more). A young entry is found without running
+    Python code.
     """
 
     __slots__ = ("_count", "_old", "forgotten")
@@ -38,7 +38,7 @@ class BoundedCache(dict[K, V | None]):
         return value
 
     def put(self, key: K, value: V) -> None:
-        """Caches a value."""
+        """Caches a value under a key, which may evict the values that were not looked up for long."""
         if not self._count:
             return
         if len(self) >= self._count:

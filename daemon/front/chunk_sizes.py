@@ -1,10 +1,10 @@
-"""Follows the framing of a chunked body beside the parser, to refuse a chunk that is announced as too large before it comes.
+"""Follows the framing of a chunked HTTP body alongside the parser, to refuse a body as soon as it announces too large a chunk.
 
 Sans-I/O.
 
     size [;extension] CRLF | so many bytes | CRLF     ...     0 [;extension] CRLF | trailers | CRLF
 
-Whatever is no such framing is the parser's to refuse.
+A body that breaks this framing is left to the parser to refuse.
 Source: RFC 9112, section 7.1.
 """
 
@@ -19,7 +19,7 @@ _SIZE = re.compile(rb"[0-9A-Fa-f]+")
 
 
 class ChunkRefused(Exception):
-    """Raised where a chunked body is refused; has the status and the text of the answer."""
+    """Raised when a chunked body is refused; carries the status and the text of the HTTP response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class ChunkRefused(Exception):
 
 
 class _Phase(enum.Enum):
-    """Says what the next element of the framing is."""
+    """Says which element of the chunked framing comes next."""
 
     #: A line with a size.
     SIZE = "size"
@@ -41,11 +41,11 @@ class _Phase(enum.Enum):
 
 
 class ChunkSizes:
-    """Follows the framing of one body.
+    """Follows the framing of one chunked body.
 
     Args:
-      max_body: bytes of it, without its framing.
-      max_lines: bytes of all its extensions together, and of its trailers; the largest line.
+      max_body: the most bytes of the body, without its framing.
+      max_lines: the most bytes of all its chunk extensions together, of its trailers, and of one line.
     """
 
     __slots__ = ("_left", "_line", "_max_body", "_max_lines", "_phase", "_spent", "_total")
@@ -63,7 +63,10 @@ class ChunkSizes:
         self._spent = 0
 
     def take(self, data: bytes, at: int, end: int) -> int:
-        """Follows ``data[at:end]``; returns where the body ended, or ``end``. Raises ChunkRefused: the body is too large."""
+        """Follows the framing in ``data[at:end]``.
+
+        Returns where the body ended, or ``end``. Raises ChunkRefused: it is too large.
+        """
         while at < end and self._phase is not _Phase.ENDED and self._phase is not _Phase.LOST:
             if self._left:
                 taken = min(self._left, end - at)

@@ -1,9 +1,9 @@
-"""Tells other processes when a client's connection ends, by a descriptor that becomes readable then.
+"""Tells other processes when a client's connection ends, by a file descriptor that becomes readable then.
 
-    whoever serves the connection    the writing half of a pipe, closed with the connection, or by the kernel with the process
+    the front with the connection    the writing half of a pipe, closed with the connection, or by the kernel with the process
     the supervisor                   the reading half (``tensord.daemon.regions.region_record``)
 
-The connection itself is not handed on: it would stay open as long as somebody watches it.
+The connection's own socket is not passed on: it would stay open as long as another process watches it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tensord.shm.errors import Unavailable
 
 
 class ConnectionEnd:
-    """Signals the end of one connection by a descriptor, which is opened only once somebody asks for it."""
+    """Signals the end of one client connection by a file descriptor, which is created once it is asked for."""
 
     __slots__ = ("_closed", "_reader", "_writer")
 
@@ -26,9 +26,9 @@ class ConnectionEnd:
 
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Yields a descriptor, for the block, that becomes readable when the connection ends.
+        """Yields a file descriptor, valid inside the block, that becomes readable when the connection ends.
 
-        Raises: Unavailable: no descriptors are left.
+        Raises: Unavailable: no file descriptors are left.
         """
         try:
             if self._reader < 0:
@@ -44,7 +44,7 @@ class ConnectionEnd:
             os.close(reader)
 
     def close(self) -> None:
-        """Notes that the connection has ended. Idempotent."""
+        """Signals that the connection has ended. Idempotent."""
         self._closed = True
         self._release()
 

@@ -1,4 +1,4 @@
-"""Decides whether a client reads too slowly, checked about once a second. Sans-I/O: times come in, in monotonic seconds."""
+"""Decides whether a client reads too slowly, checked about once a second. Sans-I/O: times are passed in, in monotonic seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SILENCE_SECONDS = 2.0
 
 
 class DrainRate:
-    """Measures the rate at which one client takes what waits for it, and that anew whenever it took enough."""
+    """Measures how fast a client takes the bytes that wait for it; the measurement starts anew whenever it took enough."""
 
     __slots__ = ("_left", "_since")
 
@@ -19,11 +19,12 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns whether less than ``rate`` bytes a second were taken for ``seconds``.
+        """Returns whether the client took at most ``rate`` bytes a second on average over the last ``seconds`` or more.
 
         Args:
-          since: when the wait began; 0: nothing waits.
-          left: bytes still to be taken; only differences count.
+          since: when bytes began to wait for the client; 0: none wait.
+          left: how many bytes are still to be taken; only differences count.
+          now: the time now.
         """
         if not since:
             return False

@@ -1,8 +1,8 @@
-"""The endpoints of both protocols besides infer, answered from the front's own table of models or by asking the supervisor.
+"""Answers the endpoints of both protocols other than inference, from the front's table of models or by asking the supervisor.
 
-A protocol reads a request into the arguments of one of these and writes the result in its own form. Errors are ServingErrors.
-What a front says of a model holds for every front: its client may send the next request to another one.
-Source: KServe V2 and Triton's extensions; texts as recorded against a real Triton.
+Each protocol decodes a request to the arguments of a method here, and encodes the result in its own format. Errors are
+ServingErrors. What a front says of a model holds for every front: its client may send the next request to another front.
+Source: KServe V2 and Triton's extensions; error texts as recorded against a real Triton.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ MAX_FILES_BYTE_SIZE = 128 << 20
 
 
 class Endpoints:
-    """Implements the endpoints for both protocols. JSON results are the supervisor's bytes, unparsed."""
+    """Implements the endpoints of both protocols other than inference.
+
+    JSON results are the supervisor's bytes, not parsed here.
+    """
 
     def __init__(self, table: ModelStates, calls: ControlCalls, options: Options) -> None:
         self._table = table
@@ -93,7 +96,7 @@ class Endpoints:
         return ""
 
     async def _everywhere(self) -> None:
-        """Returns when every front has acknowledged what this one knows of the models now."""
+        """Returns once every front has acknowledged the state of the models that this front knows now."""
         edition = self._table.edition
         if self._settled < edition:
             await self._calls.ask(Settle())
@@ -102,11 +105,14 @@ class Endpoints:
     # ------------------------------------------------------------------------------------------------ models
 
     def server_metadata(self) -> dict[str, Any]:
-        """Returns ``name``, ``version``, ``extensions``."""
+        """Returns the server's metadata: ``name``, ``version`` and ``extensions``."""
         return {"name": self._name, "version": self._version, "extensions": EXTENSIONS}
 
     async def model_is_ready(self, model: str, version: int) -> bool:
-        """Returns whether requests for a model are answered now; 0 is the newest version, an unknown model is not ready."""
+        """Returns whether requests for a model version are answered now; 0 is the newest version.
+
+        False if the model is unknown.
+        """
         if not self._table.is_ready(model, version):
             return False
         await self._everywhere()
@@ -115,9 +121,10 @@ class Endpoints:
         return True
 
     async def model_metadata(self, model: str, version: int) -> dict[str, Any]:
-        """Returns ``name``, ``versions`` (as text, ascending), ``platform``, ``inputs``, ``outputs``. Raises NotFound.
+        """Returns a model's ``name``, ``versions`` (as text, ascending), ``platform``, ``inputs`` and ``outputs``.
 
-        ``versions`` are all that are served, or the one that is asked for.
+        ``versions`` are all versions that are served, or only ``version`` if it is not 0.
+        Raises NotFound: the model or version is unknown, or not ready.
         """
         metadata = msgspec.json.decode(self._table.find(model, version).metadata)
         await self._everywhere()
@@ -125,25 +132,26 @@ class Endpoints:
         return {"name": metadata.pop("name"), "versions": versions, **metadata}
 
     async def model_config(self, model: str, version: int) -> bytes:
-        """Returns the full ModelConfig as JSON. Raises NotFound."""
+        """Returns a model's full ModelConfig as JSON. Raises NotFound: the model or version is unknown, or not ready."""
         config = self._table.find(model, version).config
         await self._everywhere()
         return config
 
     async def statistics(self, model: str, version: int) -> bytes:
-        """Returns JSON {"model_stats": [...]}; "" is all models, 0 all versions."""
+        """Returns statistics of models as JSON, {"model_stats": [...]}; ``model`` "": all models, ``version`` 0: all versions."""
         return await self._calls.ask(ModelStatistics(model, version))
 
     # -------------------------------------------------------------------------------------------- repository
 
     async def index(self, ready: bool) -> bytes:
-        """Returns a JSON array of {name, version?, state?, reason?}; ``ready``: of ready models only."""
+        """Returns the repository index, a JSON array of {name, version?, state?, reason?}; ``ready``: only of ready models."""
         return await self._calls.ask(RepositoryIndex(ready))
 
     async def load(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
-        """Loads a model; ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). Raises ServingError.
+        """Loads a model. Raises ServingError: the parameters are wrong, or the model could not be loaded.
 
-        With files the model consists of nothing else, so they need a ``config``.
+        ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). If files are given, the model has no others,
+        and ``config`` is needed.
         """
         config, files = "", {}
         for key, value in sorted(parameters.items()):
@@ -166,7 +174,10 @@ class Endpoints:
         await self._calls.ask(LoadModel(model, config, files), peer)
 
     async def unload(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
-        """Unloads a model; ``parameters``: ``unload_dependents``, others are ignored. Raises ServingError."""
+        """Unloads a model. Raises ServingError: a parameter is wrong, or the model could not be unloaded.
+
+        ``parameters``: ``unload_dependents`` must be a boolean; others are ignored.
+        """
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
             raise InvalidArgument("unload parameter 'unload_dependents' should be a boolean")
@@ -175,19 +186,28 @@ class Endpoints:
     # -------------------------------------------------------------------------------------------- parameters
 
     async def push_parameters(self, wanted: PushParameters, peer: Peer, memory: int = -1) -> bytes:
-        """Pushes parameters into a model, from ``memory`` where they are there. Returns a JSON object. Raises ServingError."""
+        """Puts new parameters into a model. Returns a JSON object. Raises ServingError: they do not fit, or cannot be put.
+
+        ``memory``: the file descriptor of the memory that they arrived in; -1: ``wanted`` names another source.
+        """
         return await self._calls.ask(wanted, peer, memory)
 
     async def parameters(self, model: str, version: int, name: str) -> bytes:
-        """Returns a JSON array of a model's parameter sets; 0 is every version, "" every set. Raises NotFound."""
+        """Returns a JSON array of a model's parameter sets; ``version`` 0: all versions, ``name`` "": all sets.
+
+        Raises NotFound.
+        """
         return await self._calls.ask(ListParameters(model, version, name))
 
     async def drop_parameters(self, model: str, version: int, name: str, peer: Peer) -> None:
-        """Drops a set. Raises ServingError."""
+        """Drops a parameter set of a model. Raises ServingError: it cannot be dropped."""
         await self._calls.ask(DropParameters(model, version, name), peer)
 
     async def revert_parameters(self, model: str, version: int, name: str, peer: Peer) -> bytes:
-        """Puts a set's former parameters into use again. Returns a JSON object. Raises ServingError."""
+        """Puts the former parameters of a set into use again.
+
+        Returns a JSON object. Raises ServingError: there are none to go back to.
+        """
         return await self._calls.ask(RevertParameters(model, version, name), peer)
 
     # ----------------------------------------------------------------------------------------------- regions
@@ -195,12 +215,12 @@ class Endpoints:
     async def register_system(
         self, name: str, key: str, offset: int, byte_size: int, peer: Peer = ANONYMOUS, end: int = -1
     ) -> None:
-        """Registers part of a POSIX object; the numbers are unsigned.
+        """Registers a part of a POSIX shared-memory object as a region; ``offset`` and ``byte_size`` are unsigned.
 
         Args:
           peer: the client.
-          end: becomes readable when the region is to go, and stays the caller's; -1: never.
-        Raises: ServingError.
+          end: a file descriptor that becomes readable when the region is to be removed, and that the caller closes; -1: never.
+        Raises: ServingError: the region cannot be registered.
         """
         if offset > _INT64 or byte_size > _INT64:
             raise InvalidArgument(
@@ -218,28 +238,43 @@ class Endpoints:
         peer: Peer = ANONYMOUS,
         end: int = -1,
     ) -> None:
-        """Registers an allocation of a client's GPU memory by its 64-byte handle; otherwise as ``register_system``."""
+        """Registers an allocation of a client's GPU memory, named by its 64-byte handle, as a region.
+
+        ``peer``, ``end`` and errors: see ``register_system``.
+        """
         await self._calls.ask(RegisterCudaRegion(name, raw_handle, device_id, byte_size), peer, end)
 
     async def unregister(self, kind: str, name: str, peer: Peer = ANONYMOUS) -> None:
-        """Unregisters a region, or all of that kind ("") that are the client's. Raises ServingError."""
+        """Unregisters a region of a kind, or all of that kind that belong to the client ("").
+
+        ``kind``: "system" or "cuda". Raises ServingError: the client may not unregister it.
+        """
         await self._calls.ask(UnregisterRegion(kind, name), peer)
 
     async def region_status(self, kind: str, name: str) -> bytes:
-        """Returns a JSON array of the region, or of all of that kind (""). Raises NotFound."""
+        """Returns a JSON array that describes a region, or all regions of that kind ("").
+
+        Raises NotFound: there is no such region.
+        """
         return await self._calls.ask(RegionStatus(kind, name))
 
     # ---------------------------------------------------------------------------------------------- settings
 
     async def log_settings(self, wanted: ChangeLog, peer: Peer = ANONYMOUS) -> bytes:
-        """Changes the given settings; returns all settings then in force, as a JSON object."""
+        """Changes the given log settings. Returns all log settings then in force, as a JSON object."""
         return await self._calls.ask(wanted, peer)
 
     async def check_traced(self, model: str) -> None:
-        """Checks that a model ("": all) exists before its settings are read. Raises InvalidArgument: unknown."""
+        """Checks that a model ("": all models) exists, before its trace settings are read.
+
+        Raises InvalidArgument: it is unknown.
+        """
         if model:
             await self._calls.ask(ChangeTrace(model))
 
     async def trace_settings(self, wanted: ChangeTrace, peer: Peer = ANONYMOUS) -> bytes:
-        """Changes the given settings (``tensord.daemon.tracing.trace_settings.parse``); returns those then in force, as JSON."""
+        """Changes the given trace settings. Returns all trace settings then in force, as JSON.
+
+        ``wanted``: from ``tensord.daemon.tracing.trace_settings.parse``.
+        """
         return await self._calls.ask(wanted, peer)

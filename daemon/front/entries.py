@@ -1,4 +1,4 @@
-"""Limits the entries of a request's lists and objects: each costs a step in the loop that serves everybody."""
+"""Limits the entries of a request's lists and objects, because each costs a step in the loop that serves all clients."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ MAX_ENTRIES = 1024
 
 
 def check_count(count: int, what: str) -> None:
-    """Checks the number of entries of a list or object. Raises InvalidArgument: more than ``MAX_ENTRIES``."""
+    """Checks the number of entries of a list or object; ``what`` names them.
+
+    Raises InvalidArgument: more than ``MAX_ENTRIES``.
+    """
     if count > MAX_ENTRIES:
         raise InvalidArgument(f"{count} {what} are given, at most {MAX_ENTRIES} are allowed")

@@ -1,6 +1,6 @@
-"""Forwards headers as parameters of a request, for models that want to see them. The operator's pattern says which.
+"""Forwards the headers that match the operator's pattern to models, as parameters of the request.
 
-A header beats a parameter of the body with the same name. Names that mean something to the server are refused.
+A header replaces a parameter of the body with the same name. Headers whose names mean something to the server are refused.
 Source: Triton's --http-header-forward-pattern and --grpc-header-forward-pattern; behaviour as recorded.
 """
 
@@ -20,14 +20,14 @@ _REMEMBERED = 1024
 
 
 class Forwarding:
-    """Forwards headers by one pattern, which matches anywhere in a header's name, in any case."""
+    """Selects the headers to forward by one pattern, which matches anywhere in a header's name, in any case."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = header_pattern.compiled(pattern)
         self._known: dict[bytes, bool] = {}
 
     def wants(self, name: bytes) -> bool:
-        """Returns whether a header of that name is forwarded."""
+        """Returns whether a header with this name is forwarded."""
         known = self._known.get(name)
         if known is None:
             if len(self._known) >= _REMEMBERED:
@@ -36,7 +36,7 @@ class Forwarding:
         return known
 
     def parameters(self, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-        """Returns the forwarded headers, named as they were sent. Raises InvalidArgument: a reserved name."""
+        """Returns the headers to forward as parameters, named as they were sent. Raises InvalidArgument: a name is reserved."""
         found: dict[str, str] = {}
         for name, value in headers:
             if self.wants(name):
@@ -48,7 +48,7 @@ class Forwarding:
 
 
 def _text(content: bytes) -> str:
-    """Decodes a header's name or value: most are ASCII, some UTF-8, and the rest is Latin-1, as HTTP once had it."""
+    """Decodes a header's name or value as UTF-8 or, if it is no UTF-8, as Latin-1, which HTTP once prescribed."""
     try:
         return content.decode()
     except UnicodeDecodeError:

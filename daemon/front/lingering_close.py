@@ -1,14 +1,14 @@
-"""Closes connections without losing answers: ends our side at once, waits for the client's, and only then closes the socket.
+"""Closes connections without losing answers: ends the sending side, waits for the client to close, and then closes the socket.
 
     last bytes written ─▶ our side ends ─▶ what still comes is thrown away ─▶ the client's end, or it was long enough ─▶ closed
 
-A socket that is closed while bytes of the client are unread, or that the client sends more to, is reset: the kernel throws away
-what of the answers the client has not been sent yet, and many clients what they have not read. Clients of gRPC are never silent:
-they grant windows and answer pings while they read. So whoever takes what was written gets all of it. Whoever takes nothing more,
-and does not close, is waited for no longer than ``LINGER_SECONDS``, and looked at about once a second.
+A socket that is closed while bytes of the client are unread, or to which the client then sends more, is reset: the kernel throws
+away answers that it has not sent yet, and many clients throw away answers that they have not read. Clients of gRPC are never
+silent: they grant windows and acknowledge pings while they read. So a client that keeps reading gets all answers. A client that
+reads nothing more, and does not close, is waited for no longer than ``LINGER_SECONDS``, checked about once a second.
 
-Who has come this far is a connection of its protocol no more, and takes nobody's place. TLS cannot end one side: there the client
-is waited for as well, and is told with the close.
+A connection that lingers does not belong to its protocol any more, and does not count for the limit of connections. TLS cannot
+end one side: the client is waited for as well, and learns of the end when the connection is closed.
 Source: RFC 9112, section 9.6.
 """
 
@@ -31,10 +31,10 @@ MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """Keeps the lingering connections of one front.
+    """Closes the connections of one front gently, and keeps those that are still waiting for their clients to close.
 
     Args:
-      min_rate: bytes a second that a client takes at least.
+      min_rate: the bytes a second that a client must take at least.
     """
 
     def __init__(self, min_rate: int) -> None:
@@ -45,9 +45,8 @@ class LingeringClose:
     def see_out(self, transport: asyncio.Transport) -> None:
         """Closes a connection gently, once its protocol has finished the current step.
 
-        The protocol is told that it is lost, and gets no more data.
-
-        What was written has left for the kernel, or is the transport's own (TLS).
+        The protocol's ``connection_lost`` is called, and it gets no more data. All bytes that it wrote must be with the kernel,
+        or with the transport (TLS).
         """
         asyncio.get_running_loop().call_soon(self._begin, transport)
 
@@ -67,13 +66,13 @@ class LingeringClose:
         former.connection_lost(None)
 
     def check(self, now: float) -> None:
-        """Closes connections that have lingered long enough; called about once a second. ``now``: monotonic seconds."""
+        """Closes the connections that have lingered long enough; called about once a second. ``now``: monotonic seconds."""
         for lingering in list(self._lingering):
             if lingering.is_late(now, self._min_rate):
                 lingering.cut()
 
     def forget(self, lingering: Lingering) -> None:
-        """Forgets a connection that is closed."""
+        """Removes a connection that is closed."""
         self._lingering.pop(lingering, None)
 
     def __len__(self) -> int:
@@ -84,7 +83,7 @@ class LingeringClose:
 
 
 class Lingering(asyncio.Protocol):
-    """Discards what arrives on a connection that lingers."""
+    """Discards what a client still sends on a connection that the server is about to close."""
 
     __slots__ = ("_dropped", "_lingering_close", "_pace", "_since", "_transport")
 
@@ -104,23 +103,23 @@ class Lingering(asyncio.Protocol):
         self._lingering_close.forget(self)
 
     def is_late(self, now: float, min_rate: int) -> bool:
-        """Returns whether the client has read fewer than ``min_rate`` bytes a second for ``LINGER_SECONDS``, or nothing."""
+        """Returns whether the client has taken at most ``min_rate`` bytes a second for ``LINGER_SECONDS``."""
         untaken = _waiting(self._transport, termios.TIOCOUTQ)
         return self._pace.is_slow(self._since, untaken, now, LINGER_SECONDS, min_rate)
 
     def cut(self) -> None:
-        """Closes the connection, whatever the client does."""
+        """Closes the connection at once, whatever the client does."""
         self._lingering_close.forget(self)
         self._transport.abort()
 
 
 def is_quiet(transport: asyncio.Transport) -> bool:
-    """Returns whether the client has received everything that was written, and nothing that it sent waits to be read."""
+    """Returns whether the client has received all bytes written to it, and none of its own bytes wait to be read."""
     return not (_waiting(transport, termios.TIOCOUTQ) or _waiting(transport, termios.FIONREAD))
 
 
 def _waiting(transport: asyncio.Transport, request: int) -> int:
-    """Returns the bytes in one of the socket's queues."""
+    """Returns how many bytes are in one of the socket's kernel queues; ``request``: the ioctl that asks for them."""
     sock = transport.get_extra_info("socket")
     if transport.is_closing() or sock is None:
         return 0

@@ -1,10 +1,10 @@
-"""Reports the load of this host with an answer, to a balancer that asks for it by the header ``endpoint-load-metrics-format``.
+"""Adds the load of this host to a response, for a load balancer that asks with the header ``endpoint-load-metrics-format``.
 
     endpoint-load-metrics: TEXT application_utilization=0.5, named_metrics.in_flight=12
     endpoint-load-metrics: JSON {"application_utilization":0.5,"named_metrics":{"in_flight":12}}
     endpoint-load-metrics-bin: the message OrcaLoadReport in base64
 
-Over HTTP it is a header of the answer, over gRPC one of the trailers. Source: Envoy's "Open Request Cost Aggregation", with
+The report is a header of an HTTP response, a trailer of a gRPC response. Source: Envoy's "Open Request Cost Aggregation", with
 xds/data/orca/v3/orca_load_report.proto; Triton docs/protocol/extension_generate.md, "ORCA".
 """
 
@@ -28,13 +28,13 @@ _APPLICATION_UTILIZATION, _NAMED_METRICS, _KEY, _VALUE = b"\x49", b"\x42", b"\x0
 
 
 def asked(value: str) -> str:
-    """Returns the format that a header's value asks for; "": none that is known."""
+    """Returns the format of the load report that a header's value asks for; "": none, or an unknown format."""
     wanted = value.strip().lower()
     return wanted if wanted in FORMATS else ""
 
 
 def header(submitter: Submitter, wanted: str) -> tuple[bytes, bytes]:
-    """Returns name and value of the header that reports the load of this moment. ``wanted``: one of FORMATS."""
+    """Returns name and value of the header that reports the load at this moment. ``wanted``: one of FORMATS."""
     in_flight, utilization = submitter.load
     if wanted == "text":
         value = f"TEXT application_utilization={utilization:.3f}, named_metrics.in_flight={in_flight}".encode()

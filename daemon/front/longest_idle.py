@@ -1,6 +1,6 @@
-"""Makes room for a new connection when a protocol has as many as it may: the one that has been idle longest is closed.
+"""Makes room for a new connection when a protocol has reached its limit: closes the connection that has been idle longest.
 
-A client that opens connections and asks nothing cannot shut others out.
+So a client that opens many connections and sends no requests cannot shut other clients out.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class IdleConnection(Protocol):
 
     @property
     def used_at(self) -> float:
-        """Returns when the connection last served its client, by any clock that never goes back."""
+        """Returns when the connection last served its client, in seconds of a clock that never goes back."""
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the client waits for no answer, and has received all of each."""
+        """Returns whether the connection owes its client nothing: no request is unanswered and no response is unsent."""
 
     def make_room(self) -> None:
-        """Closes the connection."""
+        """Closes the connection, which is idle, to make room for a new one."""
 
 
 class LongestIdle:
-    """Finds the longest idle connections of one front.
+    """Closes the connection of one front that has been idle longest.
 
     Args:
-      connections: all of them, as they come and go.
-      limit: how many there may be, of all fronts together.
+      connections: all connections of the front, as they come and go.
+      limit: the most connections of all fronts together.
     """
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
@@ -51,7 +51,7 @@ class LongestIdle:
         self._search_at = self._log_at = 0.0
 
     def make_room(self, now: float) -> bool:
-        """Closes one idle connection. Returns False if all of them are in use. ``now``: seconds."""
+        """Closes the connection that has been idle longest. Returns False if all are in use. ``now``: monotonic seconds."""
         for _ in range(2):
             while self._found:
                 used_at, guest = self._found.popleft()
@@ -80,7 +80,7 @@ class LongestIdle:
 
 
 def described(connection: IdleConnection, account: Account | None, now: float) -> dict[str, Any]:
-    """Describes a connection for operators: whose it is, bytes that it holds of the arenas, seconds since it asked something."""
+    """Describes a connection for operators: its client, the bytes of the arenas that it holds, and seconds since it was used."""
     return {
         "owner": "" if account is None else account.client.owner,
         "idle_s": round(max(0.0, now - connection.used_at), 1) if connection.asks_nothing else None,

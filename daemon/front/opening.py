@@ -1,4 +1,4 @@
-"""Turns accepted sockets into connections of the event loop, which can speak TLS."""
+"""Turns accepted sockets into connections of the event loop, with or without TLS."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class Opening:
-    """Turns accepted sockets into connections of the event loop, with TLS if configured. One per front."""
+    """Turns the accepted sockets of one front into connections of the event loop, with TLS if that is configured."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Opening:
     ) -> None:
         """
         Args:
-          make: gives a connection its protocol; it is told whose that is, as ``Peer.owner`` tells it.
+          make: makes the protocol of a connection; it is called with the client, as ``Peer.owner`` names it.
           handshake_timeout: seconds for TLS to begin; None: the loop's own.
           shutdown_timeout: seconds for a client to answer the end of TLS; None: the loop's own.
         """
@@ -39,7 +39,7 @@ class Opening:
         self.pending: set[Coroutine[Any, Any, object]] = set()
 
     def open(self, taken: socket.SocketType, owner: str) -> None:
-        """Begins to open a connection on an accepted socket. ``owner``: whom it counts for."""
+        """Begins to open a connection on an accepted socket. ``owner``: its client, as ``Peer.owner`` names it."""
         make, connection = functools.partial(self._make, owner), socket.socket(fileno=taken.detach())
         context = self._certificates.context
         timeouts = {} if context is None else self._timeouts
@@ -48,7 +48,10 @@ class Opening:
         self._go_on(opening, connection)
 
     def _go_on(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
-        """Takes one step, to the next future that it waits for: a task would be a twentieth of what a connection costs."""
+        """Runs the coroutine ``opening`` to the next future that it waits for.
+
+        A task would be a twentieth of a connection's cost.
+        """
         try:
             future: asyncio.Future[object] = opening.send(None)
             future.add_done_callback(functools.partial(self._go_on, opening, connection))

@@ -1,7 +1,7 @@
-"""Identifies the client of a connection as the kernel tells it; nothing here is the client's own word.
+"""Identifies the client of a connection by what the kernel says; nothing that the client itself claims is used.
 
-unix socket   pid, uid, gid and groups at the time of its connect, and a descriptor of the very process (pidfd)
-TCP           the address, which says nothing about who it is
+unix socket   pid, uid, gid and groups at the time of connecting, and a descriptor of the client's process (pidfd)
+TCP           the address, which says nothing about who the client is
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _MAX_GROUPS = 1024
 
 @contextlib.contextmanager
 def _opened(fd: int) -> Iterator[socket.socket]:
-    """Opens a plain socket of the connection, whatever wraps it (asyncio's sockets answer less than the kernel does)."""
+    """Opens a plain socket on a connection's descriptor, inside the block: asyncio's sockets answer less than the kernel does."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         yield sock
 
 
 def peer_of(fd: int) -> Peer:
-    """Returns the identity of a connection's client. One that is gone already is a TCP client without an address."""
+    """Returns the identity of the client of a connection; ANONYMOUS if the client is gone already."""
     try:
         with _opened(fd) as sock:
             if sock.family != socket.AF_UNIX:
@@ -45,7 +45,7 @@ def peer_of(fd: int) -> Peer:
 
 
 def owner_of(connection: socket.SocketType, address: object) -> str:
-    """Returns ``Peer.owner`` of the client at that address; for a TCP client without asking the kernel."""
+    """Returns ``Peer.owner`` of a connection's client, whose address is known; for a TCP client without asking the kernel."""
     return f"tcp {address[0]}" if isinstance(address, tuple) else peer_of(connection.fileno()).owner
 
 
@@ -59,9 +59,10 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
-    """Opens, inside the block, a descriptor that tells when a client's regions are to go (``regions.reclaim``); -1: they stay.
+    """Opens, inside the block, a descriptor that becomes readable when a client's regions are to be removed; -1: they stay.
 
-    If the kernel does not tell the process, its connection stands for it. Raises Unavailable: no descriptors are left.
+    ``reclaim``: the option ``regions.reclaim``. If the kernel gives no descriptor of the client's process, the end of its
+    connection is used instead. Raises Unavailable: no descriptors are left.
     """
     if reclaim == "never" or not _is_unix(fd):
         yield -1
@@ -81,7 +82,7 @@ def _is_unix(fd: int) -> bool:
 
 @contextlib.contextmanager
 def process_of(fd: int) -> Iterator[int]:
-    """Opens a pidfd of the process that connected, inside the block; -1: not a unix socket, or the kernel does not say."""
+    """Opens, inside the block, a pidfd of the process that connected; -1: this is no unix socket, or the kernel does not say."""
     process = _pidfd(fd)
     try:
         yield process
@@ -106,9 +107,9 @@ def _pidfd(fd: int) -> int:
 
 
 def _pidfd_by_number(sock: socket.socket) -> int:
-    """Opens a pidfd by the process id, for older kernels: it is the client's if its connection is still open afterwards.
+    """Opens a pidfd by the client's process id, for older kernels. It is the client's if the connection is still open afterwards.
 
-    Raises: OSError: there is no such process, or the client has hung up, so that its number may be another one's by now.
+    Raises: OSError: there is no such process, or the client has closed, so that another process may have its id by now.
     """
     (number, _, _) = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     process = os.pidfd_open(number)

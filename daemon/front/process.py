@@ -1,8 +1,8 @@
-"""Runs a front process, whatever protocol it speaks: its control connection, its table of models and its submitter.
+"""Runs a front's process, for any protocol: its control connection, its table of models and its submitter.
 
 Start ─▶ what the other fronts know ─▶ Serve ─▶ open ─▶ ChildReady ─▶ lanes and models come and go ─▶ Stop: drain, close, exit 0
 
-A protocol's server is a child class: it opens on the listening sockets it was given, which other fronts have as well, and drains.
+Each protocol's server is a subclass of ``Front`` that accepts clients on listening sockets shared with other fronts, and drains.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _MAX_CONNECTIONS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Holds the listening sockets of a front, and its row among the fronts that share them."""
+    """Holds the listening sockets of a front, and its index among the fronts that share them."""
 
     listeners: tuple[socket.socket, ...]
     counters: SharedCounters
@@ -81,7 +81,7 @@ class Place:
 
 
 class Front(ABC):
-    """Runs a front; ``run`` is its whole life."""
+    """Runs a front's process; base class of the fronts of all protocols. ``run`` is its whole life."""
 
     #: Exists from Start on.
     tracer: Tracer
@@ -101,7 +101,7 @@ class Front(ABC):
         self.table = ModelStates()
 
     async def run(self) -> None:
-        """Serves until the front was asked to stop and has finished."""
+        """Serves clients until the supervisor has asked the front to stop and it has drained."""
         self._connection.start()
         start = await self._started
         # Before it has the published state, it would refuse what another front has just answered for.
@@ -128,19 +128,19 @@ class Front(ABC):
 
     @abstractmethod
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        """Starts to serve; returns once clients are accepted."""
+        """Starts to serve clients. Returns once connections are accepted."""
 
     @abstractmethod
     async def drain(self, grace_ns: int) -> None:
-        """Stops accepting; returns when accepted requests are answered, after ``grace_ns`` at the latest."""
+        """Stops accepting requests. Returns when the accepted ones are answered, or after ``grace_ns`` nanoseconds."""
 
     @abstractmethod
     def connections(self) -> Iterator[dict[str, Any]]:
-        """Yields a description of each connection, for operators."""
+        """Yields a description of each open connection, for operators."""
 
     @abstractmethod
     def is_busy(self) -> bool:
-        """Returns whether a client waits for an answer, or for the rest of one."""
+        """Returns whether any client waits for a response, or for the rest of one."""
 
     @property
     def submitter(self) -> Submitter:
@@ -149,7 +149,7 @@ class Front(ABC):
         return self._submitter
 
     def _record(self, record: Any, fds: list[int]) -> None:
-        """Handles every record of the supervisor."""
+        """Handles a record from the supervisor, of any kind."""
         match record:
             case Start():
                 stack_report.enable(*fds)
@@ -196,7 +196,7 @@ class Front(ABC):
                     self.answered.log_every(settings.access)
 
     async def _answer(self, call: ControlCall) -> None:
-        """Answers a call of the supervisor."""
+        """Answers a call that the supervisor made to this front."""
         if isinstance(call.operation, ConnectionRecords):
             records = list(itertools.islice(self.connections(), _MAX_CONNECTIONS))
             self._connection.send(Reply(call.call_id, result=msgspec.json.encode(records)))
@@ -217,7 +217,7 @@ class Front(ABC):
         self._connection.send(Reply(call.call_id))
 
     def _hand_over(self, traces: TracesEnded) -> bool:
-        """Sends traces to the supervisor. Returns False if it does not take what was sent before."""
+        """Sends traces to the supervisor. Returns False, and drops them, if too many records wait for the supervisor already."""
         if self._connection.waiting >= _MAX_WAITING:
             self.place.counters.front(self.place.row).drop_traces(len(traces.traces))
             return False
@@ -230,7 +230,7 @@ class Front(ABC):
 
 
 def main(program: str, description: str, make: Callable[[socket.socket, Place], Front]) -> None:
-    """Runs a front's process from its command line on; ``make`` takes the control channel and the front's place."""
+    """Runs a front's process, given its command line; ``make`` makes the front from its control channel and its place."""
     installation.end_if_other()
     child_process.die_with_parent()
     child_process.keep_freed_memory(_KEPT_BYTE_SIZE)

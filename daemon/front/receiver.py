@@ -1,10 +1,10 @@
-"""Receives a large body into the request arena while it arrives, whatever its protocol.
+"""Receives a large body into the request arena while it arrives, over any protocol.
 
     room? ─▶ place ─▶ everything came ─▶ take_lease        any time: drop, and what it has is given back
      ╰ none now: it waits ─▶ place, or refused
 
-What the bytes mean is the protocol's business: where in the lease they go, and what is kept beside it
-(``tensord.daemon.http.reception``, ``tensord.daemon.grpc.arriving_message``).
+The protocol decides where in the lease the bytes go, and which are kept outside of it (``tensord.daemon.http.reception``,
+``tensord.daemon.grpc.arriving_message``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Receives a large body into the request arena; base class for both protocols. Owns the lease until it is taken, or dropped.
+    """Receives a large body into the request arena; base class for both protocols.
 
+    Owns its lease until that is taken, or dropped.
     Args:
-      model: the one that is asked for, as far as it is known.
-      account: whose memory the body takes.
+      model: the model that is asked for; "": it is not known yet.
+      account: the account of the body's memory.
     """
 
     __slots__ = ("_account", "_dropped", "_lease", "_model", "_submitter", "waits_for_room")
@@ -39,9 +40,10 @@ class Receiver:
         self._dropped = False
 
     def _ask_for_room(self, byte_size: int, waits: bool = True) -> bool:
-        """Asks for arena memory; calls ``_place`` and returns True if there is some now. Raises as ``loan``.
+        """Asks for arena memory. Calls ``_place`` and returns True if there is some now; otherwise returns False.
 
-        Otherwise, if it ``waits``, calls ``_place`` when there is room, and then ``_progressed``, also after a refusal.
+        If there is none and ``waits``, calls ``_place`` or ``_refuse`` when the wait has ended, and then ``_progressed``.
+        Raises InvalidArgument: the arena could never lend so much; Unavailable: the host has no memory.
         """
         lease = self._submitter.loan(byte_size, self._account, True)
         if lease is not None:
@@ -70,7 +72,7 @@ class Receiver:
         self._progressed()
 
     def take_lease(self) -> Lease | None:
-        """Returns the lease that the body lies in; the caller owns it then."""
+        """Returns the lease that the body lies in, and gives it up: the caller owns it then. None: there is none."""
         lease, self._lease = self._lease, None
         return lease
 
@@ -85,13 +87,13 @@ class Receiver:
             self._submitter.give_back(lease)
 
     def _place(self, lease: Lease) -> None:
-        """Directs the body into the lease, including what arrived before."""
+        """Directs the body into the lease, including the bytes that have arrived already."""
         raise NotImplementedError
 
     def _refuse(self, error: ServingError) -> None:
-        """Refuses the body, because no memory came free in time."""
+        """Refuses the body with an error, because it got no memory."""
         raise NotImplementedError
 
     def _progressed(self) -> None:
-        """Continues after the wait for memory, which ended with a lease or a refusal."""
+        """Continues after the wait for arena memory has ended with a lease or a refusal."""
         raise NotImplementedError

@@ -1,11 +1,11 @@
-"""A client's socket as an asyncio transport that costs little to create and to close.
+"""Makes a client's socket an asyncio transport that costs little to create and to close.
 
     accept ─▶ connection_made ─▶ read: many a client has asked by then ─▶ watched by its front's epoll (``socket_watch``)
 
-A client that opens a connection for each request pays for it each time; the loop's own transports ask the kernel for addresses
-and options and take three turns of the loop until they read. This one asks for nothing. What is read is given to the protocol as
-they give it. What is written goes to the socket at once; what the socket does not take is kept as it lies, and the protocol is
-informed by ``pause_writing`` until all of that is out.
+A client that opens a connection for each request pays its cost each time: the loop's own transports ask the kernel for addresses
+and options, and take three iterations of the loop until they read. This transport asks the kernel for nothing. It gives received
+bytes to the protocol as they do. Written bytes go to the socket at once; bytes that the socket does not take are kept without a
+copy, and the protocol is told with ``pause_writing`` until all of them have left.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ _PIECES = 512
 
 
 class Watch(Protocol):
-    """Tells a transport when there is something to read, or room to write."""
+    """Is the interface of what tells a transport that its socket has bytes to read, or room to write."""
 
     loop: asyncio.AbstractEventLoop
     #: Whether a client that has shut down its sending side counts as gone while bytes that it sent are still unread.
     heeds_end: bool
 
     def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
-        """Changes the events that are watched. Raises OSError: the kernel has no room for it."""
+        """Changes the epoll events that a transport is watched for. Raises OSError: the kernel has no memory or room for it."""
 
     def forget(self, transport: SocketTransport) -> None:
-        """Forgets a transport that is being closed."""
+        """Removes a transport that is being closed."""
 
 
 class SocketTransport(asyncio.Transport):
-    """Carries one connection. ``watch`` calls ``begin``, and ``ready`` with events."""
+    """Carries one client connection as an asyncio transport.
+
+    ``watch`` calls ``begin`` once, and ``ready`` with epoll's events.
+    """
 
     __slots__ = (
         "_closing",
@@ -89,7 +92,7 @@ class SocketTransport(asyncio.Transport):
         self._ending = False
 
     def begin(self) -> None:
-        """Starts the protocol, and reads what has already arrived."""
+        """Starts the protocol, and reads the bytes that have arrived already."""
         self._protocol.connection_made(self)
         if self.reading:
             self.read()
@@ -101,7 +104,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
-        """Handles the events of epoll, unless there is only something to read."""
+        """Handles the events that epoll reports for the socket, unless there is only something to read."""
         if self._unsent and events & ~_IN:
             self._send_rest()
         if self.reading:
@@ -116,7 +119,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for((_OUT if self._unsent else 0) | (_BROKEN if self._ended else _LEFT))
 
     def _left_unread(self, events: int) -> None:
-        """Handles the client's end, or that of its sending side, while reading is paused."""
+        """Handles that the client has closed the connection, or its sending side, while reading is paused."""
         if events & _BROKEN:
             self._fail(ConnectionResetError("the client has gone"))
         elif self._watch.heeds_end:
@@ -135,7 +138,7 @@ class SocketTransport(asyncio.Transport):
     # ------------------------------------------------------------------------------------------------------- reading
 
     def read(self) -> None:
-        """Reads what has arrived, or the end of file."""
+        """Reads the bytes that have arrived, or end of file, and passes them to the protocol."""
         if self.gives_buffers:
             self._read_into_buffers()
             return
@@ -229,7 +232,7 @@ class SocketTransport(asyncio.Transport):
                 self._keep(pieces, sent)
 
     def _keep(self, pieces: Iterable[bytes | bytearray | memoryview], sent: int) -> None:
-        """Keeps what the socket has not accepted."""
+        """Keeps the bytes that the socket has not taken, to send them later. ``sent``: how many it has taken."""
         self._unsent = deque(memoryview(piece) for piece in pieces)
         self._drop(sent)
         self._look_for(self._watched | _OUT)

@@ -1,9 +1,9 @@
-"""Watches the sockets of a front's clients with an epoll of its own, which is one descriptor to the loop.
+"""Watches the sockets of a front's clients with an epoll instance, which is a single descriptor for the event loop.
 
     loop ─▶ epoll readable ─▶ poll: (socket, events) ... ─▶ each transport reads, or writes what it has kept
 
-A connection costs one registration, which ends when it is closed. Whoever does not read for a while leaves the epoll only when
-something comes meanwhile.
+A connection costs one registration, which ends when its socket is closed. A transport that pauses reading is taken off the epoll
+only if something arrives meanwhile.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MOST = 256
 
 
 class SocketWatch:
-    """Owns the epoll of a front. It is created and used in a running loop; ``close`` ends it.
+    """Watches the client sockets of one front; owns the epoll instance. Created and used in a running loop; ``close`` ends it.
 
     Args:
-      heeds_end: whether a client that has ended its side is gone, although something that it sent before is not read.
+      heeds_end: whether a client that has ended its sending side counts as gone, while bytes that it sent are still unread.
     """
 
     def __init__(self, heeds_end: bool = True) -> None:
@@ -36,7 +36,7 @@ class SocketWatch:
         self.loop.add_reader(self._epoll.fileno(), self._ready)
 
     def open(self, connection: SocketType, protocol: asyncio.Protocol) -> None:
-        """Opens an accepted connection: starts its protocol, and hands it what has already arrived."""
+        """Opens an accepted connection: starts its protocol, and gives it the bytes that have arrived already."""
         transport = SocketTransport(self, connection, protocol)
         self._transports[transport.fd] = transport
         try:
@@ -74,7 +74,7 @@ class SocketWatch:
         transport.abort()
 
     def close(self) -> None:
-        """Closes the epoll. Idempotent."""
+        """Closes the epoll instance. Idempotent."""
         if not self._epoll.closed:
             self.loop.remove_reader(self._epoll.fileno())
             self._epoll.close()

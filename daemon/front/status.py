@@ -1,4 +1,4 @@
-"""The one error table: the HTTP and gRPC status of each error. Both protocols import it; nothing else knows numbers.
+"""Maps each error to its HTTP status and its gRPC status. Both protocols use this one table.
 
 Source: Triton's HttpCodeFromError and GrpcStatusUtil, as recorded against a real server.
 """
@@ -24,22 +24,25 @@ _TABLE: dict[str, tuple[int, str]] = {
 
 
 class BodyTooLarge(InvalidArgument):
-    """Raised where an HTTP request body is beyond its limit, for which the family of errors has no code."""
+    """Raised when an HTTP request body exceeds its limit.
+
+    It has a status of its own, 413, because there is no error code for it.
+    """
 
     status = 413
 
     def __init__(self, found: str, limit: int) -> None:
-        """``found``: what is known of the body's size, as a clause: "has more than 10 bytes"."""
+        """Words the error. ``found``: what is known of the body's size, as a clause: "has more than 10 bytes"."""
         super().__init__(f"the request body {found}, at most {limit} are allowed")
 
     @property
     def refusal(self) -> tuple[int, str]:
-        """Returns status and text of the answer."""
+        """Returns HTTP status and text of the response."""
         return self.status, self.message
 
 
 def http_status(code: str | ServingError) -> int:
-    """Returns the HTTP status of an error or of its code."""
+    """Returns the HTTP status of an error, or of an error's code such as "NOT_FOUND"."""
     if isinstance(code, Restricted):
         return 403
     if isinstance(code, BodyTooLarge):
@@ -48,5 +51,5 @@ def http_status(code: str | ServingError) -> int:
 
 
 def grpc_status(code: str | ServingError) -> str:
-    """Returns the name of the gRPC status of an error or of its code."""
+    """Returns the name of the gRPC status of an error, or of an error's code such as "NOT_FOUND"."""
     return _TABLE[code.code if isinstance(code, ServingError) else code][1]
