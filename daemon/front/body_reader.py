@@ -22,7 +22,7 @@ DIRECT_BYTE_SIZE = 64 << 10
 
 
 class BodyConnection(Protocol):
-    """Is the interface that ``BodyReader`` needs of its connection."""
+    """Describes the interface that ``BodyReader`` needs of its connection."""
 
     def data_received(self, data: bytes) -> None: ...
     def direct_body_complete(self) -> None: ...

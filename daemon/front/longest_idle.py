@@ -21,7 +21,7 @@ _LOG_SECONDS = 60.0
 
 
 class IdleConnection(Protocol):
-    """Is the interface of connections that may be closed to make room for new ones."""
+    """Describes the interface of connections that may be closed to make room for new ones."""
 
     @property
     def used_at(self) -> float:

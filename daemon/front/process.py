@@ -144,7 +144,7 @@ class Front(ABC):
 
     @property
     def submitter(self) -> Submitter:
-        """Returns the submitter, which exists from Start on."""
+        """Returns the submitter, which exists once the supervisor has sent Start."""
         assert self._submitter is not None, "Start is the first record"
         return self._submitter
 

@@ -33,7 +33,7 @@ _PIECES = 512
 
 
 class Watch(Protocol):
-    """Is the interface of what tells a transport that its socket has bytes to read, or room to write."""
+    """Describes the interface of what tells a transport that its socket has bytes to read, or room to write."""
 
     loop: asyncio.AbstractEventLoop
     #: Whether a client that has shut down its sending side counts as gone while bytes that it sent are still unread.

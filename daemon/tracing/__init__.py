@@ -1,1 +1,1 @@
-"""This room samples requests, and writes their traces to files."""
+"""Samples requests, and sends their traces to files and to a collector."""

@@ -1,8 +1,8 @@
-"""Keeps an exemplar for each bucket of the histograms of durations: the last traced request that fell there, with its trace.
+"""Keeps an exemplar for each bucket of the duration histograms: the trace of the last traced request that fell into the bucket.
 
     Trace.end ─▶ Exemplars ─▶ TraceExemplars, when somebody scrapes OpenMetrics ─▶ the supervisor ─▶ ``# {trace_id="..."} 0.01``
 
-Only traced requests come here. Belongs to the front's loop.
+Only traced requests are noted. Used in the front's loop only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Exemplar = tuple[str, float, float]
 
 
 class Exemplars:
-    """The exemplars of a front.
+    """Keeps the exemplars of a front, by model version and bucket.
 
     Args:
       buckets: upper bounds of the histograms, in seconds.
@@ -40,7 +40,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[Bucket, Exemplar]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Notes a traced request that was answered well. ``moments``: names and CLOCK_MONOTONIC ns."""
+        """Notes a traced request that was answered without an error. ``moments``: CLOCK_MONOTONIC ns of each stamp, by name."""
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= _MAX_VERSIONS:
             del self._versions[next(iter(self._versions))]
@@ -52,7 +52,7 @@ class Exemplars:
                 found[kind, bisect_left(self._buckets, seconds)] = trace_id, seconds, now
 
     def told(self) -> list[tuple[str, int, list[tuple[int, int, str, float, float]]]]:
-        """Returns what there is, as the answer to ``TraceExemplars``: model, version, and kind, bucket and exemplar of each."""
+        """Returns all exemplars, as the answer to ``TraceExemplars``: model, version, and kind, bucket and exemplar of each."""
         return [
             (model, version, [(*bucket, *exemplar) for bucket, exemplar in found.items()])
             for (model, version), found in self._versions.items()

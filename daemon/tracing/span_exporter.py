@@ -1,4 +1,4 @@
-"""Makes spans of ended traces, and sends them to a collector over OTLP. Belongs to the supervisor: no request waits for it.
+"""Makes spans from ended traces, and sends them to a collector over OTLP. Runs in the supervisor: no request waits for it.
 
     infer m      [----------------------------------------]     kind server; parent: the client's span, from ``traceparent``
       receive    [--]
@@ -8,8 +8,8 @@
       send                                         [-----]
       infer step            [--------]                          of a request that was made for this one, with its own parts
 
-The library sends them in a thread of its own. A bounded number of them waits while the collector does not answer, and what is
-beyond is dropped and counted. Source: OpenTelemetry's specification of traces.
+The library sends spans in its own thread and keeps a bounded number of them while the collector does not answer; further spans are
+dropped and counted. Source: OpenTelemetry's specification of traces.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PARTS = (
 
 
 def installed() -> bool:
-    """Returns whether the libraries that export spans are there (the extra ``otel``)."""
+    """Returns whether the libraries that export spans are installed (the extra ``otel``)."""
     try:
         return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
     except ModuleNotFoundError:
@@ -77,7 +77,7 @@ class SpanExporter:
     """Sends ended traces to a collector.
 
     Args:
-      url: where OTLP over HTTP is taken, such as ``http://127.0.0.1:4318/v1/traces``.
+      url: the collector's endpoint for OTLP over HTTP, such as ``http://127.0.0.1:4318/v1/traces``.
       service: the name of this server in the collector.
       counts: counts the spans.
     """
@@ -91,7 +91,7 @@ class SpanExporter:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         class QuickResource(Resource):
-            """Is hashed by identity: the library's own hash writes all attributes as JSON, once for each span that is sent."""
+            """Hashes by identity: the library's own hash writes all attributes as JSON, once for each span that is sent."""
 
             def __hash__(self) -> int:
                 return id(self)
@@ -124,7 +124,7 @@ class SpanExporter:
         self._processor = BatchSpanProcessor(CountedExporter(url), self._most)
 
     def export(self, traces: Iterable[EndedTrace]) -> None:
-        """Queues the spans of traces, or drops them where too many wait."""
+        """Queues the spans of ended traces for the collector, or drops them if too many wait."""
         offset = _since_1970()
         for ended in traces:
             if ended.moments:
@@ -134,7 +134,7 @@ class SpanExporter:
                 self._request(own, parent, ended, offset)
 
     def _request(self, own: SpanContext, parent: SpanContext | None, ended: EndedTrace, offset: int) -> None:
-        """Makes the span of a request that a client sent. ``offset``: makes a moment a time since 1970."""
+        """Makes the span of a client's request. ``offset``: ns to add to CLOCK_MONOTONIC to get the time since 1970."""
         began_ns, ended_ns = ended.began_ns + offset, max(ns for _, ns in ended.moments) + offset
         attributes, server = _named(ended.attributes), self._trace.SpanKind.SERVER
         self._end(own, parent, f"infer {ended.model}", began_ns, ended_ns, attributes, ended.error, server)
@@ -142,7 +142,7 @@ class SpanExporter:
     def _parts(
         self, own: SpanContext, moments: Sequence[tuple[str, int]], timeline: Timeline | None, offset: int
     ) -> None:
-        """Makes the spans of a request's parts, and of requests that were made for it."""
+        """Makes the spans of a request's parts, and of requests that the model made for it. ``offset``: as in ``_request``."""
         at = {name: ns + offset for name, ns in moments}
         run = own
         for name, begins, ends in _PARTS:
@@ -199,14 +199,14 @@ class SpanExporter:
         self._processor.on_end(span)
 
     def _within(self, parent: SpanContext) -> SpanContext:
-        """Makes the ids of a part of that span."""
+        """Makes the ids of a new span that is part of the span ``parent``."""
         return self._context(parent.trace_id, random.getrandbits(64) or 1)
 
     def _context(self, trace_id: int, span_id: int, is_remote: bool = False) -> SpanContext:
         return self._trace.SpanContext(trace_id, span_id, is_remote, self._flags)
 
     def close(self) -> None:
-        """Sends what waits, for a moment at most: a collector that is gone holds nobody up."""
+        """Sends the spans that wait, for ``_CLOSE_SECONDS`` at most, so that a collector that is gone holds nothing up."""
         closing = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
@@ -224,5 +224,5 @@ def _named(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
 
 
 def _since_1970() -> int:
-    """Returns what makes a time of CLOCK_MONOTONIC one of the clock that everybody has, in ns."""
+    """Returns how many ns to add to a time of CLOCK_MONOTONIC to get the time since 1970."""
     return time.time_ns() - time.monotonic_ns()

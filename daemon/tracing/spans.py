@@ -1,9 +1,9 @@
-"""Joins sampled requests to the traces of whoever asked, and hands the ended ones over to be sent to a collector.
+"""Makes sampled requests spans of their clients' traces, and hands ended traces to the supervisor, for a collector.
 
     sample ─▶ SpanIds ─▶ the request ─▶ EndedTrace ─▶ several at a time ─▶ the supervisor: ``span_exporter``
 
-Ids are made here, because a worker and the log name them while the request runs. All else about spans is the supervisor's work:
-what it costs to make and to send them is not taken from requests. Source: W3C Trace Context.
+Ids are made here, because a worker and the log name them while the request runs. The supervisor does all other work for spans, so
+that making and sending them costs the front's requests nothing. Source: W3C Trace Context.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class SpanIds:
-    """Names a span, in hexadecimal digits as W3C Trace Context has it."""
+    """Identifies a span by its trace id and span id, in hexadecimal digits as in W3C Trace Context."""
 
     trace_id: str
     span_id: str
 
     @classmethod
     def parse(cls, traceparent: str) -> SpanIds | None:
-        """Returns what a ``traceparent`` refers to, if its sender has sampled it; else None, also where it is malformed."""
+        """Returns the ids in a ``traceparent`` header; None: the client has not sampled the trace, or the header is malformed."""
         found = _TRACEPARENT.fullmatch(traceparent)
         if found is None:
             return None
@@ -49,16 +49,16 @@ class SpanIds:
 
     @classmethod
     def within(cls, parent: SpanIds | None) -> SpanIds:
-        """Makes the ids of a span. ``parent``: None: a trace begins with it."""
+        """Makes the ids of a new span inside ``parent``; None: the span begins a new trace."""
         trace_id = f"{random.getrandbits(128) or 1:032x}" if parent is None else parent.trace_id
         return cls(trace_id, f"{random.getrandbits(64) or 1:016x}")
 
 
 class Spans:
-    """Hands over the ended traces of a front. Belongs to its loop."""
+    """Hands the ended traces of a front to the supervisor, several at a time. Used in the front's loop only."""
 
     def __init__(self, hand_over: Callable[[TracesEnded], bool]) -> None:
-        """Takes ``hand_over``, which returns False if too much waits and the traces are dropped."""
+        """Begins with no traces. ``hand_over``: sends traces; returns False if too much waits and they are dropped."""
         self._hand_over = hand_over
         self._waiting: list[EndedTrace] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -67,7 +67,7 @@ class Spans:
         self._seldom = Seldom()
 
     def ended(self, trace: EndedTrace) -> None:
-        """Takes a trace, which is handed over a moment later."""
+        """Adds an ended trace, which is handed to the supervisor a moment later."""
         self._waiting.append(trace)
         if len(self._waiting) >= _TOGETHER:
             self.flush()
@@ -75,7 +75,7 @@ class Spans:
             self._timer = asyncio.get_running_loop().call_later(_SECONDS, self.flush)
 
     def flush(self) -> None:
-        """Hands over what waits."""
+        """Hands all waiting traces to the supervisor now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -89,7 +89,7 @@ class Spans:
 
 
 def without_tensors(timeline: Timeline) -> Timeline:
-    """Returns a timeline as spans have it: no span shows tensors."""
+    """Returns a timeline without tensors, also in its children, because spans do not show them."""
     if timeline.tensors or timeline.children:
         children = tuple(map(without_tensors, timeline.children))
         return msgspec.structs.replace(timeline, tensors=(), children=children)

@@ -1,7 +1,7 @@
-"""Counters that all fronts share when they decide which requests to trace.
+"""Defines the counters that all fronts share to decide which requests to trace.
 
-Each is an eventfd in semaphore mode. The supervisor makes it and sends it to the fronts; each read takes one, atomically and
-without waiting, and nobody has to ask anybody.
+Each counter is an eventfd in semaphore mode. The supervisor creates it and sends it to the fronts. Each read takes one off,
+atomically and without waiting, so that fronts need not ask each other.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ _MAX_BLOCK = 64
 
 
 class TraceBudget:
-    """Counts the traces that may still be taken. It owns its descriptor."""
+    """Counts how many more traces may be taken, shared by all fronts. Owns its descriptor."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over a descriptor that ``create`` made in another process."""
+        """Takes over the descriptor of a counter that ``create`` made, perhaps in another process."""
         self.fd = fd
 
     @classmethod
     def create(cls, count: int) -> TraceBudget:
-        """Makes a counter of ``count`` traces, below 2^32."""
+        """Makes a counter that allows ``count`` traces, below 2^32."""
         return cls(os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def take(self) -> bool:
-        """Takes one trace off. Returns False if none is left."""
+        """Takes one trace off the budget. Returns False if none is left."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -33,7 +33,7 @@ class TraceBudget:
         return True
 
     def remaining(self) -> int:
-        """Returns how many traces are left, without taking any (proc(5), fdinfo of an eventfd)."""
+        """Returns how many traces may still be taken, without taking any (proc(5), fdinfo of an eventfd)."""
         with open(f"/proc/self/fdinfo/{self.fd}") as lines:
             for line in lines:
                 name, _, value = line.partition(":")
@@ -42,21 +42,21 @@ class TraceBudget:
         return 0
 
     def close(self) -> None:
-        """Closes the descriptor; call it once."""
+        """Closes the counter's descriptor; call this once."""
         os.close(self.fd)
 
 
 class SampleCounter:
-    """Samples one request in every ``rate``. It owns its descriptor.
+    """Samples one request in every ``rate``, counted over all fronts. Owns its descriptor.
 
-    The counter holds blocks of requests that are passed over before the next one is traced. A front takes a block, and passes
-    over that many requests without asking anybody; the request for which there is no block left is traced, and puts them back for
-    the next round. When two fronts find none at the same moment both are traced, and so many more are passed over then: over time
-    it is one in ``rate``, however the requests are shared out.
+    The counter holds blocks of requests that are passed over before the next request is traced. A front takes a block, and passes
+    over that many requests without another look at the counter. A request that finds no block left is traced, and puts all blocks
+    back for the next round. If two fronts find none at the same moment, both requests are traced, and twice as many are passed
+    over then: over time it is one request in ``rate``, however the requests are shared out.
     """
 
     def __init__(self, fd: int, rate: int) -> None:
-        """Takes over a descriptor that ``create`` made in another process with the same ``rate``, at least 1."""
+        """Takes over the descriptor of a counter that ``create`` made with this ``rate`` (at least 1), perhaps elsewhere."""
         self.fd = fd
         self._block = _block(rate)
         #: Requests between two traced ones: so many whole blocks, and a rest that the front of the first one passes over.
@@ -66,12 +66,12 @@ class SampleCounter:
 
     @classmethod
     def create(cls, rate: int) -> SampleCounter:
-        """Makes a counter with ``rate`` from 1 to 2^32 - 1; the first request sampled is the one with this number."""
+        """Makes a counter with ``rate`` from 1 to 2^32 - 1; request number ``rate`` is the first that is sampled."""
         blocks = (rate - 1) // _block(rate)
         return cls(os.eventfd(blocks, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC), rate)
 
     def take(self) -> bool:
-        """Counts a request. Returns whether it is sampled."""
+        """Counts one request. Returns whether the request is sampled."""
         if self.passes:
             self.passes -= 1
             return False
@@ -87,10 +87,10 @@ class SampleCounter:
         return False
 
     def close(self) -> None:
-        """Closes the descriptor; call it once."""
+        """Closes the counter's descriptor; call this once."""
         os.close(self.fd)
 
 
 def _block(rate: int) -> int:
-    """Returns how many requests a front passes over for each system call: few enough that fronts share a round."""
+    """Returns how many requests a front passes over for each read of the counter: few enough that all fronts share a round."""
     return min(_MAX_BLOCK, max(1, rate // 8))

@@ -1,10 +1,10 @@
-"""Writes traces to files in a thread of its own, so that no request waits for a disk.
+"""Writes traces to files in a separate thread, so that no request waits for a disk.
 
     FILE       [ trace , trace , ... ]     appended to by every front, under a lock (flock); valid JSON after every write
     FILE.N     [ ... ]                     with ``log_frequency``: so many traces each, N counted up, none overwritten
 
-Bounds: so many traces wait for the thread, so many bytes are written by one front, and the series has so many files, since any
-client may ask for one with each request; what is beyond is dropped, and the log says so once. What cannot be written it says once
+Limits: how many traces wait for the thread, how many bytes one front writes, and how many files a series has, since any client
+may cause a file with each request. Traces beyond a limit are dropped, and the log says so once. Errors of writing are logged once
 a minute. Source: Triton docs/user_guide/trace.md.
 """
 
@@ -28,7 +28,7 @@ _MODE = 0o640
 
 
 class TraceFiles:
-    """The trace files of one front, at any number of paths."""
+    """Writes the trace files of one front, at any number of paths."""
 
     def __init__(self, max_byte_size: int, max_files: int) -> None:
         self._left = max_byte_size
@@ -42,7 +42,12 @@ class TraceFiles:
         self._seldom = Seldom()
 
     def write(self, path: str, traces: bytes, *, indexed: bool) -> None:
-        """Queues the JSON objects of one or more traces, comma-separated. Returns at once."""
+        """Queues traces to be written to a file, and returns at once.
+
+        Args:
+          traces: the JSON objects of one or more traces, separated by commas.
+          indexed: whether they get a new file ``path``.N; else they are appended to ``path``.
+        """
         self._left -= len(traces)
         if self._left < 0:
             self._complain(f"a front has written trace.max_byte_size ({self._max_byte_size}) bytes of traces")
@@ -73,7 +78,10 @@ class TraceFiles:
                     _log.error("traces cannot be written to %s: %s", path, reason)
 
     def _create(self, path: str, traces: bytes) -> None:
-        """Writes the next file of the series that does not exist. Raises OSError."""
+        """Writes traces to the first file of the series ``path``.N that does not exist yet.
+
+        Raises OSError: it cannot be written.
+        """
         for index in range(self._next_index.get(path, 0), self._max_files):
             self._next_index[path] = index + 1
             try:
@@ -90,14 +98,14 @@ class TraceFiles:
         self._complain(f"there are trace.max_files ({self._max_files}) files {path}.N; remove them and restart")
 
     def close(self) -> None:
-        """Waits until queued traces are written, for a moment at most."""
+        """Waits until the queued traces are written, for ``_CLOSE_SECONDS`` at most."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(_CLOSE_SECONDS)
 
 
 def append(path: str, traces: bytes) -> None:
-    """Appends to the array in a file. Raises OSError, or ValueError: the file holds no array."""
+    """Appends traces to the JSON array in a file. Raises OSError: it cannot be written; ValueError: the file holds no array."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -113,7 +121,10 @@ def append(path: str, traces: bytes) -> None:
 
 
 def _put(fd: int, content: bytes, at: int) -> None:
-    """Writes all of the content or none of it: a full disk takes a part. Raises OSError."""
+    """Writes all of ``content`` at offset ``at``, or, if a full disk takes only a part, nothing.
+
+    Raises OSError: nothing was written.
+    """
     written = 0
     try:
         written = os.pwrite(fd, content, at)
@@ -127,5 +138,5 @@ def _put(fd: int, content: bytes, at: int) -> None:
 
 
 def begin(path: str) -> None:
-    """Makes an empty file, as a server starts with. Raises OSError: it cannot be written."""
+    """Creates an empty trace file, or empties an existing one, when the server starts. Raises OSError: it cannot be written."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE))

@@ -1,9 +1,10 @@
-"""Trace settings for all models and for single ones. The supervisor owns them and publishes them to every front.
+"""Holds the trace settings for all models and for single models. The supervisor owns them and publishes them to every front.
 
     defaults (configuration) ─▶ settings of all models ("") ─▶ settings of a model
 
-A scope that has no value of its own for a setting has that of the scope before it, also when that changes later. Where traces are
-written is the operator's alone. Source: Triton docs/protocol/extension_trace.md; keys, texts and inheritance as recorded.
+A scope without a value for a setting takes the value of the scope before it, also when that value changes later. Only the
+operator decides where traces are written.
+Source: Triton docs/protocol/extension_trace.md; keys, texts and inheritance as recorded.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,40}")
 
 
 def parse(model: str, settings: Mapping[str, Sequence[str]]) -> ChangeTrace:
-    """Parses a client's settings. An empty list of values clears a setting; unknown settings and levels are ignored.
+    """Parses the trace settings that a client sent.
 
-    Raises: Unsupported: it names a file.  InvalidArgument: a value that is none.
+    An empty list of values clears a setting; unknown settings and levels are ignored.
+    Raises: Unsupported: the client names a file.  InvalidArgument: a value is invalid.
     """
     if "trace_file" in settings:
         raise Unsupported(FILE_REFUSED)
@@ -77,7 +79,7 @@ def _number(setting: str, text: str, least: int, largest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The values of all trace settings of a scope; ``level`` is a sum of ``LEVELS``."""
+    """Holds the values of all trace settings of a scope; ``level`` is a sum of ``LEVELS``."""
 
     level: int
     rate: int
@@ -85,7 +87,10 @@ class Values:
     log_frequency: int
 
     def check(self, target: str) -> None:
-        """Raises InvalidArgument if nothing could be traced with these settings, or to nowhere."""
+        """Checks that traces can be taken with these values and written to ``target``, a file or collector; "": there is none.
+
+        Raises InvalidArgument: no request could be sampled, or there is no target.
+        """
         if not self.level:
             return
         if not self.rate:
@@ -95,7 +100,7 @@ class Values:
 
 
 class _Scope:
-    """The settings in force for a model, or ("") for all models without their own."""
+    """Holds the settings in force for a model, or for all models without settings of their own, and their shared counters."""
 
     def __init__(self, values: Values, own: frozenset[str]) -> None:
         self._values = values
@@ -108,14 +113,14 @@ class _Scope:
 
     @property
     def values(self) -> Values:
-        """Returns the values now; ``count`` is what is left of it."""
+        """Returns the values now in force; ``count`` is how many traces are left."""
         if self.budget is None:
             return self._values
         return dataclasses.replace(self._values, count=self.budget.remaining())
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Returns the descriptors that travel with the record (``tensord.shm.control_records.TraceChanged``)."""
+        """Returns the descriptors of the shared counters, which are sent to fronts with ``TraceChanged``."""
         if self.turn is None:
             return ()
         return (self.turn.fd,) if self.budget is None else (self.turn.fd, self.budget.fd)
@@ -127,9 +132,9 @@ class _Scope:
 
 
 class TraceSettings:
-    """Holds the trace settings of all scopes.
+    """Holds the trace settings of all scopes: of all models (""), and of single models.
 
-    ``known`` says whether a model is served; ``publish`` gets every change, with the descriptors that belong to it.
+    ``known``: returns whether a model is served. ``publish``: called with each change and the descriptors that belong to it.
     """
 
     def __init__(
@@ -152,7 +157,10 @@ class TraceSettings:
         return bool(self._target)
 
     def change(self, wanted: ChangeTrace) -> bytes:
-        """Applies all changes or none. Returns the settings then in force for that model, as JSON. Raises InvalidArgument."""
+        """Applies all changes or none. Returns the settings then in force for the model, as JSON.
+
+        Raises InvalidArgument: the model is unknown, or nothing could be traced with these settings.
+        """
         if wanted.model and not self._known(wanted.model):
             raise InvalidArgument(f"Request for unknown model : {wanted.model}")
         given = {name: value for name in Values.__slots__ if (value := getattr(wanted, name)) is not None}
@@ -191,17 +199,17 @@ class TraceSettings:
         ), own
 
     def _record(self, name: str) -> tuple[Any, ...]:
-        """Makes the record for the fronts; returns it with its descriptors."""
+        """Makes the record that tells fronts the settings of a scope. Returns the record, followed by its descriptors."""
         scope = self._scopes[name]
         values = scope.values
         return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds
 
     def records(self) -> list[tuple[Any, ...]]:
-        """Returns the records that a new front needs, each with its descriptors."""
+        """Returns the records that tell a new front all settings, each with its descriptors."""
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:
-        """Describes the values by the protocol's names, in its order and types."""
+        """Describes setting values with the protocol's names, order and types."""
         return {
             "trace_level": [name for name, bit in LEVELS.items() if values.level & bit] or ["OFF"],
             "trace_rate": str(values.rate),
@@ -212,6 +220,6 @@ class TraceSettings:
         }
 
     def close(self) -> None:
-        """Closes the shared counters."""
+        """Closes the shared counters of all scopes."""
         for scope in self._scopes.values():
             scope.close()

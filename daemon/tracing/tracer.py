@@ -1,8 +1,8 @@
-"""Traces requests in a front, whatever its protocol: samples them, and collects what is known of each.
+"""Traces the requests of a front, over any protocol: samples requests, and collects the timestamps and tensors of each.
 
     sample ─▶ Trace: stamps of the front ─▶ RequestRecord.trace ─▶ worker ─▶ AnswerRecord.trace ─▶ more stamps ─▶ end: written
 
-A request that is not sampled costs one look at ``Tracer.on``, and where anything is traced a subtraction. Times are
+A request that is not sampled costs one look at ``Tracer.on``, and a subtraction if any request is traced. Times are
 CLOCK_MONOTONIC in nanoseconds, which all processes share. Source of the names and the JSON: Triton docs/user_guide/trace.md.
 """
 
@@ -32,7 +32,7 @@ _UNTOLD = Timeline(())
 
 
 class Tracer:
-    """Samples the requests of a front."""
+    """Samples the requests of a front, by the settings of their models."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Tracer:
         """
         Args:
           buckets: upper bounds of the histograms that traced requests are exemplars of, in seconds.
-          hand_over: takes traces for a collector, where there is one; returns False if it drops them.
+          hand_over: sends traces to the collector, if there is one; returns False if it drops them.
         """
         #: Traced requests that stand for buckets.
         self.exemplars = Exemplars(buckets)
@@ -58,13 +58,16 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Applies settings of a model, or of all ("") that have none of their own. Takes the descriptors over."""
+        """Applies the settings of a model, or of all models ("") that have none of their own.
+
+        Takes over the counters' descriptors.
+        """
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()
 
     def cleared(self, record: TraceCleared) -> None:
-        """Removes a model's own settings."""
+        """Removes the settings that a model has of its own; those of all models hold for it then."""
         self._forget(record.model)
         self._look()
 
@@ -77,10 +80,10 @@ class Tracer:
         self.on = self.joins or any(sampler.level for sampler in self._samplers.values())
 
     def sample(self, model: str, traceparent: str = "", began_ns: int = 0) -> Trace | None:
-        """Returns a trace if this request, which is for ``model``, is sampled; None if not.
+        """Returns a trace if this request for ``model`` is sampled, else None.
 
         Args:
-          traceparent: W3C's, of whoever asks. If that is sampled this is, too.
+          traceparent: the W3C header that the client sent, or "". If the client sampled its trace, this request is sampled, too.
           began_ns: when the request began to arrive, CLOCK_MONOTONIC; 0: now.
         """
         sampler = self._samplers.get(model) or self._samplers.get("")
@@ -106,7 +109,7 @@ class Tracer:
         return self._last_id
 
     def close(self) -> None:
-        """Writes the traces that were collected."""
+        """Writes the traces that were collected, and stops tracing."""
         for model in list(self._samplers):
             self._forget(model)
         self.on = self.joins = False
@@ -116,10 +119,13 @@ class Tracer:
 
 
 class Sampler:
-    """Samples by the settings of one scope, and writes its traces."""
+    """Samples requests by the settings of one scope (a model, or all models), and writes their traces."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
-        """Takes the descriptors that travel with the settings."""
+        """Begins to sample.
+
+        ``fds``: the descriptors of the shared counters that came with the settings; the sampler owns them then.
+        """
         self.level = settings.level
         #: None: nothing is traced.
         self.turn = SampleCounter(fds[0], settings.rate) if fds else None
@@ -132,18 +138,18 @@ class Sampler:
         self._closed = False
 
     def hit(self) -> bool:
-        """Counts a request. Returns whether to trace it."""
+        """Counts one request. Returns whether to trace the request."""
         if self.turn is None:
             return False
         return self.turn.take() and (self._budget is None or self._budget.take())
 
     @property
     def writes(self) -> bool:
-        """Returns whether there is a file for traces."""
+        """Returns whether traces are written to a file."""
         return bool(self._path and self.level)
 
     def write(self, trace: bytes) -> None:
-        """Writes or collects a finished trace. Call it only if ``writes``."""
+        """Writes a finished trace, or collects it until there are ``log_frequency``. Call it only if ``writes`` is True."""
         if not self._log_frequency:
             self._files.write(self._path, trace, indexed=False)
             return
@@ -157,7 +163,7 @@ class Sampler:
             self._collected = []
 
     def close(self) -> None:
-        """Ends the sampler, as other settings replace it; traces under way are still written."""
+        """Ends the sampler, because other settings replace it. Traces of requests in flight are still written."""
         self._closed = True
         self._flush()
         for counter in (self.turn, self._budget):
@@ -166,7 +172,7 @@ class Sampler:
 
 
 class Trace:
-    """The trace of one sampled request."""
+    """Collects the trace of one sampled request, and writes it when the request has ended."""
 
     __slots__ = (
         *(
@@ -209,18 +215,18 @@ class Trace:
         self.error = ""
 
     def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:
-        """Makes the request a span. ``parent``: the client's; None: a trace begins with it."""
+        """Makes the request a span. ``parent``: the client's span; None: the request begins a new trace."""
         self._spans, self._parent, self._began_ns = spans, parent, began_ns
         self._own = SpanIds.within(parent)
         self.context = self._own.trace_id, self._own.span_id
 
     @property
     def level(self) -> int:
-        """Returns the level, for ``RequestRecord.trace``."""
+        """Returns what is traced, a sum of ``LEVELS``, for ``RequestRecord.trace``."""
         return self._sampler.level or _TIMESTAMPS
 
     def stamp(self, name: str, ns: int = 0) -> None:
-        """Adds a timestamp; without ``ns`` it is now."""
+        """Adds a timestamp, ``ns`` of CLOCK_MONOTONIC; 0: now."""
         self._stamps.append((ns or time.monotonic_ns(), name))
 
     def responded(self, version: int) -> None:
@@ -228,7 +234,10 @@ class Trace:
         self._version = version or self._version
 
     def completed(self, version: int, timeline: Timeline | None) -> None:
-        """Adds the worker's part of the trace, and the end of the request. ``version``: which one has answered it; 0: none."""
+        """Adds the worker's part of the trace, and the end of the request.
+
+        ``version``: the model version that answered; 0: none did. ``timeline``: the worker's part; None: there is none.
+        """
         self._version = version or self._version
         if timeline is not None:
             self._stamps += [(ns, name) for name, ns in timeline.moments]
@@ -236,7 +245,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Writes the trace, and those of the requests made for it, each of which names its parent; hands it over as well."""
+        """Writes the trace to its file, with those of the requests made for this one, and hands it over for the collector."""
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)
@@ -285,7 +294,7 @@ class Trace:
 
 
 def _ends(timeline: Timeline) -> list[tuple[int, str]]:
-    """Returns the ends of what the model's code has named, as a trace in a file has them."""
+    """Returns begin and end of each span that the model's code has named, as timestamps of a trace in a file."""
     return [
         end
         for span in timeline.spans
