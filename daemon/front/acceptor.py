@@ -134,7 +134,7 @@ class Acceptor:
         self._most = max(self._most, self._counters.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
-        """Accepts a connection and opens it. Returns whether there was one."""
+        """Accepts a waiting connection and opens it. Returns whether a connection was waiting."""
         try:
             connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):

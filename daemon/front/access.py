@@ -68,7 +68,7 @@ class Rule:
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Checks a request's headers, with names in lower case; of repeated ones the first counts.
 
-        Raises Restricted: the key is wrong.
+        Raises Restricted: the key is missing or wrong.
         """
         for name, value in headers:
             if name == self.header:

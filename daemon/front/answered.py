@@ -64,7 +64,7 @@ class Answered:
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
-        """Logs one good answer in ``access`` from now on, and errors; 0: neither."""
+        """Logs one good answer in ``access`` from now on, and errors up to a rate; 0: logs neither."""
         if access != self._every:
             self._every = access
             self._next = self._words[self._good] + access if access else _NEVER

@@ -63,9 +63,9 @@ class ChunkSizes:
         self._spent = 0
 
     def take(self, data: bytes, at: int, end: int) -> int:
-        """Follows the framing in ``data[at:end]``.
+        """Follows the framing in ``data[at:end]``. Returns where the body ended, or ``end``.
 
-        Returns where the body ended, or ``end``. Raises ChunkRefused: it is too large.
+        Raises ChunkRefused: the body, its chunk extensions or its trailers are too large.
         """
         while at < end and self._phase is not _Phase.ENDED and self._phase is not _Phase.LOST:
             if self._left:

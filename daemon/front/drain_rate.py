@@ -9,7 +9,7 @@ SILENCE_SECONDS = 2.0
 
 
 class DrainRate:
-    """Measures how fast a client takes the bytes that wait for it; the measurement starts anew whenever it took enough."""
+    """Measures how fast a client takes the bytes that wait for it, and starts anew whenever the client took enough."""
 
     __slots__ = ("_left", "_since")
 

@@ -195,7 +195,7 @@ class Endpoints:
     async def parameters(self, model: str, version: int, name: str) -> bytes:
         """Returns a JSON array of a model's parameter sets; ``version`` 0: all versions, ``name`` "": all sets.
 
-        Raises NotFound.
+        Raises NotFound: there is no such model or set.
         """
         return await self._calls.ask(ListParameters(model, version, name))
 
@@ -245,9 +245,9 @@ class Endpoints:
         await self._calls.ask(RegisterCudaRegion(name, raw_handle, device_id, byte_size), peer, end)
 
     async def unregister(self, kind: str, name: str, peer: Peer = ANONYMOUS) -> None:
-        """Unregisters a region of a kind, or all of that kind that belong to the client ("").
+        """Unregisters a region, or all regions of that kind that belong to the client ("").
 
-        ``kind``: "system" or "cuda". Raises ServingError: the client may not unregister it.
+        ``kind``: "system" or "cuda". Raises ServingError: the region belongs to another user, or regions are not served.
         """
         await self._calls.ask(UnregisterRegion(kind, name), peer)
 
@@ -267,7 +267,7 @@ class Endpoints:
     async def check_traced(self, model: str) -> None:
         """Checks that a model ("": all models) exists, before its trace settings are read.
 
-        Raises InvalidArgument: it is unknown.
+        Raises InvalidArgument: the model is unknown.
         """
         if model:
             await self._calls.ask(ChangeTrace(model))

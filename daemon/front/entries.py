@@ -11,7 +11,7 @@ MAX_ENTRIES = 1024
 def check_count(count: int, what: str) -> None:
     """Checks the number of entries of a list or object; ``what`` names them.
 
-    Raises InvalidArgument: more than ``MAX_ENTRIES``.
+    Raises InvalidArgument: there are more than ``MAX_ENTRIES``.
     """
     if count > MAX_ENTRIES:
         raise InvalidArgument(f"{count} {what} are given, at most {MAX_ENTRIES} are allowed")

@@ -25,7 +25,8 @@ class Opening:
         handshake_timeout: float | None = None,
         shutdown_timeout: float | None = None,
     ) -> None:
-        """
+        """Begins with no connection that is being opened.
+
         Args:
           make: makes the protocol of a connection; it is called with the client, as ``Peer.owner`` names it.
           handshake_timeout: seconds for TLS to begin; None: the loop's own.
@@ -50,7 +51,7 @@ class Opening:
     def _go_on(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
         """Runs the coroutine ``opening`` to the next future that it waits for.
 
-        A task would be a twentieth of a connection's cost.
+        A task for it would be a twentieth of what a connection costs.
         """
         try:
             future: asyncio.Future[object] = opening.send(None)

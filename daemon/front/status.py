@@ -24,10 +24,7 @@ _TABLE: dict[str, tuple[int, str]] = {
 
 
 class BodyTooLarge(InvalidArgument):
-    """Raised when an HTTP request body exceeds its limit.
-
-    It has a status of its own, 413, because there is no error code for it.
-    """
+    """Raised when an HTTP request body exceeds its limit. Has a status of its own, 413, because no error code stands for that."""
 
     status = 413
 

@@ -256,7 +256,7 @@ class CallRefused(Exception):
 def inflated(content: Buffer, encoding: str, limit: int) -> bytes:
     """Inflates a gzip or deflate message.
 
-    Raises CallRefused: it is invalid, in another encoding or larger than ``limit`` bytes.
+    Raises CallRefused: the message is invalid, in another encoding or larger than ``limit`` bytes.
     """
     if encoding not in ("gzip", "deflate"):
         raise CallRefused(

@@ -26,7 +26,7 @@ class Call(ABC):
     def message(self, content: Buffer, start: int, end: int) -> None:
         """Handles a complete message of the client, ``content[start:end]``.
 
-        A call that stores the message takes it from ``kept``.
+        A call that stores the message must store what ``kept`` returns.
         """
 
     def placed_message(self, message: ArrivingMessage) -> None:

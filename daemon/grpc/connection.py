@@ -147,7 +147,10 @@ class Http2Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _read_directly(self) -> None:
-        """Lets ``BodyReader`` read the rest of a large payload into its place; removes it after a run of small payloads."""
+        """Lets ``BodyReader`` read the rest of a large payload into its place.
+
+        Removes the reader after a run of small payloads.
+        """
         reader = self._reader
         if self.http2.phase is CLOSED or self._paused_since or self._resting:
             return
@@ -263,7 +266,7 @@ class Http2Connection(asyncio.Protocol):
     # ----------------------------------------------------------------------------------------------------------- ending
 
     def _fail(self, violation: Violation) -> None:
-        """Ends the connection and its streams with a GOAWAY that tells the client which rule it broke."""
+        """Ends the connection and its streams with a GOAWAY that has the violation's code and reason."""
         _log.debug("closing a connection: %s", violation.reason)
         self.http2.goaway(violation)
         self._flush()

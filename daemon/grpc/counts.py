@@ -96,7 +96,7 @@ class _Counting:
         self._uncounted = 0
 
     def walk(self, at: int, end: int, kind: _Kind) -> None:
-        """Counts the fields of a message of type ``kind`` that lies at ``at`` to ``end``.
+        """Counts the fields of the message ``[at:end]``, which is of type ``kind``.
 
         Raises: InvalidArgument: a field occurs too often.  IndexError, _Malformed: the message is malformed.
         """

@@ -51,7 +51,7 @@ class Floods:
         self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """Adds what the connection may send for ``seconds`` more seconds, in frames and in resets."""
+        """Raises the connection's limits on frames and resets by what ``seconds`` seconds allow."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 

@@ -109,7 +109,7 @@ def read_settings(payload: bytes) -> dict[int, int]:
 
 
 def check_dependency(stream: int, payload: bytes) -> None:
-    """Checks a payload that begins with a priority. Raises Violation: the stream depends on itself."""
+    """Checks the stream priority at the start of a payload. Raises Violation: the stream depends on itself."""
     if read_number(payload)[0] & STREAM_ID == stream:
         raise Violation(PROTOCOL_ERROR, f"stream {stream} depends on itself")
 

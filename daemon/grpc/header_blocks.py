@@ -106,7 +106,7 @@ _known = functools.lru_cache(256)(_understood)
 def _with_own(head: CallHead, own: Fields) -> CallHead:
     """Returns ``head`` with the fields of a single call added: deadline, metadata, content-length.
 
-    Raises Malformed: one is invalid.
+    Raises Malformed: a field is invalid.
     """
     length = header_rules.check_own(own)
     if head.http_status != 200:

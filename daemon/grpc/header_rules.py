@@ -43,9 +43,9 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks the header fields of a single call.
+    """Checks the header fields of a single call. Returns its content-length, or None without one.
 
-    Returns its content-length, or None without one. Raises Malformed: one is invalid.
+    Raises Malformed: a field is invalid.
     """
     length: bytes | None = None
     for name, value in fields:

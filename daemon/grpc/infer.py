@@ -60,7 +60,10 @@ class InferCall(Call):
     ) -> None:
         """Handles an answer to ``asked``, one of the call's requests.
 
-        ``lane``: has the answer's tensors; None: it is an error without any.
+        Args:
+          prepared: what answers of its kind share.
+          own: the rest of this answer.
+          lane: has the response arena that the answer's tensors lie in; None: it is an error without tensors.
         """
 
     @abstractmethod
@@ -147,8 +150,9 @@ class Infer:
         waited_ns: int = 0,
         read_ns: int = 0,
     ) -> CallRequest:
-        """Sends the inference request that a message holds to a worker; a buffer holds it at ``message[start:end]``.
+        """Sends the inference request in a message to a worker.
 
+        If ``message`` is a buffer, the request is ``message[start:end]``.
         Args:
           streamed: whether the call may get several responses, so that its model may be decoupled.
           waited_ns, read_ns: when the call began to wait for the message, and when the message was complete, CLOCK_MONOTONIC;
@@ -204,7 +208,7 @@ class Infer:
     def _ask_placed(
         self, call: InferCall, message: ArrivingMessage, streamed: bool, by_number: bool, waited_ns: int, read_ns: int
     ) -> CallRequest:
-        """Sends the request of a message whose tensors were placed while it arrived; the request takes over their lease."""
+        """Sends the request of a message whose tensors arrived in the arena; the request takes over their lease."""
         head, client_id, contents = message.fields()
         walked = walk(head, 0, len(head), 0)
         known = None if walked is None else self._prepared[walked[0]]

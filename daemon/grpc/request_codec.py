@@ -143,7 +143,10 @@ def read_version(model: str, text: str) -> int:
 
 
 def _content(entry: Any, datatype: str, shape: tuple[int, ...], has_raw: bool, model: str) -> InputContent | None:
-    """Returns the content of an input with typed values or in a region; None: it is a raw tensor. Raises InvalidArgument."""
+    """Returns the content of an input with typed values or in a region; None: it is a raw tensor.
+
+    Raises InvalidArgument: the input breaks the protocol.
+    """
     name = entry.name
     if len(shape) > MAX_RANK or 0 in shape or prod(shape) > MAX_ELEMENTS:
         element_count(shape, f"input '{name}' shape")  # which says what is wrong

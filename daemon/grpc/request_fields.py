@@ -90,7 +90,7 @@ def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
 
 
 def client_id_of(message: Buffer) -> str:
-    """Returns the id in a request message that was refused although its fields are well-formed."""
+    """Returns the request id in an encoded message, as text. Raises RefusedRequest: the message is malformed."""
     return split(message)[1].decode("utf-8", "replace")
 
 

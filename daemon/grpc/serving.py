@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class GrpcServing:
-    """Holds what all connections of a gRPC front share."""
+    """Holds what all connections of a gRPC front share: options, methods, limits and counters."""
 
     options: Grpc
     #: What answers a path.

@@ -18,7 +18,7 @@ _MAX_REMEMBERED = 256
 
 
 class Past(enum.Enum):
-    """Tells why a stream is not open."""
+    """Names the reasons why a stream is not open."""
 
     #: Nobody has used it yet.
     IDLE = "idle"
@@ -54,7 +54,7 @@ class StreamNumbers:
     def use(self, number: int) -> None:
         """Marks the identifier of a new stream as used, and lower ones that were never used as passed over.
 
-        It is odd, at least ``next``.
+        ``number``: the identifier, odd and at least ``next``.
         """
         if number > self.next:
             self._gaps.append((self.next, number - 2))

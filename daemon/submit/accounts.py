@@ -56,7 +56,7 @@ class Client(Holdings):
         self.sent: set[int] = set()
 
     def limit_of(self, byte_size: int) -> int:
-        """Returns the limit of the client's bytes of the request arena that holds when it asks for ``byte_size`` bytes more."""
+        """Returns how many bytes of the request arena the client may hold, if it asks for ``byte_size`` bytes more."""
         small, medium, whole = self.sizes
         if byte_size <= small:
             return whole
@@ -173,7 +173,7 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Returns how many bytes a share of an arena is.
+    """Returns how many bytes of an arena the fraction ``share`` is.
 
     A share of 1 is ``sys.maxsize`` bytes: only the arena's size is a limit then.
     """

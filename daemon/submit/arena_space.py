@@ -235,7 +235,7 @@ def _held(account: Account | None) -> int:
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
     """Calls ``on_lease`` with a lease or an error.
 
-    Returns False if it raised an exception, which is logged: others are served.
+    Returns False if ``on_lease`` raised an exception, which is logged and not raised, so that others are served.
     """
     try:
         on_lease(given)

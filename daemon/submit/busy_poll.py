@@ -71,7 +71,7 @@ class BusyPoll:
             self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
-        """Notes that answers came; call it before their requests leave ``in_flight``."""
+        """Notes that answers arrived. Call it before their requests are removed from ``in_flight``."""
         if len(self._in_flight) <= _FEW:
             self._spin.end(monotonic_ns())
 

@@ -141,7 +141,10 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 
 
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
-    """Places a request's tensors and sends the request. Raises what ``Submitter.send`` raises; its leases are given back then."""
+    """Places a request's tensors and sends the request.
+
+    Raises what ``Submitter.send`` raises; the request's leases are given back then.
+    """
     trace = request.trace
     leases = () if lease is None else (lease,)
     if request.lease is not None:

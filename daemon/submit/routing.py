@@ -55,7 +55,7 @@ class Routing:
         return self._workers
 
     def add(self, worker: WorkerLink) -> None:
-        """Adds a worker whose lane is open."""
+        """Adds a worker whose lane is open, so that requests can be sent to it."""
         self._workers[worker.incarnation] = worker
         self._forget()
 
@@ -174,7 +174,7 @@ class RegionPlaces(dict[str, str]):
     __slots__ = ()
 
     def note(self, place: RegionPlace) -> None:
-        """Notes that a region was registered on a GPU, or is gone (no device)."""
+        """Notes that a region is on a GPU, or, if ``place`` has no device, that the region is gone."""
         if place.device:
             self[place.region] = place.device
         else:

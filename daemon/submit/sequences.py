@@ -131,7 +131,7 @@ class SequenceRouting:
     # ---------------------------------------------------------------------------------------------------------- choosing
 
     def _sole(self, state: ModelState) -> WorkerLink | None:
-        """Returns the only worker there is, if it has the model; None otherwise."""
+        """Returns the front's only worker, if that has the model; None otherwise."""
         (worker,) = self._workers.values()
         return worker if worker.incarnation in state.workers else None
 
@@ -145,7 +145,10 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
-        """Returns the workers that may take a new sequence of a model whose regions are on ``gpu``; "": on none."""
+        """Returns the workers that may take a new sequence of a model.
+
+        ``gpu``: has the regions of its first request; "": none has.
+        """
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found
@@ -187,8 +190,8 @@ def lost(request: InFlight) -> Unavailable:
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
     """Returns the requests at the end of ``run``, one sequence's requests in order, that a dead worker has not begun.
 
-    ``state``: what the worker's page says of the sequence; None: nothing. The result is empty if an earlier request of the
-    sequence is missing, because another front had sent it or a client cancelled it.
+    ``state``: what the worker's page says of the sequence; None: nothing. The result is empty if the requests before it may have
+    run, or if a request is missing, because another front had sent it or a client cancelled it.
     """
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []

@@ -352,7 +352,10 @@ class Submitter:
                 self._flush_again(worker)
 
     def _flush_again(self, worker: WorkerLink) -> None:
-        """Schedules another flush after an exception, which is logged and not raised: the lane holds other requests as well."""
+        """Schedules another flush after an exception.
+
+        It is logged and not raised, because the lane holds other requests as well.
+        """
         _log.exception("the lane of worker %d could not be written to; it is tried again", worker.incarnation)
         self._loop.call_later(_AGAIN_SECONDS, self._flush_later, worker)
 
@@ -405,7 +408,7 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Handles an answer that is an error, or a response that more responses follow."""
+        """Handles an answer that is an error, or a response that is not the request's last."""
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
         if lease is not None:
@@ -587,7 +590,7 @@ class Submitter:
     # ---------------------------------------------------------------------------------------- a worker's death
 
     def fence(self, fenced: WorkerFenced) -> None:
-        """Runs the requests of a worker whose process is certainly gone on other workers."""
+        """Sends the requests of a worker whose process is certainly gone to other workers."""
         worker = self._routing.workers.get(fenced.worker)
         if worker is None:
             return

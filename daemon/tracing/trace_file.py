@@ -121,7 +121,7 @@ def append(path: str, traces: bytes) -> None:
 
 
 def _put(fd: int, content: bytes, at: int) -> None:
-    """Writes all of ``content`` at offset ``at``, or, if a full disk takes only a part, nothing.
+    """Writes all of ``content`` at offset ``at``, or nothing, if a full disk takes only a part.
 
     Raises OSError: nothing was written.
     """

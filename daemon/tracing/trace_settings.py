@@ -153,7 +153,7 @@ class TraceSettings:
 
     @property
     def on(self) -> bool:
-        """Returns whether anything can be traced: there is a file or a collector for it."""
+        """Returns whether anything can be traced: there is a file or a collector for traces."""
         return bool(self._target)
 
     def change(self, wanted: ChangeTrace) -> bytes:

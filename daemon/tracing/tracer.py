@@ -41,7 +41,8 @@ class Tracer:
         buckets: Sequence[float] = (),
         hand_over: Callable[[TracesEnded], bool] = lambda _: False,
     ) -> None:
-        """
+        """Makes a tracer without settings.
+
         Args:
           buckets: upper bounds of the histograms that traced requests are exemplars of, in seconds.
           hand_over: sends traces to the collector, if there is one; returns False if it drops them.
@@ -67,7 +68,7 @@ class Tracer:
         self._look()
 
     def cleared(self, record: TraceCleared) -> None:
-        """Removes the settings that a model has of its own; those of all models hold for it then."""
+        """Removes the settings that a model has of its own; the settings of all models hold for it then."""
         self._forget(record.model)
         self._look()
 
@@ -215,7 +216,7 @@ class Trace:
         self.error = ""
 
     def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:
-        """Makes the request a span. ``parent``: the client's span; None: the request begins a new trace."""
+        """Makes the request a span of a trace. ``parent``: the client's span; None: the request begins a new trace."""
         self._spans, self._parent, self._began_ns = spans, parent, began_ns
         self._own = SpanIds.within(parent)
         self.context = self._own.trace_id, self._own.span_id
@@ -245,7 +246,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Writes the trace to its file, with those of the requests made for this one, and hands it over for the collector."""
+        """Writes the trace to its file, with those of the requests made for this one, and sends it to the collector, if any."""
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)
