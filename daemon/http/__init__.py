@@ -1,1 +1,1 @@
-"""The HTTP front: one process that parses requests, places tensors, submits, and serialises answers."""
+"""The HTTP front: a process that parses clients' requests, places their tensors, submits them to workers, and encodes answers."""

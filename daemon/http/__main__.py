@@ -1,4 +1,4 @@
-"""``python -m tensord.daemon.http``: the HTTP front, started by the supervisor with its control channel and listening socket."""
+"""Runs the HTTP front process: ``python -m tensord.daemon.http``, which only the supervisor starts."""
 
 from __future__ import annotations
 

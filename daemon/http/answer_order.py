@@ -1,9 +1,9 @@
-"""The requests of a connection in their order: whose body arrives, whose answer is written, the refusal that is the last answer.
+"""Keeps the requests of one connection in order: which one's body is arriving, which one is answered next, how it all ends.
 
     requests   [ active | next | next ]     an Exchange (infer), a Generation (generate, generate_stream),
                                             or an AsgiRequest (everything else, which Starlette answers)
 
-Requests are answered in their order, whichever way each goes. What comes behind a refusal is thrown away.
+Requests are answered in the order in which they came, whatever their kind. What arrives after a refused request is discarded.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ HttpRequest = Exchange | Generation | AsgiRequest
 
 
 class AnswerOrder:
-    """Keeps the requests of one connection in their order, and writes their answers.
+    """Keeps the requests of one connection in the order in which they came, and writes their answers in that order.
 
     Args:
-      account: what its client holds of the arenas.
+      account: counts the arena memory that this connection holds.
     """
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, account: Account) -> None:
@@ -70,14 +70,14 @@ class AnswerOrder:
         self._unwritten: list[Exchange | Generation] = []
 
     def append(self, request: HttpRequest) -> None:
-        """Adds a request whose head has come, and whose body comes next."""
+        """Adds a request whose head has arrived; the bytes that follow are its body."""
         self.requests.append(request)
         self.receiving = request
         if self._serving.stopping:
             self.announce_end()
 
     def received_whole(self) -> None:
-        """Notes that the arriving body is complete, and continues its request."""
+        """Notes that the body which was arriving is complete, and continues the request that it belongs to."""
         receiving, self.receiving = self.receiving, None
         self.times.body_since = 0.0
         if len(self.requests) > 1:
@@ -88,13 +88,16 @@ class AnswerOrder:
 
     @property
     def between(self) -> bool:
-        """Returns whether no request is under way, so that the next bytes begin a head."""
+        """Returns whether no request is open, so that the next bytes begin the head of a new one."""
         return not (self.requests or self.receiving or self.times.head_since)
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def answer_whole(self, answer: bytes) -> None:
-        """Writes the active answer in one piece; for answers without a lease on connections that are kept alive."""
+        """Writes the whole answer to the first request in one piece, and gives the next request its turn.
+
+        Only for an answer that needs no lease, on a connection that is kept alive.
+        """
         self.transport.write(answer)
         answered = self.requests.popleft()
         if self.requests or self._refusal or self.times.head_since or self.flow.read_paused:
@@ -103,7 +106,10 @@ class AnswerOrder:
             self.times.idle_since = monotonic()
 
     def answer_pieces(self, pieces: list[Buffer]) -> bool:
-        """Writes any answer. Returns True if the transport took all of it; else ``written`` of its request is called later."""
+        """Writes the whole answer to the first request, and gives the next request its turn.
+
+        Returns True if the transport took all of it. Otherwise ``written`` of the answered request is called once it has.
+        """
         if len(pieces) == 1:
             self.transport.write(pieces[0])
         else:
@@ -116,7 +122,10 @@ class AnswerOrder:
         return not waits
 
     def answer_part(self, part: bytes) -> bool:
-        """Writes a part of the active generation's answer. Returns as ``answer_pieces``; ``answered`` ends the answer."""
+        """Writes a part of the answer to the first request, which is a ``Generation``; ``answered`` ends the answer.
+
+        Returns True if the transport took all of the part. Otherwise ``written`` of the request is called once it has.
+        """
         self.transport.write(part)
         if not self.flow.write_paused:
             return True
@@ -127,7 +136,7 @@ class AnswerOrder:
         return False
 
     def answered(self) -> None:
-        """Gives the next request its turn, as the active one has its answer."""
+        """Notes that the first request is answered, and gives the next one its turn."""
         self._go_on(self.requests.popleft())
 
     def _go_on(self, answered: HttpRequest) -> None:
@@ -150,7 +159,7 @@ class AnswerOrder:
                 self.flow.resume_reading()
 
     def _give_turn(self) -> None:
-        """Gives the first request its turn, then those behind it while each is answered at once, in a loop and not nested."""
+        """Gives the first request its turn, and each next one while they are answered at once: in a loop, not by recursion."""
         if not self.requests:
             return
         following: HttpRequest | None = self.requests[0]
@@ -169,15 +178,15 @@ class AnswerOrder:
             self._turning = False
 
     def owes(self, exchange: Exchange) -> bool:
-        """Returns whether the next answer to be written belongs to that exchange."""
+        """Returns whether the next answer on the connection is the one to ``exchange``."""
         return bool(self.requests) and self.requests[0] is exchange
 
     def cut(self) -> None:
-        """Aborts the connection, because its client cannot be answered any more."""
+        """Aborts the connection, because a correct answer is no longer possible: a part of a wrong one may have been sent."""
         self.transport.abort()
 
     def announce_end(self) -> None:
-        """Lets the last answer say that the connection ends; what the client sent ahead is answered before."""
+        """Has the answer to the newest request say ``Connection: close``; the requests before it are answered as well."""
         last = self.requests[-1] if self.requests else None
         if last is None or not last.keep_alive:
             return
@@ -189,13 +198,13 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------- reading and writing
 
     def pause_writing(self) -> None:
-        """Stops reading a client that does not take its answers."""
+        """Stops reading from the client, because it does not read its answers and the transport's buffer is full."""
         self.flow.write_paused = True
         self.times.stalled_since = monotonic()
         self.flow.pause_reading()
 
     def resume_writing(self) -> None:
-        """Goes on once the client has taken its answers."""
+        """Continues once the client has read enough of its answers for the transport's buffer to have drained."""
         self.times.stalled_since = 0.0
         unwritten, self._unwritten = self._unwritten, []
         self.flow.resume_writing()
@@ -211,7 +220,7 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def pause_body(self, pause: bool) -> None:
-        """Stops or resumes reading as the body that is arriving has no place, or has one."""
+        """Stops reading from the socket while the arriving body has no room in the arena (True), or resumes it (False)."""
         if pause:
             self._body_waits_since = monotonic()
         elif self._body_waits_since:
@@ -222,7 +231,11 @@ class AnswerOrder:
         self._steer_reading()
 
     def _steer_reading(self) -> None:
-        """Pauses or resumes reading: it pauses while the client does not read, the arena is full, or an answer is awaited."""
+        """Pauses or resumes reading from the client.
+
+        It is paused while the client does not read its answers, and while the arriving body waits for room in the arena. If
+        neither is so, it resumes for an arriving inference request, and when no request waits for an answer.
+        """
         if self.flow.write_paused or self._body_waits_since:
             self.flow.pause_reading()
         elif isinstance(self.receiving, Exchange | Generation) or not self.requests:
@@ -230,7 +243,7 @@ class AnswerOrder:
 
     @property
     def received(self) -> int:
-        """Returns the received bytes of the arriving body; -1: there is none, or it is the server that holds it up."""
+        """Returns how many bytes of the arriving body were received; -1: none is arriving, or the server does not read it."""
         if self.receiving is None or self._body_waits_since:
             return -1
         direct = self.reader.byte_size if self.reader is not None and self.reader.reads_body else 0
@@ -239,7 +252,10 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------------ the end
 
     def refuse(self, status: int, message: str) -> None:
-        """Answers after everything that came before, then hangs up. What still arrives is thrown away."""
+        """Refuses a request with an error response, after the answers to earlier requests, and then closes the connection.
+
+        Bytes that still arrive are discarded.
+        """
         self.closing = True
         self._serving.answered.failed(str(status), message, account=self.account)
         self._refusal = error_response(status, message, CLOSE + self.origin_lines)
@@ -260,7 +276,7 @@ class AnswerOrder:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Closes the connection after everything written has left."""
+        """Closes the connection once everything that was written to it has been sent."""
         if self._hung_up:
             return
         self.closing = self._hung_up = True
@@ -270,14 +286,17 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def leave(self) -> None:
-        """Closes an idle connection: at once if the client has received all answers, because many never notice a half-close."""
+        """Closes an idle connection: at once if the client has received all answers, otherwise after they are sent.
+
+        At once, because many clients never notice that only the server's sending side was closed.
+        """
         if is_quiet(self.transport) and not self._hung_up:
             self.transport.close()
         else:
             self._hang_up()
 
     def lost(self) -> None:
-        """Abandons all requests, because the connection is gone."""
+        """Cancels all requests of the connection, because the client is gone."""
         if self.requests or self._unwritten:
             call_each([request.abandon for request in {*self.requests, *self._unwritten}], "leaving a request")
             self.requests.clear()
@@ -287,7 +306,7 @@ class AnswerOrder:
 
 
 class Flow:
-    """Controls the flow of one connection: whether it is read, and whether its client takes what is written."""
+    """Controls the flow of one connection: pauses reading from its client, and knows whether the client reads its answers."""
 
     __slots__ = ("_writable", "read_paused", "resting", "transport", "write_paused")
 
@@ -311,7 +330,7 @@ class Flow:
             self._steer()
 
     def rest(self, resting: bool) -> None:
-        """Pauses reading until the next iteration of the loop (True), or ends that pause."""
+        """Pauses reading until the next iteration of the event loop (True), or ends that pause (False)."""
         self.resting = resting
         self._steer()
 
@@ -322,14 +341,14 @@ class Flow:
             self.transport.resume_reading()
 
     def resume_writing(self) -> None:
-        """Notes that everything written has left, or never will."""
+        """Notes that the transport's buffer has drained, or that the connection is gone; wakes those who wait in ``drain``."""
         self.write_paused = False
         if self._writable is not None:
             self._writable.set()
             self._writable = None
 
     async def drain(self) -> None:
-        """Returns when ``write_paused`` has ended."""
+        """Waits until the transport's buffer has drained, or the connection is gone."""
         if self.write_paused:
             self._writable = self._writable or asyncio.Event()
             await self._writable.wait()

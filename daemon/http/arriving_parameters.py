@@ -1,4 +1,4 @@
-"""Receives pushed parameters: JSON, and behind it the parameters themselves, which go into sealed memory as they arrive.
+"""Receives pushed model parameters: JSON, followed by the parameters themselves, which are written to sealed memory.
 
 body   | JSON (Inference-Header-Content-Length bytes; without that header: all of it) | safetensors' layout |
 """
@@ -23,7 +23,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 
 class ArrivingParameters:
-    """Bounds what arrives at a front."""
+    """Receives the pushed parameters of one front, and limits how many bytes of them arrive at the same time."""
 
     def __init__(self) -> None:
         #: Bytes of memory that are taken, or promised by a Content-Length, now.
@@ -31,11 +31,15 @@ class ArrivingParameters:
 
     @contextlib.asynccontextmanager
     async def receive(self, request: Request, limit: int) -> AsyncIterator[tuple[bytes, int]]:
-        """Receives a body. Yields its JSON, and sealed memory, open inside the block; -1: there was nothing behind the JSON.
+        """Receives the body of one push. Yields its JSON, and a file descriptor of sealed memory that holds the parameters.
 
-        ``limit``: bytes of parameters of one push, and of all that arrive at a time.
+        The descriptor is open inside the block only; -1: no parameters follow the JSON.
 
-        Raises: InvalidArgument, Unsupported, BodyTooLarge.  Unavailable: others take all the room.  ClientDisconnect.
+        Args:
+          limit: the most bytes of parameters of one push, and of all pushes that arrive at the same time.
+        Raises: InvalidArgument: the sizes in the headers are wrong, or the body is too short; Unsupported: the body is
+          compressed; BodyTooLarge: the JSON or the parameters are too large; Unavailable: other pushes take all the room, or the
+          host has no memory or file descriptors left; ClientDisconnect: the client has disconnected.
         """
         text_size, length = _sizes(request)
         if text_size is None or length == text_size:
@@ -68,7 +72,10 @@ class ArrivingParameters:
         return bytes(text)
 
     def take(self, whole: int, more: int, limit: int) -> None:
-        """Takes ``more`` bytes for a push that has ``whole`` with them. Raises BodyTooLarge, Unavailable: nothing is taken."""
+        """Reserves ``more`` bytes for a push, which then has ``whole`` bytes.
+
+        Raises BodyTooLarge: the push exceeds ``limit``; Unavailable: all pushes together would. Nothing is reserved then.
+        """
         if whole > limit:
             raise BodyTooLarge(f"has {whole} bytes of parameters or more", limit)
         if self.byte_size + more > limit:
@@ -80,7 +87,7 @@ class ArrivingParameters:
 
 
 class _Pushed:
-    """The memory of one push while it arrives."""
+    """Holds the memory of the parameters of one push while they arrive."""
 
     def __init__(self, arriving: ArrivingParameters, limit: int) -> None:
         self._arriving = arriving
@@ -89,12 +96,16 @@ class _Pushed:
         self._taken = self._written = 0
 
     def reserve(self, byte_size: int) -> None:
-        """Takes the room for all of it."""
+        """Reserves room for all parameters of the push, whose size is known in advance. Raises as ``ArrivingParameters.take``."""
         self._arriving.take(byte_size, byte_size, self._limit)
         self._taken = byte_size
 
     def write(self, piece: memoryview) -> None:
-        """Writes what came. Raises Unavailable: the host has no memory, or this process no descriptor."""
+        """Writes a received piece of the parameters to memory.
+
+        Raises BodyTooLarge, Unavailable: as ``ArrivingParameters.take``; Unavailable: the host has no memory left, or this
+        process no file descriptors.
+        """
         end = self._written + len(piece)
         if end > self._taken:
             self._arriving.take(end, end - self._taken, self._limit)
@@ -113,13 +124,13 @@ class _Pushed:
         self._written = end
 
     def sealed(self) -> int:
-        """Seals the memory, which stays this object's; -1: nothing came."""
+        """Seals the memory against changes and returns its file descriptor, which ``close`` closes; -1: no bytes were written."""
         if self._memory >= 0:
             fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
         return self._memory
 
     def close(self) -> None:
-        """Gives memory and room back."""
+        """Frees the memory and the reserved room. Idempotent."""
         self._arriving.byte_size -= self._taken
         self._taken = 0
         if self._memory >= 0:
@@ -128,9 +139,9 @@ class _Pushed:
 
 
 def _sizes(request: Request) -> tuple[int | None, int | None]:
-    """Returns the bytes of the JSON (None: all are) and of the body (None: it does not say).
+    """Returns the bytes of the JSON (None: the whole body is JSON) and of the body (None: it has no Content-Length).
 
-    Raises: InvalidArgument, Unsupported.
+    Raises: InvalidArgument: a header is malformed, or the JSON is longer than the body; Unsupported: the body is compressed.
     """
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Unsupported("Unsupported compression type")

@@ -1,9 +1,9 @@
-"""A request that the ASGI application answers (Starlette, for everything but inference), in its connection's order of answers.
+"""Runs the ASGI application (Starlette) for one request that is no inference request, in its connection's order of answers.
 
     head, body ─▶ AsgiRequest ─receive─▶ application ─send─▶ AsgiRequest ─▶ socket
 
-It is the server's side of ASGI for one request: it frames the answer, asks for the body where the client waits for that, and
-holds the application up while the client does not take what it is sent.
+This is the server's side of ASGI: it frames the answer, asks for the body if the client waits for ``100 Continue``, and lets the
+application wait while the client does not read the answer.
 Source: ASGI 3.0, "HTTP & WebSocket ASGI Message Format"; RFC 9112.
 """
 
@@ -34,7 +34,12 @@ _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 
 
 class AsgiRequest:
-    """Runs the ASGI application for one request. ``expects_continue``: the client sends the body after a 100 Continue."""
+    """Runs the ASGI application for one HTTP request.
+
+    Args:
+      order: the order of answers of the request's connection.
+      expects_continue: whether the client sends the body only after a ``100 Continue``.
+    """
 
     #: Nobody measures how fast its body comes.
     received = -1
@@ -63,7 +68,7 @@ class AsgiRequest:
     # ------------------------------------------------------------------------------------------- the connection's side
 
     def receive(self, chunk: bytes) -> None:
-        """Takes a piece of the body; it is dropped once the answer is complete."""
+        """Receives a piece of the request's body for the application, or discards it if the answer is already complete."""
         if not self._answered:
             self._body += chunk
             if len(self._body) > _MAX_WAITING:
@@ -71,7 +76,7 @@ class AsgiRequest:
             self._news.set()
 
     def complete(self) -> None:
-        """Notes that the body is whole."""
+        """Notes that the whole body of the request has been received."""
         self._more_body = False
         self._news.set()
 
@@ -83,7 +88,7 @@ class AsgiRequest:
         task.add_done_callback(tasks.discard)
 
     def abandon(self) -> None:
-        """Tells the application that the client is gone; what it still answers is dropped."""
+        """Tells the application that the client has disconnected, and discards what the application still answers."""
         self._gone = True
         self._expects_continue = False
         self._news.set()
@@ -135,7 +140,10 @@ class AsgiRequest:
             raise RuntimeError(f"the ASGI message '{kind}' is out of place")
 
     def _start(self, status: int, fields: Iterable[tuple[bytes, bytes]]) -> None:
-        """Keeps the answer's status and header fields, which leave with the first bytes of its body. Raises RuntimeError."""
+        """Prepares the head of the answer, which is sent with the first bytes of its body.
+
+        Raises: RuntimeError: the application gave a header field that is malformed.
+        """
         self._status = status
         lines = [status_line(status)]
         if self.keep_alive and self._scope["http_version"] == "1.0":
@@ -165,7 +173,10 @@ class AsgiRequest:
         self._head = b"".join((*lines, b"\r\n"))
 
     def _write(self, body: bytes, more: bool) -> None:
-        """Writes a piece of the answer's body. Raises RuntimeError: it is longer or shorter than its head says."""
+        """Writes a piece of the answer's body to the client. ``more``: further pieces follow.
+
+        Raises: RuntimeError: the body is longer or shorter than the answer's Content-Length.
+        """
         if self._scope["method"] == "HEAD":
             body = b""
         if self._owed is None:

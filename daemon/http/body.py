@@ -1,6 +1,7 @@
-"""The body of an inference request while it arrives: bytes kept aside, or written straight into the request arena.
+"""Holds the body of an inference request while it arrives: in ordinary memory, or written straight into the request arena.
 
-JSON never goes into the arena: its tensors will need room there, and whoever waits for room must not hold any.
+A body of JSON alone never goes into the arena: its tensors will need room there, and a request that waits for room must not hold
+any.
 
 lease    | pad | JSON head | part | part | ...      pad = -head size mod 64, so the first part is 64-byte aligned,
                                                      which is what an executable needs to use it in place
@@ -26,13 +27,13 @@ _THROWN_AWAY = 64 << 10
 
 
 class CollectedBody:
-    """Collects a body that is small, or of unknown length, in ordinary memory.
+    """Collects a request body that is small, or of unknown length, in ordinary memory.
 
-    A large one lies in pages of its own, which take nothing until they are written and are the kernel's again when it is dropped:
-    memory that grows bit by bit would be copied again and again, and the allocator would keep it.
+    A large body lies in memory pages of its own, which take no memory until they are written and return to the kernel when the
+    body is dropped. (Memory that grows bit by bit would be copied again and again, and the allocator would keep it.)
 
     Args:
-      limit: bytes that it may have. 0: it stays small.
+      limit: the most bytes that the body may have; 0: it stays small and needs no pages.
     """
 
     __slots__ = ("_first", "_limit", "_more", "_pages", "received")
@@ -47,7 +48,7 @@ class CollectedBody:
 
     @classmethod
     def of(cls, content: bytes) -> CollectedBody:
-        """Makes a body of content that is complete."""
+        """Makes a body that is complete and consists of ``content``."""
         body = cls()
         body.write(content)
         return body
@@ -70,7 +71,7 @@ class CollectedBody:
             self._more += chunk
 
     def whole(self) -> bytes | memoryview:
-        """Returns everything received."""
+        """Returns all bytes received so far."""
         if self._pages is not None:
             return self._pages[: self.received]
         if self._more is not None:
@@ -79,10 +80,11 @@ class CollectedBody:
 
 
 class TextBody:
-    """Keeps a large JSON body of known length in ordinary memory until it is read. Pages that have not arrived take none.
+    """Collects a large JSON body of known length in ordinary memory, which is taken as the bytes arrive.
 
     Args:
-      grown: called with how much more came. False: nothing of it is kept any more, and what comes is thrown away.
+      grown: called with the number of bytes that have arrived since its last call. Returns False to drop the body: what was
+        received is freed, and what still arrives is discarded.
     """
 
     __slots__ = ("_byte_size", "_grown", "_kept", "_memory", "received")
@@ -100,29 +102,29 @@ class TextBody:
         self.advance(len(chunk))
 
     def rest(self) -> memoryview:
-        """Does as in ``PlacedBody``."""
+        """Returns the memory for the rest of the body, into which the socket may be read directly."""
         if self._kept:
             return self._memory[self.received :]
         return self._memory[: self._byte_size - self.received]
 
     def advance(self, byte_size: int) -> None:
-        """Does as in ``PlacedBody``."""
+        """Counts bytes of the body that were written into ``rest``."""
         self.received += byte_size
         if self._kept and not self._grown(byte_size):
             self.drop()
 
     def drop(self) -> None:
-        """Frees the memory of the body; bytes that still arrive are discarded."""
+        """Frees the memory of the body; bytes of the body that still arrive are discarded."""
         self._kept = False
         self._memory = memoryview(bytearray(min(_THROWN_AWAY, self._byte_size - self.received)))
 
     def whole(self) -> memoryview:
-        """Returns everything received, while it is kept."""
+        """Returns all bytes received so far; only for a body that was not dropped."""
         return self._memory[: self.received]
 
 
 class PlacedBody:
-    """Writes a large binary body of known length into a lease of the request arena."""
+    """Writes a large binary body of known length into a lease of the request arena while it arrives."""
 
     __slots__ = ("_end", "_start", "lease", "received")
 
@@ -134,12 +136,12 @@ class PlacedBody:
 
     @staticmethod
     def start(head_size: int) -> int:
-        """Returns the offset in the lease at which a body with a JSON head of that size begins, so that tensors are aligned."""
+        """Returns where in a lease a body with ``head_size`` bytes of JSON begins, so that its tensors are aligned."""
         return -head_size % ALIGNMENT
 
     @staticmethod
     def lease_size(byte_size: int) -> int:
-        """Returns how many bytes to borrow for a body of that size."""
+        """Returns how many bytes of the arena to borrow for a body of ``byte_size`` bytes."""
         return byte_size + ALIGNMENT
 
     def write(self, chunk: bytes | memoryview) -> None:
@@ -152,21 +154,30 @@ class PlacedBody:
         return self.lease.view[self._start + self.received : self._end]
 
     def advance(self, byte_size: int) -> None:
-        """Counts bytes that were written into ``rest``."""
+        """Counts bytes of the body that were written into ``rest``."""
         self.received += byte_size
 
     def head(self, head_size: int) -> memoryview:
-        """Returns the JSON head of the body."""
+        """Returns the JSON head of the body, which is its first ``head_size`` bytes."""
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
-        """Returns the places of binary parts, none of which travels in the record."""
+        """Returns where the binary parts lie in the arena; all of them, as none is small enough to be sent in the record.
+
+        Args:
+          head_size: the bytes of JSON before the first part.
+        """
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
-        """Returns the place of a binary part, or its bytes if it is small enough for the record."""
+        """Returns where one binary part lies in the arena, or the part's bytes if it is small enough to be sent in the record.
+
+        Args:
+          head_size: the bytes of JSON before the first part.
+          inline_byte_size: the most bytes of a tensor that is sent in the record.
+        """
         start = self._start + head_size + part.offset
         if part.byte_size <= inline_byte_size:
             return bytes(self.lease.view[start : start + part.byte_size])

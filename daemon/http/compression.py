@@ -1,6 +1,6 @@
-"""Compressed bodies and answers: gzip (RFC 1952) and deflate, which is zlib's format (RFC 1950). Sans-I/O.
+"""Decompresses request bodies and compresses answers: gzip (RFC 1952) and deflate, zlib's format (RFC 1950). Sans-I/O.
 
-Either way goes in steps of bounded work, so that the loop can serve others between two of them:
+Both work in steps of bounded size, so that the event loop can serve other connections between two steps:
 
     chunk ─▶ Inflation.feed ─▶ step, step, ... ─▶ finish      body grows up to its limit, never beyond
     pieces ─▶ Deflation     ─▶ step, step, ...                ─▶ compressed
@@ -29,11 +29,11 @@ _MAX_CODINGS = 32
 
 
 class Inflation:
-    """Inflates a compressed body into ``body`` while it arrives.
+    """Decompresses a request body into ``body`` while it arrives.
 
     Args:
       coding: "gzip" or "deflate".
-      limit: bytes that ``body`` may hold. Nothing is inflated beyond it, but one byte to know.
+      limit: the most bytes that ``body`` may hold. At most one byte more is decompressed, to notice that there is more.
     """
 
     def __init__(self, coding: str, body: CollectedBody, limit: int) -> None:
@@ -47,15 +47,15 @@ class Inflation:
         self.received = 0
 
     def feed(self, chunk: bytes) -> None:
-        """Takes a piece of the compressed body; the next steps inflate it."""
+        """Receives a piece of the compressed body; the next steps decompress it."""
         self.received += len(chunk)
         view = memoryview(chunk)
         self._pending.extend(view[at : at + _INFLATE_IN] for at in range(0, len(view), _INFLATE_IN))
 
     def step(self) -> bool:
-        """Inflates a limited amount. Returns whether there is more to do.
+        """Decompresses a limited amount. Returns whether received bytes are left to decompress.
 
-        Raises: InvalidArgument: the stream is broken.  BodyTooLarge.
+        Raises: InvalidArgument: the compressed stream is broken; BodyTooLarge: the decompressed body exceeds the limit.
         """
         if not self._pending:
             return False
@@ -78,18 +78,18 @@ class Inflation:
         return bool(self._pending)
 
     def finish(self) -> None:
-        """Checks that the compressed stream is complete. Raises InvalidArgument: it would go on beyond the body."""
+        """Checks that the compressed stream is complete. Raises InvalidArgument: the body ends before the stream does."""
         if not self._stream.eof:
             raise InvalidArgument(
                 f"failed to decompress the request body: the {self._coding} stream is truncated after {self.received} bytes"
             )
 
     def skip(self, chunk: bytes) -> None:
-        """Counts a piece of a body that is refused already."""
+        """Counts and discards a piece of the compressed body, because the request is already refused."""
         self.received += len(chunk)
 
     def drop(self) -> None:
-        """Frees what was fed and what was inflated."""
+        """Frees the compressed pieces that are left, and the decompressed body."""
         self._pending.clear()
         self._body = CollectedBody()
 
@@ -101,7 +101,10 @@ class Inflation:
         self._body.write(content)
 
     def _next_member(self) -> None:
-        """Begins the next file of several that gzip puts one behind the other; a zlib stream ends once."""
+        """Begins the next member of a gzip stream, which may have several in a row.
+
+        Raises: InvalidArgument: the coding is deflate, which has no members, or there are too many.
+        """
         if self._coding != "gzip":
             raise InvalidArgument("failed to decompress the request body: bytes follow the end of the deflate stream")
         self._members += 1
@@ -114,12 +117,12 @@ class Inflation:
 
 
 class Deflation:
-    """Compresses an answer.
+    """Compresses an answer in steps; ``compressed`` holds the result.
 
     Args:
       coding: "gzip" or "deflate".
-      level: zlib's, from 1. Answers are mostly numbers, of which more effort saves hardly a byte.
-      pieces: are only read, and not kept once done or dropped.
+      level: zlib's level, from 1. Answers are mostly numbers, for which a higher level saves hardly a byte.
+      pieces: the bytes of the answer. They are only read, and no longer referred to once all are compressed, or after ``drop``.
     """
 
     def __init__(self, coding: str, level: int, pieces: Iterable[Buffer]) -> None:
@@ -129,7 +132,7 @@ class Deflation:
         self.compressed: list[bytes] = []
 
     def step(self) -> bool:
-        """Compresses a limited amount. Returns whether there is more to do."""
+        """Compresses a limited amount of the answer. Returns whether there is more to compress."""
         room = _DEFLATE_IN
         while self._pieces and room:
             piece = self._pieces.popleft()
@@ -143,12 +146,15 @@ class Deflation:
         return False
 
     def drop(self) -> None:
-        """Drops the answer; its pieces may be given back."""
+        """Drops the pieces of the answer that are left, so that their memory may be given back."""
         self._pieces.clear()
 
 
 def request_coding(value: bytes) -> str | None:
-    """Returns the coding a Content-Encoding names, "" for none; None: one that is not understood, or more than one."""
+    """Returns the coding that a Content-Encoding header names: "gzip", "deflate", or "" for identity.
+
+    None: the coding is not supported, or there are several.
+    """
     name = value.decode("latin-1").lower()
     if name == "identity":
         return ""
@@ -157,9 +163,9 @@ def request_coding(value: bytes) -> str | None:
 
 
 def answer_coding(accept: bytes) -> str:
-    """Chooses the coding of an answer by the request's Accept-Encoding; "": none.
+    """Chooses the coding of an answer by the request's Accept-Encoding header: "gzip", "deflate", or "" for no compression.
 
-    The first with the highest q of those we know, as Triton chooses; ``*`` and names in capitals choose none.
+    As in Triton, the first coding with the highest q of those supported wins; ``*`` and names in capitals are ignored.
     """
     best, highest = "", 0.0
     for entry in accept.split(b",", _MAX_CODINGS)[:_MAX_CODINGS]:
@@ -173,7 +179,7 @@ def answer_coding(accept: bytes) -> str:
 
 
 def _quality(parameter: bytes) -> float:
-    """Parses ``q=0.8``; anything malformed counts as 0, because an answer that is not compressed is always right."""
+    """Parses the parameter ``q=0.8`` of an Accept-Encoding header. If it is malformed, it counts as 0: no compression."""
     name, _, value = parameter.partition(b"=")
     try:
         quality = float(value) if name.strip() == b"q" else 0.0

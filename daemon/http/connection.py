@@ -1,14 +1,14 @@
-"""A connection of a client: it has what receives, an order of answers, and deadlines.
+"""Serves one HTTP/1.1 connection: receives its requests, keeps their answers in order, and enforces its deadlines.
 
     socket ─▶ Connection ─▶ head parsed before (heads) ─▶ Exchange ───────────────────────────────╮
                 │   ╰─────▶ ParserFeed ─▶ Exchange, Generation, or AsgiRequest ────────────────────┴─▶ AnswerOrder ─▶ socket
                 ╰─────────▶ BodyReader: the rest of a large body, straight to its place
 
-Its guards, each with a clear answer: the number of connections (503), a request that does not get whole in time (408), and those
-of ``parser_feed``. Whoever asks nothing, or does not take its answers, for too long is cut off.
+What it refuses, each with an error response: too many connections (503), a request that is not complete in time (408), and what
+``parser_feed`` refuses. It closes the connection of a client that sends no request, or does not read its answers, for too long.
 
-A client that ends its sending side is gone: what it asked is cancelled. Where the operator says so it may still read, and what
-it sent whole is answered (``http.answer_half_closed``).
+A client that closes its sending side counts as gone: its requests are cancelled. With ``http.answer_half_closed`` it may still
+read, and the requests that it sent completely are answered.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ _RECEIVING, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.SUBMITTED
 
 
 class Http1Connection(asyncio.Protocol):
-    """Carries one client's HTTP/1.1 connection. ``connections``: all open ones; ``owner``: whom its memory counts for."""
+    """Serves one client's HTTP/1.1 connection.
+
+    Args:
+      connections: the open connections of this front; this one adds and removes itself.
+      owner: the client (a host, or a user on a unix socket) whose share of the arenas this connection's memory counts against.
+    """
 
     __slots__ = ("_connections", "_direct", "_feed", "_held", "_owner", "_serving", "order", "transport")
 
@@ -98,7 +103,14 @@ class Http1Connection(asyncio.Protocol):
             self._parse(data, between)
 
     def _take(self, head: InferHead, data: bytes, head_size: int) -> bool:
-        """Begins a request whose head is cached, where nothing else is under way. Returns False if it must be parsed."""
+        """Begins a request whose head was parsed before and is cached, while no other request of the connection is open.
+
+        Returns False if the parser must read ``data`` instead.
+
+        Args:
+          head: what the first ``head_size`` bytes of ``data`` mean.
+          data: the bytes received so far of the request.
+        """
         order, serving, length = self.order, self._serving, head.content_length
         received = len(data) - head_size
         if order.closing:
@@ -136,7 +148,12 @@ class Http1Connection(asyncio.Protocol):
         )
 
     def _take_large(self, head: InferHead, first: bytes) -> bool:
-        """Begins a large request from its cached head and its first bytes. Returns False if it cannot be placed now."""
+        """Begins a request with a large body. Returns False, with no effect, if the body cannot go straight into the arena now.
+
+        Args:
+          head: the parsed head of the request, from the cache.
+          first: the bytes of the body that came with the head.
+        """
         order = self.order
         if order.flow.read_paused or self._speaks_tls:
             return False
@@ -154,7 +171,7 @@ class Http1Connection(asyncio.Protocol):
         return True
 
     def _parse(self, data: bytes, between: bool) -> None:
-        """Feeds received bytes to the parser. ``between``: no request was under way when they came."""
+        """Feeds received bytes to the parser. ``between``: no request was open when they came, so they begin one."""
         order, feed = self.order, self._feed
         if feed is None:
             feed = self._feed = ParserFeed(self._serving, self.transport, order)
@@ -176,7 +193,7 @@ class Http1Connection(asyncio.Protocol):
             self._leave_reader()
 
     def eof_received(self) -> bool:
-        """Handles the end of the client's sending side. Returns True to keep the connection open for the answers it is owed."""
+        """Handles that the client has closed its sending side. Returns True to keep the connection open for pending answers."""
         order = self.order
         order.ended = True
         if not order.closing:
@@ -188,27 +205,27 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def _speaks_tls(self) -> bool:
-        """Returns whether what the socket has is encrypted, so that nothing can be read from there past the transport."""
+        """Returns whether the connection is encrypted with TLS, so that bodies cannot be read directly from its socket."""
         return self._serving.tls and self.transport.get_extra_info("sslcontext") is not None
 
     # ---------------------------------------------------------------------------------------------- large bodies
 
     def _read_rest(self, body: PlacedBody | TextBody) -> None:
-        """Lets the reader fill the rest of a large body directly."""
+        """Has a ``BodyReader`` read the rest of a large body from the socket directly into the body's memory."""
         order = self.order
         order.reader = order.reader or BodyReader(self, self.transport)
         self._direct = body
         order.reader.receive(body.rest()[:_PIECE_BYTE_SIZE] if isinstance(body, TextBody) else body.rest())
 
     def _leave_reader(self) -> None:
-        """Removes the reader, because small requests are received again."""
+        """Removes the ``BodyReader`` from the connection, because the client sends small requests again."""
         order = self.order
         if order.reader is not None and not order.flow.read_paused:
             order.reader.leave()
             order.reader = None
 
     def direct_body_complete(self) -> None:
-        """Continues once the reader has filled its memory: all of a binary body, or a piece of a text."""
+        """Continues once the ``BodyReader`` has filled its memory: with a whole binary body, or with a piece of a JSON body."""
         order = self.order
         body, self._direct = self._direct, None
         assert body is not None
@@ -230,7 +247,11 @@ class Http1Connection(asyncio.Protocol):
         self.order.resume_writing()
 
     def check(self, now: float) -> None:
-        """Checks every deadline of the connection; called about once a second by the server."""
+        """Checks every deadline of the connection; the server calls this about once a second.
+
+        Args:
+          now: in monotonic seconds.
+        """
         http, order = self._serving.options.http, self.order
         if order.flow.read_paused:
             order.times.held_up(now)
@@ -243,7 +264,7 @@ class Http1Connection(asyncio.Protocol):
             order.leave()
 
     def shutdown(self) -> None:
-        """Closes an idle connection, as the server stops; a busy one closes after its last answer."""
+        """Closes the connection, because the server stops: at once if it is idle, otherwise after its last answer."""
         order = self.order
         if self.idle:
             order.leave()
@@ -253,7 +274,7 @@ class Http1Connection(asyncio.Protocol):
             order.refuse(503, "the server is stopping, and the rest of the request does not come")
 
     def _came(self) -> int:
-        """Returns the received bytes of an incomplete request; -1: the client has none to complete."""
+        """Returns how many bytes of an incomplete request have been received; -1: no request is incomplete."""
         order = self.order
         if order.receiving is not None:
             return order.received
@@ -263,21 +284,24 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Returns whether no request is under way."""
+        """Returns whether the connection has no request, complete or incomplete, that is not answered yet."""
         order = self.order
         return not (order.requests or order.times.head_since or order.times.body_since)
 
     @property
     def used_at(self) -> float:
-        """Returns when an idle connection last served its client, in monotonic seconds."""
+        """Returns since when the connection is idle, or a request head is arriving, in monotonic seconds; 0: neither is so."""
         return self.order.times.idle_since or self.order.times.head_since
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the client waits for no answer, nor the rest of one. An incomplete head does not count as a request."""
+        """Returns whether the client waits for no answer and for no rest of an answer.
+
+        A client that has sent only a part of a request head waits for none.
+        """
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)
 
     def make_room(self) -> None:
-        """Ends the connection, because others need its place."""
+        """Closes this idle connection, because there are too many connections and a new one needs its place."""
         self.order.leave()

@@ -1,6 +1,6 @@
-"""The JSON object of a control request (repository, regions, settings), and its fields, with the sentences of a real Triton 2.51.
+"""Reads the JSON object of a control request (repository, regions, settings) and its fields; errors as in Triton 2.51.
 
-Where Triton answers a client's mistake with 500, the sentence is the same and the status 400. Source: as recorded.
+If Triton answers a client's mistake with status 500, the error has Triton's sentence and the status 400. Source: as recorded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ _INT64_MAX = (1 << 63) - 1
 
 
 def read(body: bytes, required: bool = False) -> dict[str, Any]:
-    """Reads the fields of a JSON body. An empty body has none, unless ``required``; neither has JSON that is no object.
+    """Returns the fields of the JSON object in a request's body; none if the JSON is no object, or the body is empty.
 
-    Raises: InvalidArgument: not JSON.
+    Args:
+      required: whether an empty body is an error.
+    Raises: InvalidArgument: the body is no JSON, or has too many fields.
     """
     if not body and not required:
         return {}
@@ -32,7 +34,10 @@ def read(body: bytes, required: bool = False) -> dict[str, Any]:
 
 
 def settings(body: bytes) -> dict[str, Any]:
-    """Reads the settings that a body names; an array names none, as for Triton. Raises InvalidArgument."""
+    """Returns the settings in the JSON object of a request's body; a JSON array has none, as in Triton.
+
+    Raises: InvalidArgument: the body is no JSON, or neither an object nor an array, or has too many settings.
+    """
     value = parse(body)
     if isinstance(value, list):
         return {}
@@ -43,21 +48,21 @@ def settings(body: bytes) -> dict[str, Any]:
 
 
 def boolean(value: Any) -> bool:
-    """Raises InvalidArgument on anything but true and false."""
+    """Returns ``value``, which must be true or false. Raises InvalidArgument: it is neither."""
     if not isinstance(value, bool):
         raise _refusal("boolean")
     return value
 
 
 def text(value: Any) -> str:
-    """Raises InvalidArgument on anything but a string."""
+    """Returns ``value``, which must be a string. Raises InvalidArgument: it is none."""
     if not isinstance(value, str):
         raise _refusal("string")
     return value
 
 
 def texts(value: Any) -> list[str]:
-    """Raises InvalidArgument on anything but an array of strings."""
+    """Returns ``value``, which must be a list of strings. Raises InvalidArgument: it is none, or too long."""
     if not isinstance(value, list):
         raise _refusal("array")
     check_count(len(value), "values of a setting")
@@ -65,14 +70,14 @@ def texts(value: Any) -> list[str]:
 
 
 def unsigned(value: Any) -> int:
-    """Raises InvalidArgument on anything but an integer of 64 bits without a sign."""
+    """Returns ``value``, which must be an unsigned 64-bit integer. Raises InvalidArgument: it is none."""
     if not is_unsigned(value):
         raise _refusal("unsigned-integer")
     return int(value)
 
 
 def members(value: Any) -> dict[str, Any]:
-    """Raises InvalidArgument on anything but an object, and on one with more members than are taken."""
+    """Returns ``value``, which must be a JSON object (a dict). Raises InvalidArgument: it is none, or has too many members."""
     if not isinstance(value, dict):
         raise InvalidArgument("attempt to get members for non-object")
     check_count(len(value), "members of an object")
@@ -80,14 +85,14 @@ def members(value: Any) -> dict[str, Any]:
 
 
 def member(holder: Any, key: str) -> Any:
-    """Returns a member of an object. Raises InvalidArgument: it has none of that name."""
+    """Returns the member ``key`` of a JSON object. Raises InvalidArgument: ``holder`` is no object or has no such member."""
     if not isinstance(holder, dict) or key not in holder:
         raise InvalidArgument(f"attempt to access non-existing object member '{key}'")
     return holder[key]
 
 
 def base64_content(key: str, value: Any) -> bytes:
-    """Decodes a base64 string. Raises InvalidArgument: no string, or no base64."""
+    """Decodes a string of base64. Raises InvalidArgument: ``value`` is no string or no base64. ``key`` names it, for errors."""
     try:
         return base64.b64decode(text(value), validate=True)
     except (binascii.Error, ValueError) as error:
@@ -95,7 +100,10 @@ def base64_content(key: str, value: Any) -> bytes:
 
 
 def cuda_registration(fields: dict[str, Any]) -> tuple[bytes, int, int]:
-    """Reads the raw handle, device_id and byte_size of a CUDA register request. Raises InvalidArgument."""
+    """Returns the raw handle, device_id and byte_size in the fields of a request that registers a CUDA region.
+
+    Raises: InvalidArgument: one of the three is missing or malformed.
+    """
     if "raw_handle" not in fields:
         raise InvalidArgument("Shared memory register request has no 'raw_handle' field")
     handle = member(fields["raw_handle"], "b64")

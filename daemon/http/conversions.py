@@ -1,6 +1,6 @@
-"""Large pieces of work that the event loop does in small steps, so that no client waits for another one's numbers.
+"""Runs long jobs in small steps on the event loop, so that no client waits while another one's large JSON is converted.
 
-    loop turn   | sockets | one step | sockets | one step | ...      one step a turn, whatever is waiting; jobs take turns
+    iteration   | sockets | one step | sockets | one step | ...      one step in each, however many jobs wait; jobs take turns
 
 Threads would not help: the libraries that read and write JSON hold the interpreter's lock while they do.
 """
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Job:
-    """Holds one piece of work that is done in steps."""
+    """Holds one job that runs in steps: a generator, and the callbacks for its result and its exception."""
 
     __slots__ = ("_done", "_failed", "_steps", "cancelled")
 
@@ -33,12 +33,12 @@ class Job:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Cancels the job: neither callback is called, and its memory may be freed."""
+        """Cancels the job: neither of its callbacks will be called, and the memory that it works on may be freed."""
         self.cancelled = True
         self._steps.close()
 
     def step(self) -> bool:
-        """Runs one step. Returns whether there is more to do."""
+        """Runs one step of the job, and calls a callback if that was the last one. Returns whether there are more steps."""
         try:
             next(self._steps)
             return True
@@ -50,7 +50,7 @@ class Job:
 
 
 class Conversions:
-    """Runs the jobs of one front in turn, one step of each at a time."""
+    """Runs the long jobs of one front on the event loop: one step of one job in each iteration, the jobs by turns."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
@@ -58,7 +58,10 @@ class Conversions:
     def run(
         self, steps: Generator[None, None, Any], done: Callable[[Any], None], failed: Callable[[Exception], None]
     ) -> Job:
-        """Runs a generator step by step, then calls ``done`` with its result, or ``failed``; never before this returns."""
+        """Starts a job: runs ``steps`` step by step, then calls ``done`` with its result, or ``failed`` with its exception.
+
+        Neither is called before this method returns.
+        """
         job = Job(steps, done, failed)
         if not self._jobs:
             asyncio.get_running_loop().call_soon(self._turn)

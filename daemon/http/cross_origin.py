@@ -1,7 +1,7 @@
-"""Pages of other origins that may ask from within a browser (``http.cors_origins``).
+"""Adds CORS headers to answers, so that web pages of the origins in ``http.cors_origins`` may use this server.
 
-What Starlette answers, preflights among it, its own middleware completes; answers to inference requests go another way, and get
-their lines here. Source: the Fetch standard, "HTTP-CORS protocol".
+Starlette's middleware adds them to what Starlette answers, preflight requests included. Answers to inference requests do not go
+through Starlette, and get their header lines here. Source: the Fetch standard, "HTTP-CORS protocol".
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _EXPOSED = "Inference-Header-Content-Length"
 
 
 class CrossOrigin:
-    """Adds the CORS header lines to a front's answers."""
+    """Adds the CORS header lines to the answers of an HTTP front."""
 
     def __init__(self, origins: Sequence[str]) -> None:
-        """Begins with ``origins``, as browsers say them, ``https://example.org``; ``*`` is all."""
+        """Takes the origins that are allowed, as browsers send them, such as ``https://example.org``; ``*`` allows all."""
         self._origins = tuple(origins)
         self._any = "*" in origins
         self._known = frozenset(origin.encode() for origin in origins)
 
     def around(self, application: ASGIApp) -> ASGIApp:
-        """Wraps the application, so that its answers tell browsers who may read them."""
+        """Wraps the ASGI application, so that its answers have CORS headers, which tell browsers which pages may read them."""
         return CORSMiddleware(
             application,
             allow_origins=self._origins,
@@ -34,7 +34,11 @@ class CrossOrigin:
         )
 
     def lines(self, fields: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """Returns the header lines of the answer to an inference request with those fields; empty where no browser asks."""
+        """Returns the CORS header lines of the answer to an inference request; empty if the request has no Origin header.
+
+        Args:
+          fields: the header fields of the request, their names in lower case.
+        """
         origin = next((value for name, value in fields if name == b"origin"), None)
         if origin is None:
             return b""

@@ -1,4 +1,4 @@
-"""What a connection waits for, since when, and what is too long. Sans-I/O: times are passed in, in monotonic seconds."""
+"""Decides when an HTTP connection has waited too long for its client. Sans-I/O: times are passed in, in monotonic seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tensord.daemon.front.drain_rate import GRACE_SECONDS, SILENCE_SECONDS, Drai
 
 
 class Late(enum.Enum):
-    """Names what a connection has taken too long for."""
+    """Names the deadline that the client of an HTTP connection has missed."""
 
     #: It takes nothing of its answer.
     ANSWER = "answer"
@@ -24,7 +24,7 @@ class Late(enum.Enum):
 
 
 class Deadlines:
-    """Tracks since when one connection waits for what, in monotonic seconds; 0: it does not wait for that."""
+    """Tracks since when one connection waits for its client to do something, in monotonic seconds; 0: it does not wait for that."""
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")
 
@@ -38,29 +38,29 @@ class Deadlines:
         self._came, self._silent_since = -1, 0.0
 
     def stopped(self, now: float, came: int) -> bool:
-        """Returns whether an incomplete request has made no progress for too long while the server stops.
+        """Returns whether no more bytes of an incomplete request have come for too long. Asked only while the server stops.
 
         Args:
-          came: bytes of it; below 0: nothing is to come.
+          came: how many bytes of the request have been received; below 0: no request is incomplete.
         """
         if came != self._came:
             self._came, self._silent_since = came, now
         return came >= 0 and now - self._silent_since > SILENCE_SECONDS
 
     def held_up(self, now: float) -> None:
-        """Restarts the deadlines of an incomplete request, because it is the server that does not read."""
+        """Restarts the deadlines of an incomplete request, because the server, not the client, holds the request up."""
         if self.head_since:
             self.head_since = now
         if self.body_since:
             self.body_since = now
 
     def late(self, http: Http, now: float, unsent: int, received: int, refused: bool) -> Late | None:
-        """Returns the first deadline that has passed, or None.
+        """Returns the deadline that the client has missed, or None.
 
         Args:
-          unsent: bytes of answers that the client has still to take.
-          received: bytes of the body that is arriving; below 0: none is, or it is not the client who holds it up.
-          refused: nothing more is expected from the client.
+          unsent: how many bytes of answers the client has not read yet.
+          received: how many bytes of the arriving body have been received; below 0: none is arriving, or the server holds it up.
+          refused: whether the client was refused, so that only the reading of its answers has a deadline.
         """
         if self._pace.is_slow(self.stalled_since, unsent, now, http.write_timeout, http.min_rate):
             return Late.ANSWER

@@ -1,4 +1,4 @@
-"""An HTTP inference request as values: everything its JSON says, before its tensors have places."""
+"""Types for a decoded HTTP inference request: everything that its JSON says, before its tensors have places in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
 
 @dataclass(slots=True)
 class BinaryPart:
-    """Says where a binary tensor lies: an offset from the first binary part, in bytes."""
+    """Says where a binary tensor lies in a request's body: its offset from the first binary part, and its size, in bytes."""
 
     offset: int
     byte_size: int
@@ -27,7 +27,7 @@ Source = BinaryPart | RegionSlice | Values
 
 @dataclass(slots=True)
 class DecodedRequest:
-    """Holds what one request asks for."""
+    """Holds what the JSON of one inference request asks for."""
 
     id: str
     inputs: list[tuple[str, str, tuple[int, ...], Source]]

@@ -1,10 +1,10 @@
-"""One inference request, from its body to its answer: no task, no queue, no event.
+"""Handles one inference request over HTTP, from its body to its answer, by callbacks alone: no task, no queue, no event.
 
     head ─▶ body (reception) ─▶ prepared ─▶ submit ─▶ answer ─▶ encode (response_codec) ─▶ socket
      ╰────────── small ─────────▲                       ╰─ said before: head and tensors ─▲
 
-Each arrow is a call from the connection's or the lane's callback. The connection (answer_order) keeps exchanges in the order in
-which their requests came, so an answer is written only by the exchange whose turn it is.
+Each arrow is a call from the connection's or the lane's callback. The connection's ``AnswerOrder`` keeps exchanges in the order
+in which their requests came, so an answer is written only by the exchange whose turn it is.
 
     AnswerRecord ─▶ with a number: but for its id the head is remembered ─▶ one piece
                  ├▶ encoded (response_codec), in steps where large       ─▶ pieces; slices of the arena as they lie
@@ -56,7 +56,7 @@ _LENGTH = b"\r\nContent-Length: "
 
 
 class ExchangePhase(enum.Enum):
-    """Names the phases of an exchange."""
+    """Names the phases of an inference request over HTTP, from receiving its body to writing its answer."""
 
     #: The body is arriving.
     RECEIVING = "receiving"
@@ -73,7 +73,7 @@ _RECEIVING, _RECEIVED, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.RECEI
 
 
 class Exchange(InFlight):
-    """Leads one inference request from its body to its answer."""
+    """Handles one inference request over HTTP: receives its body, submits it to a worker, and writes its answer."""
 
     _serving: HttpServing
     _head: InferHead
@@ -86,7 +86,7 @@ class Exchange(InFlight):
     _client_id: str = ""
     #: The version that has answered, noted where the answer is written anew.
     _version: int = 0
-    #: The client is.
+    #: The client has disconnected.
     _gone: bool = False
     _job: Job | None = None
     #: The response lease whose bytes the transport still holds.
@@ -117,7 +117,7 @@ class Exchange(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def begin(self) -> None:
-        """Begins to receive a body that is large, compressed, of unknown length, or sent after 100 Continue."""
+        """Begins to receive a body that is large, compressed, raw, of unknown length, or sent after ``100 Continue``."""
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self._order.account
         )
@@ -128,7 +128,11 @@ class Exchange(InFlight):
             reception.error = error
 
     def _admit(self) -> None:
-        """Checks that the model can be asked. Raises NotFound, Unsupported: not over HTTP; or the head's own error."""
+        """Checks that the model can be asked over HTTP, and decides whether the request is traced.
+
+        Raises NotFound: no such model version serves or is being loaded; Unsupported: the model gives several responses to a
+        request; or the error that was found in the head.
+        """
         head, table = self._head, self._serving.table
         if head.error is not None:
             # It may be remembered with its target; what an error was raised through must not be.
@@ -149,7 +153,7 @@ class Exchange(InFlight):
             trace.stamp(trace_stamps.HTTP_RECV_START)
 
     def receive(self, chunk: bytes) -> None:
-        """Takes a piece of the body. Raises BodyTooLarge."""
+        """Receives a piece of the body. Raises BodyTooLarge: the body has more bytes than ``http.max_body_byte_size``."""
         reception = self._reception
         if reception is None:
             self._small_body += chunk
@@ -161,21 +165,21 @@ class Exchange(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """Returns the body as far as it has arrived; None: it is small, and kept in the exchange."""
+        """Returns the body as far as it has arrived; None: it is small, and its bytes are held by the exchange itself."""
         return None if self._reception is None else self._reception.body
 
     @property
     def received(self) -> int:
-        """Counts the bytes of the body that came."""
+        """Returns how many bytes of the body have been received."""
         return len(self._small_body) if self._reception is None else self._reception.received
 
     @property
     def refused(self) -> bool:
-        """Returns whether the answer is an error already, so that the rest of the body need not come."""
+        """Returns whether the request will be answered with an error, so that the rest of its body is not needed."""
         return self._reception is not None and self._reception.error is not None
 
     def complete(self) -> None:
-        """Notes that the body is complete, and submits the request if it is its turn."""
+        """Notes that the body is complete, and submits the request if every earlier one of the connection is answered."""
         if self.phase is not _RECEIVING:
             return
         if self._trace is not None:
@@ -191,10 +195,12 @@ class Exchange(InFlight):
         self._go_on()
 
     def take(self, data: bytes, begins: int) -> None:
-        """Submits a request whose body is whole, small and not compressed, in its turn.
+        """Submits the request, whose body is complete, small and not compressed, or answers it with an error.
+
+        Every earlier request of the connection must be answered.
 
         Args:
-          data: what came; the body is all of it from ``begins`` on.
+          data: received bytes; the body is all of them from the offset ``begins`` on.
         """
         serving, head = self._serving, self._head
         tracer = serving.tracer
@@ -239,7 +245,10 @@ class Exchange(InFlight):
             self._answer_defect()
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins to receive a large binary body. Returns None, with no effect, if it has no place now, or is refused."""
+        """Begins to receive a large binary body, and returns it.
+
+        Returns None, with no effect, if the request arena has no room for it now, or the request is refused.
+        """
         reception = Reception(self._serving, self._head, self._order.pause_body, self._go_on, self._order.account)
         try:
             body = reception.begin_now()
@@ -260,7 +269,7 @@ class Exchange(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Submits the request if its body is complete and placed and it is its turn."""
+        """Submits the request once its body is complete and in its place, and every earlier request is answered."""
         if self.phase is not _RECEIVED or not self.my_turn or self._gone or self._job is not None:
             return
         reception = self._reception
@@ -280,7 +289,7 @@ class Exchange(InFlight):
             self._answer_defect()
 
     def _read(self, body: Body) -> None:
-        """Decodes the JSON and submits the request. Large data in it is cut out first, in steps."""
+        """Decodes the JSON of a complete body, and submits the request. Large arrays in the JSON are cut out first, in steps."""
         json_size = self._head.json_size
         text: bytes | memoryview
         if isinstance(body, PlacedBody):
@@ -429,7 +438,7 @@ class Exchange(InFlight):
             self.written()
 
     def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Encodes an answer without what is cached for its kind, or answers with its error."""
+        """Encodes and writes an answer without the cache of answer heads; a worker's error is written as an error response."""
         if own.lease is not None and lane is not None:
             self._unwritten = (lane, own.lease)
         if self._trace is not None:
@@ -488,7 +497,10 @@ class Exchange(InFlight):
         self._answer_or_cut(self._answer, head, parts)
 
     def _answer_or_cut(self, step: Callable[..., None], *arguments: object) -> None:
-        """Runs the next step of an answer from the event loop; an exception cuts the connection."""
+        """Runs the next step of writing an answer, from the event loop. An exception is logged, and answered with 500.
+
+        If a part of the answer may have been sent already, the connection is cut instead.
+        """
         try:
             step(*arguments)
         except Exception:
@@ -510,14 +522,19 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
-        """Writes the whole answer to the connection."""
+        """Writes a complete HTTP response to the connection."""
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._order.answer_pieces(pieces):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, binary: bool) -> None:
-        """Compresses in steps, then answers. The lease is given back before, because the compressed bytes are a copy."""
+        """Compresses the answer in steps, then writes it. Its lease is given back first, because the compressed bytes are a copy.
+
+        Args:
+          json_size: the bytes of JSON before compression.
+          binary: whether binary tensors follow the JSON.
+        """
         if self._gone:
             return
         if deflation.step():
@@ -548,12 +565,12 @@ class Exchange(InFlight):
         return self._head.origin_lines + self._timing_line + lines
 
     def _answer_defect(self) -> None:
-        """Logs an unexpected exception, and answers 500."""
+        """Logs the exception that is being handled, which is a defect of the server, and answers the request with 500."""
         _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
         self._answer_error(500, DEFECT)
 
     def written(self) -> None:
-        """Gives back the answer's lease, because the transport has written it, and ends the trace."""
+        """Gives back the lease of the answer, because the transport needs its bytes no longer, and ends the request's trace."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)
@@ -567,7 +584,7 @@ class Exchange(InFlight):
         self._refused(error)
 
     def _answer_if_refused(self, step: Callable[..., None], *arguments: object) -> None:
-        """Runs the next step of a request from the event loop; an exception becomes its answer."""
+        """Runs the next step of a request from the event loop; an exception is answered as an error response."""
         try:
             step(*arguments)
         except Exception as error:
@@ -583,7 +600,7 @@ class Exchange(InFlight):
     # ------------------------------------------------------------------------------------------------ the end
 
     def abandon(self) -> None:
-        """Cancels the request, because the client is gone."""
+        """Cancels the request and frees its memory, because the client has disconnected."""
         self._gone = True
         if self._job is not None:
             self._job.cancel()

@@ -1,12 +1,12 @@
-"""generate and generate_stream: a model's answer to one plain JSON object, as one object or as server-sent events.
+"""Handles generate and generate_stream: a model's answer to one plain JSON object, as one object or as server-sent events.
 
     head, body ─▶ Generation ─▶ generate_codec ─▶ submit.placement ─▶ answers, any number
                                                                         ├▶ Generate: exactly one as JSON, or all joined
                                                                         ╰▶ GenerateStream: each as an event, when it comes
 
-Each arrow is a call from the connection's or the lane's callback, as for infer (``exchange``). The worker is told that a response
-was taken once it is written, and no more are written while the client does not take them: so its worker waits for a slow client.
-A client that leaves cancels its request.
+Each arrow is a call from the connection's or the lane's callback, as for infer (``exchange``). A response is acknowledged to its
+worker once it is written, and none is written while the client does not read: so the worker waits for a slow client. If a client
+disconnects, its request is cancelled.
 Source: Triton docs/protocol/extension_generate.md; WHATWG HTML, "Server-sent events".
 """
 
@@ -52,7 +52,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Generation(InFlight):
-    """Handles one request to its answer; base class of the endpoints. ``expects_continue``: the body follows 100 Continue."""
+    """Handles one request of generate, generate_stream or infer_stream to the end of its answer; base class of these endpoints.
+
+    ``expects_continue``: the client sends the body only after a ``100 Continue``.
+    """
 
     _serving: HttpServing
     _head: InferHead
@@ -110,28 +113,28 @@ class Generation(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def receive(self, chunk: bytes) -> None:
-        """Takes a piece of the body."""
+        """Receives a piece of the body, or discards it if the request is already decided."""
         if self._reception is not None:
             self._reception.receive(chunk)
 
     @property
     def body(self) -> Body | None:
-        """Returns the body as far as it has arrived; None: it is not wanted."""
+        """Returns the body as far as it has arrived; None: it is not kept, because the request is submitted or refused."""
         return None if self._reception is None else self._reception.body
 
     def complete(self) -> None:
-        """Notes that the body is whole."""
+        """Notes that the whole body has been received, and continues the request."""
         if self._reception is not None:
             self._reception.complete()
         self._go_on()
 
     def take_turn(self) -> None:
-        """Notes that every earlier request of the connection is answered, and continues."""
+        """Notes that every earlier request of the connection is answered, and continues this one."""
         self._my_turn = True
         self._go_on()
 
     def abandon(self) -> None:
-        """Cancels the request, because the client is gone."""
+        """Cancels the request and frees its memory, because the client has disconnected."""
         self._gone = True
         if self._loading is not None:
             self._loading.cancel()
@@ -140,7 +143,7 @@ class Generation(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Admits the request once it is its turn and its model is loaded, and submits it once its body is whole."""
+        """Admits the request once earlier ones are answered and its model is loaded; submits it once its body is complete."""
         if not self._my_turn or self._gone or self._decided or self._loading is not None:
             return
         head, submitter = self._head, self._serving.submitter
@@ -177,7 +180,10 @@ class Generation(InFlight):
         self._go_on()
 
     def _admit(self) -> ModelState:
-        """Returns the state of the model. Raises NotFound: no such model.  InvalidArgument: the body is compressed."""
+        """Returns the state of the model that is asked for, and decides whether the request is traced.
+
+        Raises NotFound: no such model version serves requests; InvalidArgument: the body is compressed.
+        """
         head, table, tracer = self._head, self._serving.table, self._serving.tracer
         state = table.find(head.model, head.version)
         if tracer is not None and tracer.on:
@@ -206,7 +212,7 @@ class Generation(InFlight):
         self._running = True
 
     def _read(self, reception: Reception, state: ModelState) -> UnsentRequest:
-        """Parses the body to a request. Raises InvalidArgument."""
+        """Parses the complete body. Raises InvalidArgument: it is no JSON object that the model's inputs can be read from."""
         body = reception.body
         assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
         return generate_codec.decode(bytes(body.whole()), self._head.model, self._head.version, state.metadata)
@@ -222,7 +228,7 @@ class Generation(InFlight):
         self._take(prepared, own, lane)
 
     def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Writes a response, and acknowledges it to its worker."""
+        """Writes a response to the client, and acknowledges it to its worker; holds it back while the client does not read."""
         if self._blocked:
             self._held.append((prepared, own, lane))
             return
@@ -244,7 +250,7 @@ class Generation(InFlight):
         self._release(prepared, own, lane)
 
     def written(self) -> None:
-        """Writes the responses that were held back, once the client has taken what was written."""
+        """Writes the responses that were held back, because the client has read what was written before."""
         self._blocked = False
         while self._held and not self._blocked:
             self._take(*self._held.popleft())
@@ -258,15 +264,15 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, own.lease)
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        """Handles a good response. Raises InvalidArgument: it cannot be written as this endpoint's answer."""
+        """Writes one good response, or keeps it for ``_end``. Raises InvalidArgument: this endpoint cannot express it."""
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
-        """Handles an error, or a response that cannot be written. ``final``: no response follows."""
+        """Tells the client an error: the model's, or that a response cannot be written. ``final``: no response follows."""
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Ends the answer after the last response. Raises InvalidArgument: there were too few."""
+        """Ends the answer after the model's last response. Raises InvalidArgument: there was no response, but one is needed."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------- bytes
@@ -276,7 +282,7 @@ class Generation(InFlight):
         self._blocked = not self._order.answer_part(part)
 
     def _write_whole(self, status: int, body: bytes, media_type: bytes = _JSON) -> None:
-        """Writes a whole answer with that status and body."""
+        """Writes a complete HTTP response with a status and a body, and ends the request."""
         self._write(self._response_head(status, b"content-length: %d\r\n" % len(body), media_type) + body)
         self._finish(status, body)
 
@@ -293,14 +299,17 @@ class Generation(InFlight):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers with an error; for requests of which nothing was answered so far."""
+        """Answers a request with an error response; only if no part of an answer was written before."""
         if self._trace is not None:
             self._trace.error = message
             self._trace.end()
         self._write_whole(status, _encode({"error": message}))
 
     def _meet_defect(self) -> None:
-        """Logs a defect, ours or a worker's, and tells the client while that is possible."""
+        """Logs the exception that is being handled, a defect of the server, and answers 500 if no answer has begun.
+
+        Otherwise it cuts the connection.
+        """
         _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
         if self._begun:
             self._gone = True
@@ -319,7 +328,11 @@ class Generation(InFlight):
             self._trace.end()
 
     def _finish(self, status: int, said: bytes = b"") -> None:
-        """Ends the request, as its answer is written. ``said``: its body, or the end of it."""
+        """Ends the request, because its answer is written: counts and logs it, frees its memory, gives the next one its turn.
+
+        Args:
+          said: the body of the answer, or the last part of the body, for the access log.
+        """
         if status == 200:
             self._serving.answered.good(self, 0 if self._state is None else self._state.version, said)
         else:
@@ -329,7 +342,7 @@ class Generation(InFlight):
         self._order.answered()
 
     def _let_go(self) -> None:
-        """Releases the request's memory, and cancels it if its model still runs."""
+        """Frees the memory of the request and of responses that were held back, and cancels the request if its model runs."""
         self._drop_body()
         if self._running:
             self._running = False
@@ -344,7 +357,7 @@ class Generation(InFlight):
 
 
 class Generate(Generation):
-    """Answers with one JSON object. Whatever the model says is wrong is the request's fault: 400."""
+    """Handles generate: answers with one JSON object. A model's error is answered with 400, except if it is 501 or 503."""
 
     #: The object, once the response came.
     _object: bytes | None = None
@@ -379,9 +392,9 @@ class Generate(Generation):
 
 
 class GenerateStream(Generation):
-    """Answers with events, ``data: <JSON>`` and an empty line each.
+    """Handles generate_stream: answers with one server-sent event per response: ``data: <JSON>`` and an empty line.
 
-    An error is an event as well, once there was one or others may follow.
+    An error is an event too, unless it is final, the first and not an internal error: then it is an ordinary error response.
     """
 
     _media_type: ClassVar[bytes] = _EVENTS
@@ -402,7 +415,7 @@ class GenerateStream(Generation):
         self._say(b"data: %b\n\n" % _encode({"error": error.message}), 400)
 
     def _say(self, event: bytes, status: int) -> None:
-        """Sends an event; the first one decides the answer's status."""
+        """Sends one event to the client. ``status``: the HTTP status of the answer, if this is its first event."""
         head = b"" if self._status else self._begin(status)
         if self._kept is None:
             self._begun = True

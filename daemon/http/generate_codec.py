@@ -1,4 +1,4 @@
-"""The generate extension's JSON: one object to an inference request, an answer to one object. Sans-I/O.
+"""Converts the JSON of generate: a client's one object to an inference request, and an answer to one object. Sans-I/O.
 
     {"text_input": "a", "temperature": 0.5, "parameters": {...}}    a key that names an input is that input, any other is a
                                                                     parameter; ``parameters`` holds more of both
@@ -33,11 +33,12 @@ _MAX_MARKS = 1 << 18
 
 
 def decode(body: bytes, model: str, version: int, metadata: bytes) -> UnsentRequest:
-    """Reads a request for a model with these inputs.
+    """Reads the body of a generate request to an inference request.
 
     Args:
-      metadata: the model's, as JSON; the batch dimension is in its shapes.
-    Raises: InvalidArgument: no JSON object, a value that no input or parameter can have.
+      metadata: the metadata of the model, as JSON, which names its inputs; the batch dimension is in their shapes.
+    Raises: InvalidArgument: the body is no JSON object, has too many values, or has one that no input or parameter can have;
+      Unsupported: a sequence id that is a string is too long.
     """
     if b"\0" in body:
         end = body.index(b"\0")
@@ -94,9 +95,13 @@ def _read(
 
 
 def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
-    """Returns the shape of values given for an input of shape ``wanted`` (-1: any number there).
+    """Returns the shape of the tensor that a client's values make.
 
-    Of flat values, the last variable dimension takes as many as there are and the others are one: a batch of one.
+    If the values are not nested, the last variable dimension gets the size that fits all values, and the others get 1.
+
+    Args:
+      wanted: the shape of the input in the model's metadata; -1 is a variable dimension.
+    Raises: InvalidArgument: the values do not fit the shape.
     """
     shape = _nesting(values, len(wanted)) if any(isinstance(value, list) for value in values) else None
     if shape is None:
@@ -114,7 +119,10 @@ def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
 
 
 def _nesting(values: Any, max_rank: int) -> list[int]:
-    """Returns the lengths of the first lists at each depth; whether all are like them is looked at with the values."""
+    """Returns the length of the first list at each depth of nested lists, outermost first, down to one more than ``max_rank``.
+
+    Whether all lists of a depth have that length is checked later, when the values are converted.
+    """
     lengths: list[int] = []
     while isinstance(values, list) and len(lengths) <= max_rank:
         lengths.append(len(values))
@@ -129,9 +137,12 @@ def encode(
     client_id: str,
     view: Callable[[Slice], memoryview] | None = None,
 ) -> bytes:
-    """Writes the object of a response. Raises InvalidArgument: an output cannot be written as JSON.
+    """Writes one response of a model as the JSON object that generate answers with.
 
-    ``view``: the bytes of a slice of the response arena; None: there are none.
+    Args:
+      client_id: the request's id, as the client gave it; "": none.
+      view: returns the bytes of a slice of the response arena; None: no output lies there.
+    Raises: InvalidArgument: an output cannot be written as JSON.
     """
     fields: dict[str, Any] = {"id": client_id} if client_id else {}
     fields |= {"model_name": model, "model_version": str(prepared.version)}
@@ -145,7 +156,7 @@ def encode(
 
 
 def _content(place: Content, view: Callable[[Slice], memoryview] | None) -> bytes | memoryview:
-    """Returns the bytes of an output that did not go to a region."""
+    """Returns the bytes of an output tensor that is not in a client's shared memory region."""
     if isinstance(place, bytes):
         return place
     assert view is not None
@@ -153,10 +164,10 @@ def _content(place: Content, view: Callable[[Slice], memoryview] | None) -> byte
 
 
 class _Joined:
-    """Holds one output of a ``JoinedAnswers``, as far as it came."""
+    """Collects the parts of one output tensor from several responses."""
 
     def __init__(self, datatype: str, shape: tuple[int, ...]) -> None:
-        """Begins with nothing. ``shape``: one response's."""
+        """Begins with no parts. ``shape``: the shape of the output in one response."""
         self.datatype = datatype
         self.rest = shape[1:]
         self.size = 0
@@ -164,13 +175,13 @@ class _Joined:
 
 
 class JoinedAnswers:
-    """Joins all responses to one request: each output is what they hold of it, along its first axis.
+    """Joins all responses to one request into one answer: each output tensor is concatenated along its first axis.
 
-    For models that say so (``ModelState.joins``), and clients that want no stream.
+    For models that want it (``ModelState.joins``), when the client does not ask for a stream.
     """
 
     def __init__(self, state: ModelState, max_byte_size: int) -> None:
-        """Begins with nothing. ``max_byte_size``: of all outputs together."""
+        """Begins with no responses. ``max_byte_size``: the most bytes of all outputs together."""
         self._state = state
         self._max_byte_size = max_byte_size
         self._byte_size = 0
@@ -179,7 +190,11 @@ class JoinedAnswers:
         self._outputs = {each["name"]: _Joined(each["datatype"], tuple(each["shape"])) for each in outputs}
 
     def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
-        """Adds the next response. Raises InvalidArgument: they are too large together, or do not go together."""
+        """Adds the next response. Raises InvalidArgument: the responses together exceed ``max_byte_size``.
+
+        Args:
+          view: returns the bytes of a slice of the response arena.
+        """
         self._parameters |= prepared.parameters
         for tensor, place in placed(prepared.outputs, contents):
             assert not isinstance(place, RegionSlice)
@@ -195,7 +210,7 @@ class JoinedAnswers:
             joined.contents.append(content)
 
     def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:
-        """Returns all of them as one answer; of none, outputs without elements."""
+        """Returns all responses joined into one answer. If there were no responses, its outputs have no elements."""
         tensors = [PreparedTensor(name, each.datatype, (each.size, *each.rest)) for name, each in self._outputs.items()]
         contents = [b"".join(each.contents) for each in self._outputs.values()]
         return PreparedAnswer(self._state.version, tuple(tensors), self._parameters), tuple(contents)

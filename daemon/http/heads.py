@@ -1,11 +1,11 @@
-"""Heads of inference requests that were parsed before, whichever connection brought them. Sans-I/O.
+"""Caches the heads of inference requests that were parsed before, for all connections of a front. Sans-I/O.
 
     head       | request line | Host: a | User-Agent: b | Content-Length: 9 | traceparent: 00-c | |   the same bytes,
     without    | request line | Host: a |               | Content-Length: 9 |                   | |   or those that matter
 
-The parser alone says what a head means; here its word is kept. A header line that is well formed and that neither the parser nor
-this front looks at changes nothing, so a head is known as well by what is left without such lines: many clients and proxies put a
-number of their own into each request.
+Only the parser says what a head means; here its result is cached. A header line that is well formed, and that neither the parser
+nor this front looks at, changes nothing. So a head is also found by its bytes without such lines: many clients and proxies put a
+different identifier into each request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIGNIFICANT = (
 
 
 def _line_without(names: bytes) -> re.Pattern[bytes]:
-    """Makes the pattern of a line with a field that is none of these: its name is a token, its value is printed."""
+    """Makes the pattern of a well-formed header line whose field is none of ``names`` (alternatives of a regular expression)."""
     return re.compile(
         rb"\r\n(?!(?:" + names + rb"):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e]*(?=\r\n)", re.IGNORECASE
     )
@@ -39,7 +39,10 @@ _OTHER_LINE_BUT_PARENT = _line_without(_SIGNIFICANT + rb"|traceparent")
 
 
 class Heads(BoundedCache[bytes, InferHead]):
-    """Caches parsed heads by their bytes, up to the empty line; one per front. ``heads[bytes]`` None: they must be parsed."""
+    """Caches parsed heads of inference requests by their bytes, up to and including the empty line. There is one per front.
+
+    ``heads[bytes]`` returns the parsed head, or None: the bytes must be parsed.
+    """
 
     __slots__ = ("_cuts", "_max_byte_size", "_max_fields", "_other_line")
 
@@ -48,10 +51,10 @@ class Heads(BoundedCache[bytes, InferHead]):
     ) -> None:
         """
         Args:
-          count: so many are remembered at least, but no more than ``MAX_COUNT``.
-          max_byte_size, max_fields: of heads that are taken at all.
-          cuts: whether lines may be left out: no operator's rule looks at them.
-          joins: whether each ``traceparent`` is read.
+          count: how many heads are cached at least, but no more than ``MAX_COUNT``.
+          max_byte_size, max_fields: the most bytes and header fields of a head that the front accepts.
+          cuts: whether header lines that change nothing may be left out, because no rule of the operator looks at them.
+          joins: whether the front reads the ``traceparent`` header.
         """
         # Each by its bytes, and by what of them matters.
         super().__init__(2 * min(count, MAX_COUNT))
@@ -74,7 +77,7 @@ class Heads(BoundedCache[bytes, InferHead]):
         return meaning
 
     def learn(self, head: bytes, meaning: InferHead) -> None:
-        """Caches the meaning of bytes that the parser took for one head."""
+        """Caches what a head means, as the parser read it, unless it is long, refused, or has a chunked body or trace parent."""
         if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
             return
         if meaning.content_length is None or meaning.error is not None or meaning.trace_parent:

@@ -1,8 +1,8 @@
-"""infer_stream: a request as ``infer`` takes it, and any number of responses as ``infer`` gives them, one behind the other.
+"""Handles infer_stream: a request in the format of ``infer``, answered with any number of responses in that format, in a row.
 
     response   | u32 size of the JSON | u64 size of what follows it | JSON | tensor | tensor | ...      little-endian
 
-An error is a response whose JSON has ``error`` and ``code``; one that is final and the first is an ordinary error of HTTP.
+An error is a response whose JSON has ``error`` and ``code``; if it is final and the first, it is an ordinary HTTP error response.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class InferStream(GenerateStream):
-    """Answers one ``infer_stream`` request with each response of its model, behind one another."""
+    """Handles one infer_stream request: writes each response of its model, one after the other, into one HTTP response."""
 
     _media_type: ClassVar[bytes] = b"application/octet-stream"
     #: Which outputs are binary.

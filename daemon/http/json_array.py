@@ -1,11 +1,11 @@
-"""A large array of numbers that was cut out of the text of a request (``json_cut``), converted piece by piece. Sans-I/O.
+"""Converts a large JSON array of numbers, which was cut out of a request (``json_cut``), piece by piece. Sans-I/O.
 
     [ 0.1,0.2, ... ,0.3 ]
       └ piece ┘└ piece ┘       each piece, by itself, is read by simdjson into the tensor's place
 
-No piece takes longer than about a millisecond, so whoever converts can look after others between two of them. What simdjson does
-not understand, and what is wrong, goes piece by piece through RapidJSON like a small text. Where simdjson is not installed,
-msgspec reads the pieces.
+No piece takes longer than about a millisecond, so that the event loop can serve other connections between two pieces. A piece
+that simdjson refuses is parsed by RapidJSON, like a small text, which converts it or says what is wrong. If simdjson is not
+installed, msgspec parses the pieces.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' f
 
 @dataclass(slots=True)
 class JsonArray:
-    """Converts an array of numbers or booleans that is still text."""
+    """Converts the JSON text of an array of numbers or booleans to a tensor's bytes, in steps."""
 
     #: From its opening bracket to its closing one, and where that lies in the request, for errors.
     text: memoryview
@@ -58,7 +58,7 @@ class JsonArray:
     count: int
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument: it cannot be a tensor of that datatype and shape, whatever it holds."""
+        """Checks datatype and length. Raises InvalidArgument: JSON cannot express the datatype, or the text is too short."""
         json_data.refuse_half_floats(self.datatype, self.count, self.name)
         # A value and its comma take two bytes, so nobody gets room for more values than there are.
         if 2 * self.count > len(self.text):
@@ -66,20 +66,20 @@ class JsonArray:
 
     @property
     def byte_size(self) -> int:
-        """Returns the bytes of the tensor."""
+        """Returns how many bytes the tensor has."""
         return self.count * (ELEMENT_SIZES[self.datatype] or 0)
 
     def wire_bytes(self) -> bytes:
-        """Converts it at once, to the tensor's bytes. Raises as ``fill`` does."""
+        """Converts the whole array at once and returns the tensor's bytes. Raises as ``fill`` does."""
         content = bytearray(self.byte_size)
         for _ in self.fill(memoryview(content)):
             pass
         return bytes(content)
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Writes the tensor's bytes and returns their number; stops after each piece.
+        """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written.
 
-        Raises InvalidArgument: what is wrong, as Triton says it.
+        Raises: InvalidArgument: the text is no JSON array for this datatype and shape; the message says what is wrong, as Triton.
         """
         nested = yield from self._check_nesting()
         out = np.frombuffer(place, DTYPES[self.datatype]) if self.datatype != "BYTES" else np.empty(0)
@@ -98,7 +98,10 @@ class JsonArray:
         return self.byte_size
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        """Yields the text within the outer brackets in pieces that end before a comma, each with its offset in the text."""
+        """Yields the text between the outer brackets in pieces that end before a comma, each with its offset in ``text``.
+
+        Raises: InvalidArgument: the text of one value is longer than a piece.
+        """
         start, end = 1, len(self.text) - 1
         while end - start > PIECE_BYTE_SIZE:
             piece = bytes(self.text[start : start + PIECE_BYTE_SIZE])
@@ -138,7 +141,10 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Returns whether there are lists in the list. Raises InvalidArgument: they are nested otherwise than the shape says."""
+        """Returns whether the array holds nested arrays; yields between steps of bounded work.
+
+        Raises: InvalidArgument: the nesting contradicts the shape.
+        """
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()
@@ -152,9 +158,14 @@ class JsonArray:
 
 
 def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
-    """Returns the lengths of lists nested like ``[[,,],[,,]]``, outermost first; nothing where they are ragged or far too deep.
+    """Returns the lengths of nested lists, outermost first; empty: lists of one level differ, or they are nested far too deep.
 
-    The first innermost list tells a length. Where all are alike they leave a structure with one level less.
+    It takes the length of the first innermost list, and removes all lists like that one: if all were alike, a structure with one
+    level less is left. Yields after each level.
+
+    Args:
+      structure: the brackets and commas of the lists alone, such as ``[[,,],[,,]]``.
+      rank: the number of dimensions of the tensor.
     """
     left, dims = structure, list[int]()
     while left and len(dims) <= 2 * rank + 1:

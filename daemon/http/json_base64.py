@@ -1,4 +1,4 @@
-"""Large base64 text for an input: decoded piece by piece. Sans-I/O."""
+"""Decodes large base64 text in the JSON of a request to a tensor's bytes, piece by piece. Sans-I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PIECE_BYTE_SIZE = 1 << 20
 
 @dataclass(slots=True)
 class JsonBase64:
-    """Decodes base64 of what the binary tensor data extension would send."""
+    """Decodes the base64 text of a tensor's bytes, in steps. The bytes are those that the binary tensor data extension sends."""
 
     #: With its quotation marks.
     text: memoryview
@@ -24,20 +24,20 @@ class JsonBase64:
     count: int
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument: it cannot be a tensor of that datatype with so many elements."""
+        """Checks the length of the text. Raises InvalidArgument: it does not fit ``count`` elements of the datatype."""
         needed = ELEMENT_SIZES[self.datatype]
         if needed is not None and not self.count * needed <= self.byte_size < self.count * needed + 3:
             raise refusal("data", "non-array", "array")
 
     @property
     def byte_size(self) -> int:
-        """Returns what the tensor takes at most: two bytes of the last three may be padding."""
+        """Returns the most bytes that the tensor can have; up to two fewer if the base64 text ends with padding."""
         return (len(self.text) - 2) // 4 * 3
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Writes the tensor's bytes and returns their number; stops after each piece.
+        """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written.
 
-        Raises: InvalidArgument: it is no base64, or has another size. Whether strings fit together in it is the worker's to say.
+        Raises: InvalidArgument: the text is no base64, or has not the tensor's size. (A worker checks the strings of BYTES.)
         """
         written, end = 0, len(self.text) - 1
         for start in range(1, end, _PIECE_BYTE_SIZE):

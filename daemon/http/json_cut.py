@@ -1,11 +1,11 @@
-"""The large data of tensors in the text of a request, found without reading the text. Sans-I/O.
+"""Cuts the large ``data`` of tensors out of the JSON text of a request, without parsing the text. Sans-I/O.
 
     ..."data": [ 0.1,0.2, ... ,0.3 ]...      a small text, read as ever      ..."data": ["<token>:0"]...
                └──── apart ────────┘         what was cut out                [ 0.1,0.2, ... ,0.3 ]
 
-An array of numbers ends at its last bracket, an array of strings at the first bracket that an even number of quotation marks is
-before, base64 text at the next quotation mark. What is left of the text becomes objects, which take many times the memory and the
-time of their text: it has a bound, and that is looked at while the text is walked through, in steps.
+An array of numbers ends at its last bracket, an array of strings at the first bracket with an even number of quotation marks
+before it, base64 text at the next quotation mark. The remaining text is parsed to objects, which take many times the memory and
+the time of the text: so its size is limited, which is checked while the text is searched, in steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _UNCLOSED = 0
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Holds a text without its large data, and where that is."""
+    """Holds a JSON text whose large data was replaced by placeholders, and where the data lies in the original text."""
 
     text: bytes
     #: Where each lies in the whole text.
@@ -56,7 +56,11 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns which of the spans the ``data`` of an input stands for, be it text or a value; None: it stands for itself."""
+        """Returns the index in ``spans`` of the data that an input's ``data`` is the placeholder of; None: it is no placeholder.
+
+        Args:
+          data: the JSON text of ``data``, or its parsed value.
+        """
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""
             return int(text[len(_PLACEHOLDER) : -2]) if text.startswith(_PLACEHOLDER) else None
@@ -65,7 +69,7 @@ class Cut:
         return None
 
     def place(self, offset: int) -> int:
-        """Returns where something that lies there in ``text`` lies in the whole text."""
+        """Converts an offset in ``text`` to the offset of the same byte in the original text."""
         for number, (start, end) in enumerate(self.spans):
             if start >= offset:
                 break
@@ -74,7 +78,7 @@ class Cut:
 
 
 def cut(document: bytes | memoryview) -> Cut | None:
-    """Cuts large data out of a JSON text. Returns None if there is none. Raises as ``steps``."""
+    """Cuts large data out of a JSON text, all at once. Returns None if the text has no large data. Raises as ``steps``."""
     found = steps(document)
     while True:
         try:
@@ -85,9 +89,9 @@ def cut(document: bytes | memoryview) -> Cut | None:
 
 
 def steps(document: bytes | memoryview) -> Generator[None, None, Cut | None]:
-    """Cuts large data out of a JSON text in steps of a few milliseconds.
+    """Cuts large data out of a JSON text in steps of a few milliseconds. The result is None if the text has no large data.
 
-    Raises: InvalidArgument: more is left of the text than may be.
+    Raises: InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
     """
     view = memoryview(document)
     size, at, kept, marks = len(view), 0, 0, 0
@@ -145,7 +149,14 @@ def _placeholder(number: int) -> bytes:
 
 
 def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator[None, None, int]:
-    """Returns where the value ends that begins there; not behind ``start``: it stays in the text. Or _UNCLOSED."""
+    """Finds the end of the JSON value of a ``data`` key. Yields between steps of bounded work.
+
+    Returns: the offset behind the value; at most ``start``: the value stays in the text; _UNCLOSED: the value does not end.
+
+    Args:
+      start: where the value begins.
+      opening: the match of ``_OPENING``, which tells the kind of the value.
+    """
     if opening[1] is not None:
         end = find(view, b'"', start + 1, len(view))
         return end + 1 if view[end - 1] != _BACKSLASH else start
@@ -163,7 +174,11 @@ def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator
 
 
 def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
-    """Returns as ``_end_of``, of an array that begins with a string; one with something else in it stays in the text."""
+    """Finds the end of a JSON array whose first element is a string. Yields after each piece.
+
+    Returns: the offset behind the array; ``start``: the array also holds something else and stays in the text; _UNCLOSED: it
+      does not end.
+    """
     at, inside = start + 1, False
     while at < len(view):
         piece = bytes(view[at : at + _PIECE_BYTE_SIZE])
@@ -188,7 +203,7 @@ def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
 
 
 def _is_odd(text: bytes) -> bool:
-    """Returns whether the number of quotation marks in it that are not escaped is odd."""
+    """Returns whether a text has an odd number of quotation marks that are not escaped by a backslash."""
     marks = text.count(b'"')
     if marks and b"\\" in text:
         marks -= text.replace(b"\\\\", b"").count(b'\\"')
@@ -196,9 +211,12 @@ def _is_odd(text: bytes) -> bool:
 
 
 def find(view: memoryview, what: bytes, start: int, end: int, enough: int | None = None) -> int:
-    """Finds as ``bytes.find``, in memory that is no bytes object: the pieces it copies never leave the processor's cache.
+    """Searches a memory view as ``bytes.find`` searches bytes. Returns the offset of the first ``what``, or -1.
 
-    ``enough``: it may stop, as if there were none, when it has looked through so many bytes.
+    It copies the view in pieces that are small enough for the processor's cache.
+
+    Args:
+      enough: the search may give up, and return -1, after so many bytes; None: it searches to the end.
     """
     size, begin = _GLANCE_BYTE_SIZE, start
     while start < end and (enough is None or start - begin <= enough):

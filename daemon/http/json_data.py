@@ -1,4 +1,4 @@
-"""The ``data`` of an input: JSON numbers, booleans or strings to a tensor's wire bytes.
+"""Converts the JSON ``data`` of an input (numbers, booleans or strings) to the tensor's bytes on the wire.
 
     BOOL            true, false
     INT*, UINT*     integers in the datatype's range; 2.0 and 1e2 are none
@@ -40,7 +40,10 @@ _NO_JSON = ("FP16", "BF16")
 
 
 def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
-    """Converts a flat array of ``count`` values. Raises UnusualText: anything else; ``exact`` knows better."""
+    """Converts the JSON text of a flat array of ``count`` values, or of a base64 string, to a tensor's bytes.
+
+    Raises: UnusualText: the text is anything else, which ``exact`` may understand; InvalidArgument: the base64 does not fit.
+    """
     if bytes(memoryview(text)[:1]) == b'"':
         return _from_base64(_quick_text(text), datatype, [count])
     decoder = _QUICK.get(datatype)
@@ -66,7 +69,13 @@ def _quick_text(text: msgspec.Raw) -> str:
 
 
 def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) -> bytes:
-    """Converts a JSON value to wire bytes. Raises InvalidArgument: what is wrong, in Triton's words where it has any."""
+    """Converts a parsed JSON value, the ``data`` of an input, to a tensor's bytes.
+
+    Args:
+      count: how many elements ``shape`` has.
+      name: the name of the input, for errors.
+    Raises: InvalidArgument: the value is wrong or does not fit the shape; in Triton's words, if Triton has the same error.
+    """
     if isinstance(value, str):
         return _from_base64(value, datatype, shape)
     if not isinstance(value, list):
@@ -81,7 +90,11 @@ def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) ->
 
 
 def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
-    """Converts values in a row to wire bytes. Raises InvalidArgument: one is of the wrong kind or out of range."""
+    """Converts a flat list of values to a tensor's bytes. Raises InvalidArgument: a value is of the wrong kind or out of range.
+
+    Args:
+      name: the name of the input, for errors.
+    """
     for leaf in leaves:
         _check(leaf, datatype)
     try:
@@ -93,7 +106,7 @@ def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
 
 
 def refuse_half_floats(datatype: str, count: int, name: str) -> None:
-    """Raises InvalidArgument: a datatype that JSON says nothing about."""
+    """Checks that a datatype can be sent as JSON. Raises InvalidArgument: it is FP16 or BF16, and ``count`` is not 0."""
     if datatype in _NO_JSON and count:
         raise InvalidArgument(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
@@ -101,7 +114,7 @@ def refuse_half_floats(datatype: str, count: int, name: str) -> None:
 
 
 def _wire_bytes(values: list[Any], datatype: str) -> bytes:
-    """Raises OverflowError: a number is out of the datatype's range."""
+    """Converts checked values to a tensor's bytes. Raises OverflowError: a number is out of the datatype's range."""
     if datatype == "BYTES":
         elements = np.empty(len(values), np.object_)
         elements[:] = values
@@ -123,7 +136,7 @@ def _from_base64(text: str, datatype: str, shape: list[int]) -> bytes:
 
 
 def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
-    """Returns the values in row-major order. Raises InvalidArgument: nested, but not as the shape says."""
+    """Returns the values of nested lists in row-major order. Raises InvalidArgument: the nesting contradicts the shape."""
     level: list[Any] = value
     dims = [len(value)]
     while any(isinstance(item, list) for item in level):
@@ -137,17 +150,17 @@ def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
 
 
 def is_nesting_of(dims: Sequence[int], shape: Sequence[int]) -> bool:
-    """Returns whether lists nested with these lengths are a tensor of that shape. Dimensions of one may be left out or put in."""
+    """Returns whether nested lists of the lengths ``dims`` (outermost first) fit a tensor of ``shape``, ignoring all 1s."""
     return [dim for dim in dims if dim != 1] == [dim for dim in shape if dim != 1]
 
 
 def misnested(shape: list[int], name: str) -> InvalidArgument:
-    """Makes the error for lists that contradict the shape."""
+    """Makes the error for nested lists that contradict the shape of the input ``name``."""
     return InvalidArgument(f"Unable to parse 'data': input '{name}' is nested, but not as its shape {shape} says")
 
 
 def of_wrong_kind(datatype: str) -> InvalidArgument:
-    """Makes the error for a value that no element of that datatype is written as."""
+    """Makes the error for a JSON value that cannot be an element of a tensor of ``datatype``."""
     if datatype == "BYTES":
         return InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
     if datatype == "BOOL":
@@ -160,7 +173,10 @@ def of_wrong_kind(datatype: str) -> InvalidArgument:
 
 
 def _check(leaf: Any, datatype: str) -> None:
-    """Refuses a value of the wrong kind. Ranges that Triton does not look at are left to numpy."""
+    """Checks that one JSON value is of the kind that the datatype needs. Raises InvalidArgument: it is not.
+
+    Ranges of integers below 64 bits are not checked here: numpy refuses a number that is out of range.
+    """
     if datatype == "BOOL":
         right = isinstance(leaf, bool)
     elif datatype == "BYTES":

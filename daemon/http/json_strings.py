@@ -1,10 +1,10 @@
-"""A large array of strings in the text of a request, converted to BYTES piece by piece. Sans-I/O.
+"""Converts a large JSON array of strings in a request to a BYTES tensor, piece by piece. Sans-I/O.
 
     [ "a","b", ... ,"," , ... ,"z" ]      a piece ends at a quotation mark that a comma and another one follow
       └ piece  ┘└ piece      ┘
 
-Such a place may also be the beginning of a string that is nothing but a comma. A piece that ends there is an unfinished string
-and no JSON, so it is tried, and the next such place is the right one.
+Such a place may also be the beginning of a string that is nothing but a comma. A piece that ends there ends in the middle of a
+string and is no JSON: then parsing it fails, and the piece is extended to the next such place, which is the right one.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' f
 
 
 def is_flat(text: memoryview) -> bool:
-    """Returns whether a text is an array that begins with a string."""
+    """Returns whether a JSON text is an array whose first element is a string."""
     return _FLAT.match(text) is not None
 
 
 @dataclass(slots=True)
 class JsonStrings:
-    """Converts an array of strings that is still text."""
+    """Converts the JSON text of an array of strings to the bytes of a BYTES tensor, in steps."""
 
     #: From its opening bracket to its closing one.
     text: memoryview
@@ -44,17 +44,23 @@ class JsonStrings:
     count: int
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument: it cannot hold so many strings."""
+        """Checks the length of the text. Raises InvalidArgument: the text is too short for ``count`` strings."""
         if 3 * self.count > len(self.text):
             raise InvalidArgument(_MISMATCH)
 
     @property
     def byte_size(self) -> int:
-        """Returns what the tensor takes at most: a string's quotation marks and comma are a byte less than its length."""
+        """Returns the most bytes that the tensor can have.
+
+        A string takes 4 bytes for its length in the tensor, and in the text 3 bytes for its quotation marks and comma.
+        """
         return len(self.text) + self.count
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Writes the tensor's bytes and returns their number; stops after each piece. Raises InvalidArgument: what is wrong."""
+        """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written.
+
+        Raises: InvalidArgument: the text is no JSON array of ``count`` strings; the message says what is wrong.
+        """
         start, written, count = 1, 0, 0
         while start < len(self.text):
             values, start = self._piece(start)
@@ -72,7 +78,10 @@ class JsonStrings:
         return written
 
     def _piece(self, start: int) -> tuple[list[str], int]:
-        """Returns the strings of the piece that begins there, and where the next one does."""
+        """Returns the strings of the piece that begins at the offset ``start`` of the text, and where the next piece begins.
+
+        Raises: InvalidArgument: the piece is no JSON, or holds something that is no string.
+        """
         search = start + PIECE_BYTE_SIZE
         for _ in range(2):
             end, following = self._end_of_piece(search)
@@ -89,7 +98,11 @@ class JsonStrings:
         raise InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
 
     def _end_of_piece(self, search: int) -> tuple[int, int]:
-        """Returns where a piece's last string ends, and the comma behind it; at the array's end both mean the closing bracket."""
+        """Finds the first offset from ``search`` on where a piece may end: behind a string, before a comma and another string.
+
+        Returns: the offset behind that string, and the offset behind the comma, where the next piece begins. If there is no such
+        place: the offset of the array's closing bracket, and the end of the text.
+        """
         while (found := _SEPARATOR.search(self.text, search)) is not None:
             mark = found.start()
             backslashes = 0

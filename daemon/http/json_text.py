@@ -1,4 +1,4 @@
-"""Output tensors as JSON text: flat arrays, at once or piece by piece.
+"""Encodes output tensors as JSON text, each as a flat array, at once or piece by piece.
 
 Numbers are written as the shortest text that reads back as the same value of their datatype. NaN and the infinities are written
 as Triton writes them, though JSON has no such literals.
@@ -29,13 +29,19 @@ _encode = msgspec.json.Encoder().encode
 
 
 def whole(tensor: PreparedTensor, content: bytes | memoryview) -> bytes:
-    """Writes a tensor whose bytes are ``content`` as text. Raises InvalidArgument: JSON cannot say it; binary output can."""
+    """Returns the JSON array of a tensor whose bytes are ``content``.
+
+    Raises InvalidArgument: JSON cannot express the tensor (FP16, BF16, strings that are not UTF-8); binary output can.
+    """
     values = _values(tensor, content)
     return _strings(values.tolist(), tensor.name) if tensor.datatype == "BYTES" else _numbers(values)
 
 
 def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
-    """Writes a tensor as text, in pieces that take about a millisecond each. Raises as ``whole`` does, at any of them."""
+    """Yields the JSON array of a tensor whose bytes are ``content``, in pieces that take about a millisecond each.
+
+    Raises as ``whole`` does, perhaps only after some pieces.
+    """
     separator = b"["
     for text in _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content):
         yield separator + text[1:-1]

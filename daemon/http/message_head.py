@@ -1,8 +1,8 @@
-"""Reads the head of a request: what its request line and header fields mean. Sans-I/O.
+"""Reads the head of an HTTP request: what its request line and header fields mean. Sans-I/O.
 
-Header fields are as the parser gave them, names in lower case.
-The parser has already refused what is no HTTP: fields without a colon or with a space before it, folded fields, bare line feeds,
-lengths that are no numbers, a length beside a transfer coding, two lengths.
+Header fields are as the parser gave them, names in lower case. The parser has already refused what is no HTTP: fields without a
+colon or with a space before it, folded fields, bare line feeds, lengths that are no numbers, a length together with a transfer
+coding, two lengths.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REMEMBERED = 1024
 
 @dataclass(frozen=True, slots=True)
 class InferRoute:
-    """Holds the model and version that a target names; 0: the newest. ``error``: what is wrong with the version."""
+    """Holds the model, version (0: the newest) and endpoint that a request target names. ``error``: the version is refused."""
 
     model: str
     version: int
@@ -49,7 +49,7 @@ class InferRoute:
 
 @functools.lru_cache(_REMEMBERED)
 def infer_route(target: bytes) -> InferRoute | None:
-    """Splits a request target, absolute or not, with or without a query. None: it is another endpoint's, or nobody's."""
+    """Parses the target of an HTTP request: absolute or not, with or without a query. None: it names no inference endpoint."""
     match = _INFER_PATH.fullmatch(path_and_query(target)[0])
     if match is None:
         return None
@@ -62,7 +62,7 @@ def infer_route(target: bytes) -> InferRoute | None:
 
 @dataclass(slots=True)
 class InferHead:
-    """Holds what the request line and headers said."""
+    """Holds what the request line and header fields of an inference request mean."""
 
     model: str
     version: int
@@ -111,17 +111,20 @@ class InferHead:
         self.key = (self.model, self.version, self.tail_size) if known else None
 
     def tell_origin(self, lines: bytes) -> None:
-        """Adds header lines to the answer."""
+        """Sets the CORS header lines of the answer to this request."""
         self.origin_lines = lines
         self.is_plain = self.is_plain and not lines
 
     def forward(self, parameters: dict[str, str]) -> None:
-        """Adds forwarded headers as parameters, so that the JSON alone no longer tells what is asked."""
+        """Sets the headers that become parameters of the request. Its JSON is parsed anew then, as it does not say everything."""
         self.forwarded, self.key = parameters, None
 
 
 def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
-    """Returns status and text of the refusal of a head that makes the connection's framing or its target ambiguous, or None."""
+    """Checks that a request head leaves no doubt about the body's framing and the host, and that its HTTP version is served.
+
+    Returns the status and text to refuse the request with, or None if the head is good.
+    """
     hosts = 0
     for name, value in fields:
         if name == b"host":
@@ -136,9 +139,9 @@ def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
 
 
 def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
-    """Splits a target into the decoded path, the path as it came, and the query.
+    """Splits a request target into the percent-decoded path, the path as it came, and the query.
 
-    An encoded slash is a part of its segment and no border between two, so it stays encoded.
+    An encoded slash belongs to a path segment and does not separate two, so it stays encoded.
     """
     match = _TARGET.fullmatch(target)
     path, query = (match[1], match[2] or b"") if match else (target, b"")
@@ -149,7 +152,7 @@ def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
 
 
 def scope(method: bytes, target: bytes, version: str, fields: Fields) -> dict[str, Any]:
-    """Makes the scope that ASGI gives an application."""
+    """Makes the ASGI scope of an HTTP request, which tells the application what the request's head says."""
     path, raw_path, query = path_and_query(target)
     return {
         "type": "http",
@@ -167,9 +170,12 @@ def scope(method: bytes, target: bytes, version: str, fields: Fields) -> dict[st
 def infer_head(
     route: InferRoute, version: str, keep_alive: bool, fields: Fields, compresses: bool = False
 ) -> InferHead:
-    """Reads the head of an inference request; what is wrong with it is in its ``error``.
+    """Reads the head of an inference request; if a header field is wrong, the result's ``error`` says so.
 
-    ``compresses``: whether answers are compressed for those who accept it.
+    Args:
+      version: the HTTP version, such as "1.1".
+      keep_alive: whether the connection stays open after the answer.
+      compresses: whether answers are compressed for clients that accept it.
     """
     length: int | None = 0
     json_size: int | None = None
@@ -217,7 +223,12 @@ def infer_head(
 
 
 def generate_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields) -> InferHead:
-    """Reads the head of a request for generate or generate_stream, whose body must not be compressed."""
+    """Reads the head of a request for generate or generate_stream. A compressed body, which is refused later, gets a ``coding``.
+
+    Args:
+      version: the HTTP version, such as "1.1".
+      keep_alive: whether the connection stays open after the answer.
+    """
     length: int | None = 0
     coding: bytes | None = None
     for name, value in fields:

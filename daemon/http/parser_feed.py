@@ -1,14 +1,15 @@
-"""Feeds the parser in small pieces, and with so many messages or chunks of bodies in one iteration of the loop.
+"""Feeds received bytes to the HTTP parser in small pieces, and only so many requests or chunks in one iteration of the loop.
 
     read ─▶ | head | body ... | head | ...     | rest |     the rest: in the next turn; meanwhile the client is not read
             ╰─── at most so much in a turn ────╯
 
-The parser cannot be told to stop in the middle of what it was given, and a few bytes may be a request, or a chunk of a body. Cut
-so, whoever sends thousands of either does not keep others waiting. Heads are given by themselves where a chunked body may follow:
-so it is known where that begins, whose framing is followed (``chunk_sizes``).
+The parser cannot be told to stop in the middle of the bytes it was given, and a few bytes may be a request, or a chunk of a body.
+Because the bytes are cut into pieces, a client that sends thousands of either does not keep other clients waiting. A head that a
+chunked body may follow is given to the parser by itself: so it is known where that body begins, whose framing ``chunk_sizes``
+follows.
 
-The guards of a head, each with a clear answer: its size and its number of fields (431), malformed HTTP (400), what message_head
-refuses. And of a body: its size (413). A head that asks for no inference becomes an ``AsgiRequest``.
+What is refused with an error response: a head that is too large or has too many fields (431), malformed HTTP (400), what
+``message_head`` refuses, and a body that is too large (413). A head that asks for no inference becomes an ``AsgiRequest``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ _bare_line_ends = re.compile(rb"\n(?<!\r\n)[\r\n]*([A-Z]|\Z)?").finditer
 
 
 def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
-    """Returns where in that part a line feed without its carriage return is behind which a request may begin; -1: nowhere."""
+    """Finds the first line feed without a carriage return behind which the parser would let a request begin.
+
+    Returns its offset in ``data``, between ``begin`` and ``end``; -1: there is none.
+    """
     for found in _bare_line_ends(data, begin, end):
         if found[1] is not None:
             return found.start()
@@ -64,7 +68,7 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
 
 
 class Messages:
-    """Handles the events of httptools' parser on one connection, and appends its requests to ``order``."""
+    """Handles the events of httptools' parser on one connection, and adds the connection's requests to ``order``."""
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -92,12 +96,12 @@ class Messages:
         self._connection_end = ConnectionEnd()
 
     def begin_anew(self) -> None:
-        """Replaces the parser by a new one, so that the next bytes begin a message."""
+        """Replaces the parser by a new one, so that the next bytes it is given begin a request."""
         self.parser = httptools.HttpRequestParser(self)
         self.body_left = 0
 
     def close(self) -> None:
-        """Drops the parser, because the connection is gone."""
+        """Drops the parser, because the connection is closed."""
         self._connection_end.close()
         del self.parser  # which refers to this object
 
@@ -160,7 +164,7 @@ class Messages:
             self._begin_generation(read(route, version, keep_alive, self.headers), _ENDPOINTS[route.endpoint])
 
     def _refusal(self, version: str) -> tuple[int, str] | None:
-        """Checks a complete head. Returns status and text of its refusal, or None."""
+        """Checks a complete request head. Returns the status and text to refuse it with, or None if it is good."""
         http = self._serving.options.http
         self.head_size = sum([len(name) + len(value) + 4 for name, value in self.headers], len(self.url))
         if self.head_size > http.max_head_byte_size:
@@ -183,7 +187,7 @@ class Messages:
         return message_head.refusal(version, self.headers)
 
     def too_long(self) -> tuple[int, str]:
-        """Returns the refusal of a head that is too long."""
+        """Returns the status (431) and text to refuse a request head with that is too long."""
         limit = self._serving.options.http.max_head_byte_size
         return 431, f"the request line and headers have more than {limit} bytes, at most {limit} are allowed"
 
@@ -217,7 +221,10 @@ class Messages:
             exchange.take_turn()
 
     def _apply_rules(self, head: InferHead) -> None:
-        """Applies what the operator has asked for: lines for browsers, a key, headers as parameters."""
+        """Applies the operator's rules to a head: CORS lines for browsers, the key that calls need, headers to forward.
+
+        A rule that refuses the request leaves its error in ``head.error``.
+        """
         if self._order.origin_lines:
             head.tell_origin(self._order.origin_lines)
         try:
@@ -231,7 +238,7 @@ class Messages:
             head.error = head.error or error
 
     def _join(self, head: InferHead) -> None:
-        """Reads which span of the client's the request belongs to, where spans are sent."""
+        """Puts the client's ``traceparent`` header into the head, if the front sends spans to a collector."""
         if self._serving.joins:
             head.trace_parent = dict(self.headers).get(b"traceparent", b"").decode("latin-1")
 
@@ -250,7 +257,7 @@ class Messages:
             generation.take_turn()
 
     def _begin_asgi_request(self, version: str, keep_alive: bool) -> None:
-        """Begins a request for anything but inference."""
+        """Begins a request that is no inference request, which the ASGI application will answer."""
         order = self._order
         if any(name == b"transfer-encoding" for name, _ in self.headers):
             # Each of them bounds its body itself; that of pushed parameters may be larger than any request's.
@@ -271,7 +278,11 @@ class Messages:
     # ------------------------------------------------------------------------------------------------- body
 
     def _chunks_begin(self, most: int = 0) -> None:
-        """Follows the framing of a body that comes in chunks, of at most ``most`` bytes or those of any request."""
+        """Begins to follow the framing of a body that comes in chunks.
+
+        Args:
+          most: the most bytes of the body, if that is more than ``http.max_body_byte_size``.
+        """
         http = self._serving.options.http
         self.chunks = ChunkSizes(max(most, http.max_body_byte_size), http.max_head_byte_size)
 
@@ -293,7 +304,7 @@ class Messages:
 
 
 class ParserFeed:
-    """Feeds the parser of one connection; made when a head comes that was not parsed before."""
+    """Feeds the HTTP parser of one connection. A connection has none until it sends a request head that was not parsed before."""
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -308,7 +319,7 @@ class ParserFeed:
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
-        """Receives bytes. ``between``: no request was under way when they came."""
+        """Parses bytes that the client sent. ``between``: no request was open when they came, so they begin one."""
         order, messages = self._order, self.messages
         if order.receiving is None:
             messages.head_size += len(data)
@@ -331,7 +342,10 @@ class ParserFeed:
                 self._serving.heads.learn(data[:size], meaning)
 
     def _feed(self, data: bytes, between: bool) -> None:
-        """Feeds bytes to the parser, up to the limit of one iteration. ``between``: a message begins with them."""
+        """Feeds bytes to the parser, up to the limit of one iteration; the rest follows in the next one.
+
+        What the parser or a check refuses is answered with an error response. ``between``: a request begins with ``data``.
+        """
         order, messages = self._order, self.messages
         messages.begun = 0
         half_line, self._half_line = self._half_line, data.endswith(b"\r")
@@ -365,7 +379,11 @@ class ParserFeed:
                     order.refuse(400, "malformed HTTP request")
 
     def _feed_pieces(self, data: bytes) -> None:
-        """Feeds the parser in pieces. Raises ChunkRefused, HttpParserError; HttpParserUpgrade with the offset in ``data``."""
+        """Feeds the parser in pieces of at most ``_PIECE`` bytes, up to the limit of one iteration.
+
+        Raises ChunkRefused: the framing of a chunked body is refused; HttpParserError: the bytes are no HTTP; HttpParserUpgrade:
+        a head offers an upgrade and ends at the offset in ``data`` that the exception carries.
+        """
         order, messages = self._order, self.messages
         at, messages.chunk_count = 0, 0
         while at < len(data) and not order.closing:
@@ -396,12 +414,15 @@ class ParserFeed:
                 self._refuse_empty_line()
 
     def _refuse_empty_line(self) -> None:
-        """Refuses a line feed alone between two messages: it is no empty line, and another server may read another request."""
+        """Refuses a line feed without a carriage return between two requests; in the middle of a request it does nothing.
+
+        Such a line feed is no empty line, and another server on the way may take it for the beginning of a different request.
+        """
         if not self.messages.inside:
             self._order.refuse(400, "malformed HTTP request")
 
     def _end_of_head(self, data: bytes, at: int, end: int) -> int:
-        """Returns where the head that is arriving ends, if it does before ``end``."""
+        """Returns the offset behind the end of the head that is arriving, or ``end`` if the head does not end before that."""
         tail = self._head_tail
         cut = (tail + data[at:end]).find(END) - len(tail) if tail else data.find(END, at, end) - at
         if cut < -len(tail):
@@ -419,13 +440,13 @@ class ParserFeed:
     # ------------------------------------------------------------------------------------------------------- the rest
 
     def _wait_a_turn(self, rest: bytes) -> None:
-        """Leaves the rest to the next iteration of the loop: others come first now."""
+        """Leaves ``rest`` to the next iteration of the event loop, so that other connections are served before."""
         self._rest = rest
         self._order.flow.rest(True)
         asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Parses the bytes left by ``_wait_a_turn``; reading resumes unless something else pauses it."""
+        """Parses the bytes that ``_wait_a_turn`` has left, and resumes reading unless something else pauses it."""
         if self._transport.is_closing():
             return
         order, (rest, self._rest) = self._order, (self._rest, b"")

@@ -1,4 +1,4 @@
-"""Where the tensors of a request lie when a worker reads them: in its body's lease, in a lease of their own, in the record.
+"""Decides where a worker finds the tensors of a request: in the lease of the body, in another lease, or within the record.
 
 lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place;
                                                    arrays that are still JSON have their room there, and are filled in later
@@ -18,9 +18,12 @@ from tensord.shm.messages import Content, RegionSlice, Slice
 
 
 def room(sources: Sequence[Source], body: Body, inline_byte_size: int) -> int:
-    """Returns how large a lease the request needs besides its body's: for tensors too large to travel in the record.
+    """Returns how many bytes a request needs in the arena besides the lease of its body: 0 if it needs none.
 
-    Those came as JSON, or in a collected body.
+    They are for tensors that are too large for the record, and came as JSON or in a body in ordinary memory.
+
+    Args:
+      inline_byte_size: the most bytes of a tensor that is sent within the record.
     """
     size, collected = 0, type(body) is CollectedBody
     for source in sources:
@@ -38,9 +41,14 @@ def room(sources: Sequence[Source], body: Body, inline_byte_size: int) -> int:
 def place(
     sources: Sequence[Source], body: Body, json_size: int, lease: Lease | None, inline_byte_size: int
 ) -> list[Content]:
-    """Returns the contents for the record: small tensors as bytes, others as places; none for regions.
+    """Returns the tensors for the request's record: small ones as bytes, others as slices of the arena; none for regions.
 
-    ``lease``: has the ``room`` they need, and is written into; None where that is 0.
+    Tensors that came in ordinary memory are copied into ``lease``; those that are still JSON only get their place there.
+
+    Args:
+      json_size: the bytes of JSON in the body before its binary parts.
+      lease: has as many bytes as ``room`` returned; None if that was 0.
+      inline_byte_size: the most bytes of a tensor that is sent within the record.
     """
     whole = body.whole() if type(body) is CollectedBody else b""
     used = 0
@@ -71,14 +79,16 @@ def place(
 
 
 def is_filled(sources: Sequence[Source]) -> bool:
-    """Returns whether JSON data must still be converted into its place after ``place``."""
+    """Returns whether ``place`` has put all tensors into their places; False: ``fill`` must still convert large JSON data."""
     return not any(isinstance(source, JsonArray | JsonStrings | JsonBase64) for source in sources)
 
 
 def fill(sources: Sequence[Source], contents: list[Content], lease: Lease) -> Generator[None, None, list[Content]]:
-    """Converts what is still JSON into its place, a piece a step; returns the contents as they came out.
+    """Converts large JSON data into the places that ``place`` gave it, and yields after each piece.
 
-    Raises InvalidArgument: they cannot be converted.
+    Returns: ``contents`` with the final sizes of these tensors.
+
+    Raises InvalidArgument: the data is wrong or does not fit the shape.
     """
     filled: list[Content] = []
     own = [source for source in sources if not isinstance(source, RegionSlice)]

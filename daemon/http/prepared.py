@@ -1,4 +1,4 @@
-"""Prepared requests: what inference requests of one kind say over HTTP, and the way there from their JSON. Sans-I/O.
+"""Parses the JSON of HTTP inference requests, and caches what requests of one kind have in common ("prepared"). Sans-I/O.
 
     text ─▶ the same text before ────────────────────────────────────────────▶ ParsedRequest: prepared, id, sources
          ├▶ quick (request_head) ─▶ what it says ─▶ said before ─────────────▶
@@ -9,9 +9,9 @@
              ├▶ sources                                         where its tensors are: in the body, a region, the JSON
              ╰▶ AnswerText, a few                               what the answers say but for their ids and tensors
 
-Two texts that mean the same are one kind, on whichever connection: model, version, names, datatypes, shapes, sizes, regions,
-outputs and parameters. A known one is not checked again but for what is the request's own: its id, what schedules it
-(``submit.scheduling``), the values of its tensors, the order of its keys and the head that it came with.
+Requests are of one kind if they agree in model, version, names, datatypes, shapes, sizes, regions, outputs and parameters,
+whichever connection they come on. Of a request of a known kind only that is checked which may differ within the kind: its id, its
+scheduling (``submit.scheduling``), the values of its tensors, the order of its keys and the HTTP head.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PreparedRequests:
-    """Parses requests, and caches what requests of the same kind have in common. One per front."""
+    """Parses inference requests, and caches what requests of the same kind have in common. There is one per front."""
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
-        """Begins empty.
+        """Begins with nothing cached.
 
         Args:
-          count: so many are remembered at least, and as many texts.
-          inline_byte_size: up to which a tensor travels in its record.
+          count: how many kinds of requests are cached at least, and how many JSON texts.
+          inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
         #: By what is said.
@@ -65,9 +65,13 @@ class PreparedRequests:
     def read(
         self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None
     ) -> ParsedRequest:
-        """Parses the JSON of a request with that head, and binary parts of ``tail_size`` bytes together.
+        """Parses the JSON of an inference request, from the cache if possible.
 
-        ``apart``: what ``json_cut`` found, of a text longer than ``request_codec.MAX_UNCUT``.
+        Args:
+          head: the request's parsed HTTP head.
+          text: the JSON.
+          tail_size: the bytes of all binary tensors that follow the JSON.
+          apart: the large data that ``json_cut`` has cut out of a JSON longer than ``request_codec.MAX_UNCUT``; None: nothing.
         Raises: as ``request_codec.decode``.
         """
         if len(text) > MAX_TEXT or head.forwarded is not None:
@@ -76,7 +80,15 @@ class PreparedRequests:
         return self.texts[key] or self.meet(head, key)
 
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
-        """Parses a text that is not cached in ``texts``, and caches it if it comes again. Raises as ``read``."""
+        """Parses the JSON of a request that is not in the cache ``texts``.
+
+        Caches it there if the last such request of its kind had the same id and scheduling, and no tensor values are in the JSON.
+
+        Args:
+          head: the request's parsed HTTP head.
+          key: the key in ``texts``: model, version, bytes of binary tensors, and the JSON.
+        Raises: as ``read``.
+        """
         (_, _, tail_size), text = key
         request = self._read(head, text, tail_size, None)
         prepared = request.prepared
@@ -114,7 +126,7 @@ class PreparedRequests:
         return request
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Makes a request of a decoded one without looking for its kind in the cache."""
+        """Converts a decoded request to a parsed one, as the first of its kind: the cache of kinds is neither read nor filled."""
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(Prepared(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling)
 
@@ -123,7 +135,10 @@ class PreparedRequests:
 
 
 def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[Source]:
-    """Converts the values in the JSON of a request whose kind is known. Raises InvalidArgument, UnusualText."""
+    """Returns the data sources of a request of a known kind, with the tensors in its JSON converted to bytes.
+
+    Raises InvalidArgument: a value is wrong; UnusualText: only the exact parser understands the data.
+    """
     sources: list[Source] = []
     for source, (_, datatype, _, _), entry in zip(prepared.sources, prepared.asked.inputs, said.inputs, strict=True):
         if source is VALUES:
@@ -134,7 +149,7 @@ def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[So
 
 
 class Prepared:
-    """Holds what requests of one kind have in common, and what is cached for them; all connections of a front share it."""
+    """Holds what inference requests of one kind have in common, and the answer heads cached for them; connections share it."""
 
     __slots__ = (
         "_answers",
@@ -189,13 +204,23 @@ class Prepared:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the number of such requests on the lanes; None: this is the first, and carries its prepared part itself."""
+        """Returns the number that stands for this kind in the records sent to workers.
+
+        None: this is the first request of the kind, and its record carries the kind itself.
+        """
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the cached text of such answers, made from the first. Raises InvalidArgument: a tensor is outside the arena."""
+        """Returns the cached encoder for answers of one kind to requests of this kind; makes it from the first such answer.
+
+        Args:
+          prepared: what the answers of the kind have in common.
+          own: the record of the answer at hand.
+          view: returns the bytes of a slice of the response arena.
+        Raises: InvalidArgument: a tensor of the answer is outside the arena.
+        """
         known = self._answers.get(id(prepared))
         if known is None or known.prepared is not prepared:
             if len(self._answers) >= _MAX_ANSWERS:
@@ -209,7 +234,7 @@ class Prepared:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """Holds a parsed request: its prepared part, and what is its own."""
+    """Holds a parsed inference request: what its kind has in common (``prepared``), and its id, data sources and scheduling."""
 
     prepared: Prepared
     id: str
@@ -231,7 +256,13 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the head of the first such answer. Raises InvalidArgument: a tensor is outside the arena."""
+        """Encodes the JSON head of the first answer of the kind, unless a tensor's values are to be in the JSON.
+
+        Args:
+          asked: a request of the kind, which says which outputs are binary.
+          view: returns the bytes of a slice of the response arena.
+        Raises: InvalidArgument: a tensor of the answer is outside the arena.
+        """
         self.prepared = prepared
         #: How long the parts are; None: such answers are written one by one.
         self._sizes: list[int] | None = None
@@ -254,7 +285,11 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
-        """Encodes an answer without a lease in one piece; None: its sizes differ, and it must be encoded anew."""
+        """Encodes an answer without a lease as one piece of bytes. None: its tensors have other sizes, so the cache does not fit.
+
+        Args:
+          client_id: the request's id, as the client gave it; "": none.
+        """
         contents: Any = own.contents
         if [*map(len, contents)] != self._sizes:
             return None
@@ -263,9 +298,11 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Encodes an answer with a lease in pieces, its tensors as views; None: it must be encoded anew.
+        """Encodes an answer with a lease in pieces, its tensors as views of the arena. None: the cached head does not fit it.
 
-        view: the bytes of a slice of the response arena. Raises InvalidArgument: it is outside.
+        Args:
+          client_id: the request's id, as the client gave it; "": none.
+          view: returns the bytes of a slice of the response arena; raises InvalidArgument if it is outside of the arena.
         """
         if self._sizes is None:
             return None

@@ -1,4 +1,4 @@
-"""Raw requests (Inference-Header-Content-Length: 0): the whole body is the one input of the model. Sans-I/O.
+"""Decodes raw requests (Inference-Header-Content-Length: 0), whose whole body is the one input of the model. Sans-I/O.
 
     body   | tensor |      fixed-size datatypes: the shape is the model's, with at most one variable dimension, from the size
            | element |     BYTES: one element, without its length; the model's shape must be [1]
@@ -23,9 +23,11 @@ _LABEL = "[request id: <id_unknown>] "
 
 
 def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
-    """Decodes a raw binary request, whose body is the one input of the model.
+    """Decodes a raw binary request, whose whole body is the one input of the model.
 
-    Raises: InvalidArgument: the model has not exactly one input, no shape has that many bytes, or several have.
+    Args:
+      state: the model version that is asked for.
+    Raises: InvalidArgument: the model has not exactly one input, or not exactly one shape of that input fits the body.
     """
     inputs = msgspec.json.decode(state.metadata)["inputs"]
     if len(inputs) != 1:
@@ -52,7 +54,13 @@ def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
 
 
 def _fill(model: str, shape: list[Any], element_size: int, byte_size: int) -> None:
-    """Puts the variable dimension into the shape. Raises InvalidArgument: the size is not that of any such shape."""
+    """Replaces the variable dimension (-1) in ``shape``, if there is one, by the size that fits ``byte_size`` bytes.
+
+    Args:
+      model: the model's name, for errors.
+      element_size: the bytes of one element.
+    Raises: InvalidArgument: no size fits.
+    """
     known = element_count([dim for dim in shape if dim != -1]) * element_size
     count = 1
     if -1 in shape:

@@ -1,4 +1,4 @@
-"""Receives the body of one request: where it goes, what it may take, and when it is there.
+"""Receives the body of one HTTP request: into which memory, how much of it, and whether it is complete.
 
 begin ─▶ receive, receive, ... ─▶ complete ─▶ ready: whole, inflated and placed
            │ compressed: inflated in steps, in turns of the loop            │ or refused, with ``error``
@@ -27,12 +27,12 @@ _NO_BODY = CollectedBody()
 
 
 class Reception(Receiver):
-    """Receives one HTTP body; owns it and its memory until ``leave`` or ``drop``.
+    """Receives the body of one HTTP request; owns the body and its memory until ``leave`` or ``drop`` is called.
 
     Args:
-      pause: stop (True) and go on (False) reading from the socket.
-      progressed: it may have become ``ready`` outside of a call of its owner's.
-      account: whose memory it takes.
+      pause: called to stop (True) or resume (False) reading from the socket.
+      progressed: called when ``ready`` may have become true other than by a call of one of these methods.
+      account: the account that the body's memory counts against; None: none.
     """
 
     #: What is wrong with the request; the rest of its body is only counted.
@@ -61,18 +61,22 @@ class Reception(Receiver):
 
     @property
     def ready(self) -> bool:
-        """Returns whether the body is complete, inflated and placed."""
+        """Returns whether the body is complete, decompressed, and in its place in memory."""
         return self._whole and not self._inflating and not self.waits_for_room
 
     @property
     def received(self) -> int:
-        """Counts the bytes of the body that came, as they came."""
+        """Returns how many bytes of the body have been received, before they are decompressed."""
         return self.body.received if self._inflation is None else self._inflation.received
 
     # ---------------------------------------------------------------------------------------------------------- place
 
     def begin(self) -> None:
-        """Prepares memory for the body. Raises InvalidArgument, Unavailable: it cannot be as large as its head says."""
+        """Prepares memory for the body, as large as the head says that it is; may pause reading until there is room.
+
+        Raises InvalidArgument: the head says that the JSON is longer than the body, or the body could never fit into the arena;
+        Unavailable: the host has no memory left.
+        """
         length, json_size = self._head.content_length, self._head.json_size
         limit = self._serving.options.http.max_body_byte_size
         self.body = body = CollectedBody(limit)
@@ -88,7 +92,7 @@ class Reception(Receiver):
             self.body = TextBody(length, self._grown)
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins to receive a large binary body. Returns None, with no effect, if there is no room now."""
+        """Begins to receive a large binary body, and returns it. Returns None, with no effect, if the arena has no room now."""
         length = self._head.content_length
         assert length is not None
         if not self._ask_for_room(PlacedBody.lease_size(length), waits=False):
@@ -114,7 +118,10 @@ class Reception(Receiver):
         self._on_progress()
 
     def _collect(self, byte_size: int) -> None:
-        """Counts bytes kept in ordinary memory. Raises Unavailable: all connections together would keep too many."""
+        """Counts more bytes of the body that are kept in ordinary memory.
+
+        Raises Unavailable: the bodies of all connections together would take more than ``http.max_collected_byte_size``.
+        """
         serving, limit = self._serving, self._serving.options.http.max_collected_byte_size
         if serving.collected_byte_size + byte_size > limit:
             serving.submitter.refusals.note(self._head.model, Refusal.BODIES)
@@ -126,7 +133,7 @@ class Reception(Receiver):
         self._collected_byte_size += byte_size
 
     def _grown(self, byte_size: int) -> bool:
-        """Counts more bytes of a text. Returns False if they exceed the limit, and the text is dropped."""
+        """Counts more received bytes of a large JSON body. Returns False if the body was refused or dropped: discard it."""
         if self.error is None and not self._dropped:
             try:
                 self._collect(byte_size)
@@ -138,7 +145,7 @@ class Reception(Receiver):
     # -------------------------------------------------------------------------------------------------------- receive
 
     def receive(self, chunk: bytes) -> None:
-        """Takes a piece of the body; of a refused request it is only counted."""
+        """Receives a piece of the body. If the request is refused, the piece is counted and discarded."""
         if self._inflation is not None:
             self._inflation.feed(chunk) if self.error is None else self._inflation.skip(chunk)
             if not self._inflating:
@@ -158,7 +165,7 @@ class Reception(Receiver):
             self.body.received += byte_size
 
     def complete(self) -> None:
-        """Notes that the body is whole."""
+        """Notes that the whole body has been received."""
         self._whole = True
         if self._lease is not None:
             self._serving.submitter.arrived(self._lease)
@@ -166,7 +173,7 @@ class Reception(Receiver):
             self._inflate()
 
     def _inflate(self) -> None:
-        """Inflates a limited amount; the rest follows in later iterations of the loop, while reading is paused."""
+        """Decompresses a limited amount of the body; the rest follows in later iterations, while reading is paused."""
         was_inflating, self._inflating = self._inflating, False
         if self._dropped or self._inflation is None:
             return
@@ -193,9 +200,9 @@ class Reception(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def leave(self) -> tuple[Lease, ...]:
-        """Ends the reception of a request that was sent: frees collected memory, and hands over the lease.
+        """Ends the reception of a request whose tensors are in their places: frees ordinary memory, and hands over the lease.
 
-        Returns: where the body lies in the arena; from now on the caller gives that back.
+        Returns: the lease that the body lies in, which the caller now owns; empty: the body has no lease.
         """
         if self._collected_byte_size:
             self.drop_body()
@@ -203,7 +210,7 @@ class Reception(Receiver):
         return () if lease is None else (lease,)
 
     def drop_body(self) -> None:
-        """Drops a body that nobody reads any more."""
+        """Drops a body that was collected in ordinary memory, because nobody reads it any more."""
         if self._collected_byte_size:
             self.body, self._inflation = CollectedBody(), None
             self._drop_collected()

@@ -3,9 +3,9 @@
     body of a binary request   | JSON head (Inference-Header-Content-Length bytes) | part | part | ...
                                parts follow in the order of the inputs that have a binary_data_size, without padding
 
-What belongs to the protocol is refused here; what only the model's configuration can tell is left to the worker. Checks
-follow each other as a real Triton's do, because clients see the first one that fails: text, id, parameters, inputs one by one
-(name, datatype, shape, one data source), outputs, left-over binary data.
+Violations of the protocol are refused here; what only the model's configuration can tell is checked by the worker. Checks come in
+the order of a real Triton, because clients see the first one that fails: text, id, parameters, inputs one by one (name, datatype,
+shape, one data source), outputs, left-over binary data.
 Source: Triton docs/protocol: extension_binary_data.md, extension_shared_memory.md, extension_classification.md,
 extension_parameters.md, extension_sequence.md, extension_schedule_policy.md; KServe V2 REST.
 """
@@ -57,10 +57,14 @@ _MAX_COUNTED = 1 << 20
 
 
 def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut.Cut | None = None) -> DecodedRequest:
-    """Decodes the head of a request to ``model`` whose binary parts have ``tail_size`` bytes together.
+    """Decodes the JSON head of an inference request.
 
-    ``apart``: what ``json_cut`` found, of a head longer than MAX_UNCUT.
-    Raises: InvalidArgument: not JSON, not of the protocol's form, or contradicting itself.  Unsupported: string ids too long.
+    Args:
+      tail_size: the bytes of all binary parts that follow the JSON.
+      model: the model's name, for errors.
+      apart: the large data that ``json_cut`` has cut out of a JSON longer than MAX_UNCUT; None: nothing.
+    Raises: InvalidArgument: the head is no JSON, not in the protocol's format, or contradicts itself; Unsupported: a sequence id
+      that is a string is too long.
     """
     text = head if apart is None else apart.text
     try:
@@ -72,7 +76,12 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
 def decode_exactly(
     text: bytes | memoryview, apart: json_cut.Cut | None, tail_size: int, model: str, reason: UnusualText
 ) -> DecodedRequest:
-    """Decodes a text with the exact parser, because the quick one failed (``reason``); errors as Triton words them."""
+    """Decodes the JSON head of a request with the exact parser, because the quick one failed. The arguments are as in ``decode``.
+
+    Args:
+      reason: the error of the quick parser.
+    Raises: InvalidArgument, Unsupported: as ``decode``, worded as Triton words them; or the text is too long for this parser.
+    """
     if len(text) > _MAX_EXACT:
         raise InvalidArgument(f"failed to parse the request JSON: {reason}") from reason
     exact = request_head.exact(text, apart.place if apart is not None else request_head.itself)
@@ -82,7 +91,10 @@ def decode_exactly(
 def decode_head(
     request: RequestHead | ExactRequest, apart: json_cut.Cut | None, tail_size: int, model: str
 ) -> DecodedRequest:
-    """Decodes a parsed JSON head. Raises as ``decode``, and UnusualText: data that only the exact parser understands."""
+    """Checks a parsed JSON head and decodes it to a request. The arguments are as in ``decode``.
+
+    Raises: as ``decode``; UnusualText: only the exact parser understands the data of an input.
+    """
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
     if request.parameters:
         read_parameters(request.parameters, decoded)
@@ -107,7 +119,13 @@ def decode_head(
 
 
 def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
-    """Finds the one data source of an input."""
+    """Returns where the data of one input comes from: the binary parts, a shared memory region, or the JSON.
+
+    Args:
+      offset: the offset at which the input's binary part would begin, from the first binary part.
+      apart: the large data that was cut out of the JSON; None: nothing.
+    Raises: InvalidArgument: datatype or shape is wrong, or not exactly one source is given; UnusualText: as ``decode_head``.
+    """
     name, shape = entry.name, entry.shape
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
     if entry.datatype not in ELEMENT_SIZES:
@@ -140,7 +158,12 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
 
 
 def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Values:
-    """Reads the ``data`` of an input whose shape was checked. Raises InvalidArgument, UnusualText."""
+    """Converts the JSON ``data`` of an input whose shape was checked to a tensor's bytes; large data may be converted later.
+
+    Args:
+      apart: the large data that was cut out of the JSON; None: nothing.
+    Raises: InvalidArgument: the data is wrong or does not fit the shape; UnusualText: only the exact parser understands it.
+    """
     count = prod(entry.shape)
     number = apart.number_of(entry.data) if apart is not None else None
     if is_open(entry.shape):
@@ -161,7 +184,7 @@ def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Va
 
 
 def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
-    """Counts the values that the data of an input have. ``text``: where they were cut out."""
+    """Counts the values in the JSON ``data`` of an input. ``text``: the data, if it was cut out of the JSON; else None."""
     what = f"input '{entry.name}' shape"
     if text is None and not isinstance(entry, InputHead):
         return count_in_value(entry.data, entry.datatype, what)
@@ -169,7 +192,16 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 
 
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
-    """Converts data that was cut out, now or, by what is returned, later in steps."""
+    """Converts large data that was cut out of the JSON to a tensor's bytes.
+
+    Returns: the bytes, or, if converting takes long, an object that converts the data later, in steps.
+
+    Args:
+      apart: the JSON that the data was cut out of.
+      number: the index of the data in ``apart.spans``.
+      count: how many values the input has.
+    Raises: InvalidArgument: the data is wrong or does not fit the shape.
+    """
     start, end = apart.spans[number]
     text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, list(entry.shape)
     if text[0] == _QUOTE:
@@ -199,7 +231,12 @@ def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, 
 
 
 def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
-    """Counts the values of a JSON array, or of a string in base64. Raises InvalidArgument: it is none; too long."""
+    """Counts the values in the text of a JSON array, or the elements in a JSON string of base64.
+
+    Args:
+      what: names the input's shape, for errors.
+    Raises: InvalidArgument: the text is too long to count, or the string is no base64 of whole elements.
+    """
     if len(text) > _MAX_COUNTED:
         raise InvalidArgument(
             f"{what} has a dimension of -1, which is found from at most {_MAX_COUNTED} bytes of JSON, {len(text)} are given"
@@ -217,7 +254,12 @@ def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
 
 
 def count_in_value(value: Any, datatype: str, what: str) -> int:
-    """Counts the elements that a JSON value has as data of an input."""
+    """Counts the values in a nested list, or the elements in a string of base64, that is the ``data`` of an input.
+
+    Args:
+      what: names the input's shape, for errors.
+    Raises: InvalidArgument: the string is no base64 of whole elements.
+    """
     if isinstance(value, str):
         try:
             return elements(datatype, base64.b64decode(value, validate=True), what)
@@ -237,7 +279,10 @@ def count_in_value(value: Any, datatype: str, what: str) -> int:
 
 
 def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> RequestedOutput:
-    """Reads an entry of ``outputs``. Raises InvalidArgument."""
+    """Reads one entry of ``outputs``, and notes in ``decoded`` whether it is to be binary.
+
+    Raises: InvalidArgument: a parameter has a wrong type or value, or two of them exclude each other.
+    """
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
     classification = parameters.get("classification", 0)
     if type(classification) is not int or not 0 <= classification <= UINT64_MAX:
@@ -257,7 +302,10 @@ def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> Requ
 
 
 def _region(parameters: dict[str, Any]) -> RegionSlice:
-    """Returns the slice that an input's or output's parameters name. Raises InvalidArgument: wrong types, impossible numbers."""
+    """Returns the slice of a shared memory region that the parameters of an input or output name.
+
+    Raises: InvalidArgument: a parameter has a wrong type, or offset and size are impossible.
+    """
     region = text("shared_memory_region", parameters["shared_memory_region"])
     offset = _unsigned("shared_memory_offset", parameters.get("shared_memory_offset", 0))
     byte_size = _unsigned("shared_memory_byte_size", parameters.get("shared_memory_byte_size", 0))
@@ -277,21 +325,25 @@ def _region(parameters: dict[str, Any]) -> RegionSlice:
 
 
 def _boolean(key: str, value: Any) -> bool:
-    """Raises InvalidArgument on anything but true and false."""
+    """Returns ``value``, which must be true or false. Raises InvalidArgument: it is neither; the message names ``key``."""
     if not isinstance(value, bool):
         raise refusal(key, "non-boolean", "boolean")
     return value
 
 
 def _unsigned(key: str, value: Any) -> int:
-    """Raises InvalidArgument on anything but an integer of 64 bits without a sign; true and false are none."""
+    """Returns ``value``, which must be an unsigned 64-bit integer. Raises InvalidArgument, naming ``key``: it is none."""
     if type(value) is not int or not 0 <= value <= UINT64_MAX:
         raise refusal(key, "non-unsigned-integer", "unsigned-integer")
     return value
 
 
 def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
-    """Reads request parameters into ``decoded``. Raises InvalidArgument, Unsupported: a string sequence id that is too long."""
+    """Reads the parameters of a request into ``decoded``.
+
+    Raises: InvalidArgument: a parameter has a wrong type or a reserved name; Unsupported: a sequence id that is a string is too
+      long.
+    """
     for key, value in given.items():
         if key in _SCHEDULING:
             field, read = _SCHEDULING[key]
@@ -303,7 +355,10 @@ def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
 
 
 def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-    """Separates scheduling parameters from the others; malformed ones stay among the others, for ``read_parameters``."""
+    """Separates a request's scheduling parameters from its others, which it returns second.
+
+    Malformed scheduling parameters stay among the others: ``read_parameters`` will refuse them.
+    """
     if _SCHEDULING.keys().isdisjoint(given):
         return UNSCHEDULED, given
     own: dict[str, Any] = {}

@@ -3,10 +3,11 @@
     text ─▶ quick: msgspec, straight into these types                             nearly every request
               └─ UnusualText ─▶ exact: RapidJSON, then key by key in Triton's order
 
-The exact way is the slow one: it says what is wrong in the sentences a real Triton says it in, and knows the literals NaN and
-Infinity, which are no JSON, but Triton and its clients write them. Both ways give objects with the same attributes. ``data`` is
-text that is still to be read, or values; ``parameters`` are what the protocol knows of them, or all that were given. Unknown keys
-are ignored, as Triton does, by the exact way: msgspec would not look at what they hold, which may be no JSON.
+The exact parser is the slow one: its errors are worded as a real Triton words them, and it reads the literals NaN and Infinity,
+which are no JSON, but Triton and its clients write them. Both parsers return objects with the same attributes. From the quick one
+``data`` is text that is still to be parsed, and ``parameters`` holds those that the protocol knows; from the exact one they are
+values, and all parameters that were given. Unknown keys are ignored, as by Triton, but only by the exact parser: msgspec would
+not look at their values, which may be no JSON.
 Source: the sentences that a real Triton 2.51 answers with (its ``triton::common::TritonJson``), as recorded.
 """
 
@@ -35,11 +36,11 @@ _RAPIDJSON_ERROR = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
 
 class UnusualText(Exception):
-    """Raised where a text is not as clients usually write it, so that the slower, exact parser reads it or says what is wrong."""
+    """Raised if a request's JSON is not as clients usually write it: the exact, slower parser reads it, or says what is wrong."""
 
 
 class TensorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Holds the ``parameters`` of an input or output that the protocol knows, and those that clients of other servers add."""
+    """Holds those ``parameters`` of one input or output that the protocol knows, and ``content_type``, which some clients add."""
 
     binary_data_size: int | UnsetType = UNSET
     binary_data: bool | UnsetType = UNSET
@@ -54,7 +55,7 @@ _NONE_GIVEN = TensorParameters()
 
 
 class InputHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds one entry of ``inputs``."""
+    """Holds one entry of ``inputs`` of a request's JSON, as the quick parser read it."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,14 +65,14 @@ class InputHead(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Holds one entry of ``outputs``."""
+    """Holds one entry of ``outputs`` of a request's JSON, as the quick parser read it."""
 
     name: str
     parameters: TensorParameters = _NONE_GIVEN
 
 
 class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds the JSON object of a request."""
+    """Holds the JSON object of an inference request, as the quick parser read it."""
 
     inputs: list[InputHead]
     id: str = ""
@@ -83,7 +84,7 @@ class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class ExactInput:
-    """Holds an entry of ``inputs`` with ``data`` as a value, or ABSENT."""
+    """Holds one entry of ``inputs``, as the exact parser read it: ``data`` is a Python value, or ABSENT."""
 
     name: str
     shape: Sequence[int]
@@ -94,7 +95,7 @@ class ExactInput:
 
 @dataclass(slots=True)
 class ExactOutput:
-    """Holds an entry of ``outputs`` whose parameters may be anything."""
+    """Holds one entry of ``outputs``, as the exact parser read it: its parameters may be any JSON values."""
 
     name: str
     parameters: dict[str, Any]
@@ -102,7 +103,10 @@ class ExactOutput:
 
 @dataclass(slots=True)
 class ExactRequest:
-    """Holds the JSON object of a request; inputs and outputs are parsed one by one, so that the first mistake is refused."""
+    """Holds the JSON object of an inference request, as the exact parser read it.
+
+    Its inputs and outputs are parsed one by one while they are iterated over, so that the first mistake is the one refused.
+    """
 
     id: str
     parameters: dict[str, Any]
@@ -116,9 +120,9 @@ _UNCOUNTED = 4 * MAX_ENTRIES
 
 
 def quick(head: bytes | memoryview) -> RequestHead:
-    """Parses JSON as clients usually write it, with a typed decoder.
+    """Parses the JSON of an inference request that is written as clients usually write it, with a typed decoder.
 
-    Raises: UnusualText: not JSON, or not as the protocol says.  InvalidArgument: more entries than are taken.
+    Raises: UnusualText: the text is no JSON, or not in the protocol's format; InvalidArgument: a list has too many entries.
     """
     try:
         request = _decoder.decode(head)
@@ -132,14 +136,17 @@ def quick(head: bytes | memoryview) -> RequestHead:
 
 
 def itself(offset: int) -> int:
-    """Returns the place of a byte in a text that is whole."""
+    """Returns ``offset`` as it is: the place of a byte in a JSON text that nothing was cut out of."""
     return offset
 
 
 def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> ExactRequest:
-    """Parses any JSON text as Triton does. Raises InvalidArgument, now or while inputs and outputs are iterated over.
+    """Parses any JSON text of an inference request as Triton does.
 
-    ``place``: where a byte of ``head`` lies in what the client sent.
+    Args:
+      place: converts the offset of a byte in ``head`` to its offset in what the client sent, for errors.
+    Raises: InvalidArgument: the text is no JSON or not in the protocol's format. Inputs and outputs raise it while they are
+      iterated over.
     """
     value = parse(bytes(head), place)
     request: dict[str, Any] = value if isinstance(value, dict) else {}
@@ -152,9 +159,11 @@ def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> Exa
 
 
 def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
-    """Reads a JSON text with the literals NaN, Infinity, -Infinity and Inf.
+    """Parses a JSON text, in which the literals NaN, Infinity, -Infinity and Inf are allowed too.
 
-    Raises: InvalidArgument: not JSON; the text says what is wrong and at which byte.
+    Args:
+      place: converts the offset of a byte in ``document`` to its offset in what the client sent, for errors.
+    Raises: InvalidArgument: the text is no JSON; the message says what is wrong and at which byte.
     """
     # A NUL byte is the end of the text, as for every C string. No JSON holds one.
     text, nul, _ = document.partition(b"\0")
@@ -173,7 +182,7 @@ def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
 
 
 class _Ended(dict[str, Any]):
-    """Holds a request with something behind it, which is refused only when nothing else is wrong with it."""
+    """Holds the JSON object of a request that a NUL byte follows: it is refused, but only if nothing else is wrong with it."""
 
     def __init__(self, value: Any, end: int) -> None:
         super().__init__(value if isinstance(value, dict) else {})
@@ -223,17 +232,17 @@ def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(key: str, given: str, wanted: str) -> InvalidArgument:
-    """Says that ``key`` holds a value that is ``given`` where ``wanted`` is needed."""
+    """Makes the error which says that ``key`` holds a value of the kind ``given`` where the kind ``wanted`` is needed."""
     return InvalidArgument(f"Unable to parse '{key}': attempt to access JSON {given} as {wanted}")
 
 
 def text(key: str, value: Any) -> str:
-    """Raises InvalidArgument on anything but a string."""
+    """Returns ``value``, which must be a string. Raises InvalidArgument: it is none; the message names ``key``."""
     if not isinstance(value, str):
         raise refusal(key, "non-string", "string")
     return value
 
 
 def is_unsigned(value: Any) -> bool:
-    """Tells whether a value is an integer of 64 bits without a sign; true and false are none."""
+    """Returns whether a value is an unsigned 64-bit integer; true and false are no integers."""
     return type(value) is int and 0 <= value <= UINT64_MAX

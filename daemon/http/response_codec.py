@@ -1,4 +1,4 @@
-"""An inference answer as HTTP bytes: JSON head, binary parts, response line. Sans-I/O.
+"""Encodes the answer to an inference request as an HTTP response: status line, headers, JSON, binary parts. Sans-I/O.
 
 binary answer   | JSON head (Inference-Header-Content-Length bytes) | part | part | ...     parts in the order of ``outputs``
 """
@@ -38,13 +38,14 @@ def encode(
     view: Callable[[Slice], memoryview],
     in_steps: bool = False,
 ) -> tuple[bytes, list[Buffer]]:
-    """Writes the JSON head and the binary parts of a good answer.
+    """Encodes a good answer to an inference request. Returns its JSON head and its binary parts.
 
     Args:
-      binary: what the request said of single outputs; the others are as ``all_binary`` says.
-      view: the bytes of a slice of the response arena.
-      in_steps: large tensors are written elsewhere; a placeholder stands for each.
-    Raises: InvalidArgument: an output cannot be written as JSON; the text says which and what to do.
+      client_id: the request's id, as the client gave it; "": none.
+      binary: output name -> whether the request wants the output as binary; ``all_binary`` applies to outputs not in it.
+      view: returns the bytes of a slice of the response arena.
+      in_steps: put a placeholder into the JSON for each large tensor, which ``encode_in_steps`` replaces.
+    Raises: InvalidArgument: an output cannot be written as JSON; the message says which one and what to do.
     """
     parts: list[Buffer] = []
     outputs: list[dict[str, Any]] = []
@@ -71,7 +72,11 @@ def encode(
 def is_large(
     prepared: PreparedAnswer, contents: tuple[Content, ...], binary: dict[str, bool], all_binary: bool
 ) -> bool:
-    """Returns whether writing the JSON takes so long that it should be done in steps."""
+    """Returns whether an answer has so large a tensor to write as JSON that it should be encoded in steps.
+
+    Args:
+      binary: output name -> whether the request wants the output as binary; ``all_binary`` applies to outputs not in it.
+    """
     for tensor, place in placed(prepared.outputs, contents):
         if type(place) is Slice and place.byte_size > _LARGE and not binary.get(tensor.name, all_binary):
             return True
@@ -87,7 +92,10 @@ def encode_in_steps(
     all_binary: bool,
     view: Callable[[Slice], memoryview],
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
-    """Encodes an answer as ``encode`` does, in steps: yields after each piece of large JSON."""
+    """Encodes a good answer as ``encode`` does, but in steps: yields after each piece of a large tensor's JSON.
+
+    Returns: the pieces of the JSON head, and the binary parts.
+    """
     texts: list[list[Buffer]] = []
     for tensor, place in placed(prepared.outputs, contents):
         if type(place) is Slice and place.byte_size > _LARGE and not binary.get(tensor.name, all_binary):
@@ -104,9 +112,12 @@ def encode_in_steps(
 
 
 def response_head(json_size: int, tail_size: int, connection: bytes = b"") -> bytes:
-    """Writes the response line and headers of a good answer with so many bytes of JSON and of tensors behind it.
+    """Returns the status line and headers of a good answer.
 
-    ``connection``: the line about the connection, empty or whole.
+    Args:
+      json_size: the bytes of JSON in the body.
+      tail_size: the bytes of binary tensors that follow the JSON; 0: the body is JSON alone.
+      connection: further header lines, each with its line end.
     """
     total = json_size + tail_size
     if not tail_size:
@@ -121,15 +132,18 @@ def response_head(json_size: int, tail_size: int, connection: bytes = b"") -> by
 
 
 def timing_line(timing: tuple[int, int, int]) -> bytes:
-    """Writes the header line that says what an answer took: waiting and computing in nanoseconds, and bytes that were copied."""
+    """Returns the Tensord-Timing header line of an answer: nanoseconds in the queue and of computing, and bytes copied."""
     return b"Tensord-Timing: queue-ns=%d, compute-ns=%d, copied-bytes=%d\r\n" % timing
 
 
 def compressed_head(json_size: int | None, coding: str, byte_size: int, connection: bytes = b"") -> bytes:
-    """Writes the head of an answer that is compressed to ``byte_size`` bytes.
+    """Returns the status line and headers of a good answer whose body is compressed.
 
     Args:
-      json_size: bytes of the JSON before it was compressed; None: the answer has no binary parts.
+      json_size: the bytes of the JSON before compression; None: the answer has no binary parts.
+      coding: how the body is compressed, as Content-Encoding names it.
+      byte_size: the bytes of the compressed body.
+      connection: further header lines, each with its line end.
     """
     binary = b"" if json_size is None else b"Inference-Header-Content-Length: %d\r\n" % json_size
     return (
@@ -145,12 +159,16 @@ def compressed_head(json_size: int | None, coding: str, byte_size: int, connecti
 
 
 def status_line(status: int) -> bytes:
-    """Returns the first line of an answer."""
+    """Returns the status line of an HTTP response, with its line end."""
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 def error_response(status: int, message: str, lines: bytes = b"") -> bytes:
-    """Writes a whole error answer, always a JSON object with ``error``. ``lines``: further header lines."""
+    """Returns a complete HTTP error response, whose body is a JSON object with ``error``.
+
+    Args:
+      lines: further header lines, each with its line end.
+    """
     body = _encode({"error": message})
     retry = b"Retry-After: 1\r\n" if status == 503 else b""
     return (

@@ -1,7 +1,7 @@
-"""Every endpoint but inference, as a Starlette application: health, metadata, configuration, statistics, repository, regions.
+"""Serves every HTTP endpoint but inference, as a Starlette application: health, metadata, statistics, repository, regions.
 
-What they answer is the business of ``tensord.daemon.front.endpoints``; here are paths, methods, bodies and statuses. Errors are
-one JSON object with ``error``, whatever raised them. Source: KServe V2 REST and Triton's extensions, as recorded against a real
+``tensord.daemon.front.endpoints`` decides what they answer; this module has their paths, methods, bodies and statuses. Every
+error is answered with a JSON object with ``error``. Source: KServe V2 REST and Triton's extensions, as recorded against a real
 Triton.
 """
 
@@ -46,7 +46,7 @@ TRACE_SETTINGS = ("trace_file", "trace_level", "trace_rate", "trace_count", "log
 
 
 class Routes:
-    """Answers the endpoints over HTTP."""
+    """Answers the endpoints that are no inference, over HTTP; makes the ASGI application that serves them."""
 
     def __init__(self, endpoints: Endpoints, access: Access) -> None:
         self._endpoints = endpoints
@@ -54,7 +54,7 @@ class Routes:
         self._arriving = ArrivingParameters()
 
     def table(self) -> list[Endpoint]:
-        """Returns each route: method, path, handler, and the call it is in ``tensord.daemon.front.access``."""
+        """Returns all documented routes: method, path, handler, and the name of the call in ``tensord.daemon.front.access``."""
         model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
         repository = "/v2/repository"
         table: list[Endpoint] = [
@@ -100,7 +100,7 @@ class Routes:
         return table
 
     def refused(self) -> list[Endpoint]:
-        """Returns routes, like ``table``, for incomplete or overlong paths, which are answered with an error."""
+        """Returns routes, as ``table`` does, for paths that lack a name or have one too many: they answer with an error."""
         repository = "/v2/repository/{repository}/models/{model}"
         return [
             ("POST", f"{repository}/load", self.named_repository, "RepositoryModelLoad"),
@@ -110,11 +110,11 @@ class Routes:
         ]
 
     def undescribed(self) -> list[Endpoint]:
-        """Returns routes, like ``table``, that the description of the endpoints leaves out: its own."""
+        """Returns routes, as ``table`` does, that the OpenAPI description leaves out: the one that serves the description."""
         return [("GET", "/v2/openapi.yaml", self.openapi, "OpenApi")]
 
     def application(self) -> Starlette:
-        """Makes the ASGI application."""
+        """Makes the ASGI application that serves all these routes."""
         routes = [
             Route(
                 path,
@@ -154,7 +154,7 @@ class Routes:
         return _answer(self._endpoints.server_metadata())
 
     async def openapi(self, request: Request) -> Response:
-        """Answers with the description of the endpoints (OpenAPI), or 304 to who has it."""
+        """Answers with the OpenAPI description of the endpoints, or 304 if the client already has it (If-None-Match)."""
         content, tag = await asyncio.to_thread(_description)
         headers = {"ETag": tag, "Cache-Control": "no-cache"}
         known = request.headers.get("If-None-Match", "")
@@ -179,7 +179,7 @@ class Routes:
         return _answer(await self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
-        """Keeps the place of inference in the table: a connection answers such requests itself."""
+        """Raises NotFound, always: a connection answers inference requests itself, and only needs their routes in the table."""
         raise NotFound("Not Found")
 
     async def statistics(self, request: Request) -> Response:
@@ -312,7 +312,7 @@ class Routes:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
-    """Returns the body of a request. Raises HTTPException 413: it has more than ``limit`` bytes."""
+    """Returns the whole body of a request. Raises HTTPException 413: the body has more than ``limit`` bytes."""
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
@@ -324,33 +324,42 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
-    """Reads the fields of a control request, as ``control_fields.read`` has them. Raises InvalidArgument."""
+    """Returns the fields of the JSON object in the body of a control request.
+
+    Args:
+      required: whether an empty body is an error; otherwise it has no fields.
+    Raises: InvalidArgument: the body is no JSON; HTTPException 413: it is too large.
+    """
     return control_fields.read(await _read_body(request, MAX_BODY), required)
 
 
 def _answer(value: Any, status: int = 200) -> Response:
-    """Makes a JSON answer: bytes as they are, anything else encoded."""
+    """Makes a JSON response. ``value``: bytes that are already JSON, or anything else, which is encoded."""
     body = value if isinstance(value, bytes) else msgspec.json.encode(value)
     return Response(body, status, media_type="application/json")
 
 
 @functools.cache
 def _description() -> tuple[bytes, str]:
-    """Returns the file that describes the endpoints, and its entity tag: read once, when it is first asked for."""
+    """Returns the OpenAPI description of the endpoints and its entity tag (ETag). The file is read once, at the first call."""
     content = Path(__file__).with_name("openapi.yaml").read_bytes()
     return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
 def _traced(request: Request) -> str:
-    """Returns the model whose trace settings are meant; "": all models."""
+    """Returns the name of the model whose trace settings a request's path means; "": those of all models."""
     name: str = request.path_params.get("model", "")
     return name
 
 
 def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
-    """Lets HEAD through for health, as load balancers ask, and for a file. Starlette lets each GET route answer it.
+    """Wraps a handler, so that it checks the request's method and key first.
 
-    Else it is refused, as by Triton: a 200 without a body would say too much.
+    A HEAD request, which Starlette passes to each GET route, is refused with 405 as by Triton, unless ``heads`` allows it: for
+    health, which load balancers ask for so, and for a file.
+
+    Args:
+      rule: the key that the call needs; None: none.
     """
 
     async def handle(request: Request) -> Response:
@@ -373,14 +382,14 @@ def _target(request: Request) -> tuple[str, int]:
 
 
 def _check_version_text(request: Request) -> None:
-    """Checks that the version in the path is a number. Raises NotFound."""
+    """Checks the version in a request's path. Raises NotFound: it is not made of digits."""
     text = request.path_params.get("version", "0")
     if not (text.isascii() and text.isdigit()):
         raise NotFound("Not Found")
 
 
 def _fd(request: Request) -> int:
-    """Returns the descriptor of the client's connection; -1: it is gone already."""
+    """Returns the file descriptor of the client's connection; -1: the connection is already closed."""
     sock = request.scope["tensord.socket"]
     return -1 if sock is None else int(sock.fileno())
 
@@ -407,7 +416,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> list[str]:
-    """Returns the methods that the path of that request has."""
+    """Returns the HTTP methods that the path of a request allows, sorted."""
     found: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:
@@ -418,7 +427,7 @@ def _allowed(request: Request) -> list[str]:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Ends the request of a client that left in the middle of it, without logging an error."""
+    """Makes a response that nobody reads, because the client has disconnected in the middle of its request; nothing is logged."""
     return Response(status_code=400)
 
 

@@ -1,4 +1,4 @@
-"""The HTTP front: connections from given sockets, and what answers them."""
+"""The HTTP front process: accepts connections on the listening sockets that the supervisor gave it, and serves them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TLS_END_SECONDS = 1.0
 
 
 class HttpFront(Front):
-    """Serves clients that speak HTTP."""
+    """The front process that serves clients over HTTP."""
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:
         access = http_access(restrictions.parse(options.http.restricted_api))
@@ -77,7 +77,10 @@ class HttpFront(Front):
         self._check = asyncio.create_task(self._check_connections())
 
     async def drain(self, grace_ns: int) -> None:
-        """Stops accepting connections; open ones close once the client has received the answers it waits for."""
+        """Stops accepting connections, and closes open ones once their clients have received the answers that they wait for.
+
+        Connections that are still open after ``grace_ns`` nanoseconds are cut.
+        """
         self._serving.stopping = True
         now = time.monotonic_ns()
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
@@ -109,7 +112,7 @@ class HttpFront(Front):
         return any(not connection.asks_nothing for connection in self._connections)
 
     async def _check_connections(self) -> None:
-        """Makes every connection check its deadlines, once a second."""
+        """Checks the deadlines of every connection once a second, until it is cancelled."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""What every inference request of a front needs: its options, its table, its submitter, and the operator's rules."""
+"""Holds what all connections of an HTTP front share: options, table of models, submitter, caches and the operator's rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tensord.daemon.tracing.tracer import Tracer
 
 @dataclass(slots=True)
 class HttpServing:
-    """Holds what the connections of a front and their requests share."""
+    """Holds what all connections of an HTTP front, and the requests on them, share."""
 
     options: Options
     table: ModelStates
