@@ -1,11 +1,11 @@
-"""Checks whether models load, by a worker's own code and in its order, in one process for each device; nothing is served.
+"""Checks whether models load, for ``tensord check``: with the code and in the order of a worker, without serving them.
 
     found in the repositories ─▶ python -m tensord.workers.check, bounded in time ─▶ good, or the reason, or how the process ended
-    an ensemble               ─▶ its configuration beside those of its members, once they were tried
+    an ensemble               ─▶ its configuration is checked against those of its members, once these were tried
 
-So what one model does to its process is seen in the others, as it would be in a worker; an isolated model has a process to
-itself here as well. A model that ends the process, or takes
-too long, ends it as a worker's: the ones behind it are loaded by the next process.
+The models of one device are loaded by one process, so that what one model does to the process affects the others as it would in a
+worker; an isolated model has a process to itself here as well. If a model crashes the process, or takes too long and is killed
+with it, a new process loads the remaining models.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _LINES = msgspec.json.Decoder(LoadLine)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result for one model."""
+    """Holds the result of checking one model: whether it can be served, and what loading it showed."""
 
     model: FoundModel
     #: Why it cannot be served; "": every chosen version can.
     reason: str
-    #: What its process printed, the end of it.
+    #: The end of what its process printed while it was loaded.
     printed: str = ""
     #: The completed configurations of the versions that can be served.
     configs: Mapping[int, ModelConfig] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Verdict:
 
 
 def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Options) -> list[FoundModel]:
-    """Returns the models with the workers that would load them, or with the reason why none can."""
+    """Returns copies of the models that say which workers would load them, or why none can (``error``)."""
     found: list[FoundModel] = []
     taken: dict[str, float] = {}
     for model in models:
@@ -82,12 +82,14 @@ def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Opt
 def check(
     models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
 ) -> Iterator[Verdict]:
-    """Yields the verdict on each model, in order, ensembles last. Those that cannot even be read are not tried.
+    """Loads each model, and yields its verdict: in the order of ``models``, but ensembles last.
+
+    A model whose configuration cannot be read is not loaded.
 
     Args:
-      devices: of all workers; each is loaded on the first one of its own.
-      timeout: seconds for each model, so many for each version.
-      bar: drawn while somebody waits for a verdict, and not when one is given.
+      devices: the devices of all workers; a model is loaded on the first of its workers' devices.
+      timeout: seconds to load each version of a model.
+      bar: shows the progress; it is cleared whenever a verdict is yielded.
     """
     tried: dict[str, Verdict] = {}
     for verdict in _tried([model for model in models if not model.members], options, devices, timeout, bar):
@@ -108,7 +110,11 @@ def check(
 
 
 def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
-    """Words the circle that an ensemble leads into, as the daemon does."""
+    """Words the error that an ensemble's members form a circle, as the daemon words it.
+
+    Args:
+      waiting: ensembles, by name, each of which has a member among them.
+    """
     way = [name]
     while (member := next(each for each in dict(waiting[way[-1]].members) if each in waiting)) not in way:
         way.append(member)
@@ -116,7 +122,7 @@ def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
 
 
 def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
-    """Checks an ensemble as the daemon would when its members are loaded."""
+    """Checks an ensemble against its members, as the daemon does once they are loaded. ``tried``: their verdicts, by name."""
     reason, name = model.problem, model.name
     message = model_config.from_bytes(model.config)
     members = {
@@ -150,7 +156,7 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
 def _tried(
     models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
 ) -> Iterator[Verdict]:
-    """Yields the verdicts on models that are no ensembles."""
+    """Loads models that are no ensembles, in several processes, and yields their verdicts in order. Arguments as in ``check``."""
     # A daemon beside this process may have most of a GPU's memory.
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(options, workers=workers))
@@ -190,7 +196,7 @@ def _tried(
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
-    """Waits until a process has ended, or has exceeded its time and is killed; a moment at most."""
+    """Waits a moment at most for one of the processes to end, and kills each that has exceeded its time."""
     poll = select.poll()
     for attempt in running:
         poll.register(attempt.pidfd, select.POLLIN)
@@ -205,7 +211,7 @@ def _wait(running: Sequence[_Attempt]) -> None:
 
 
 class _Attempt:
-    """A process that loads the chosen versions of models. It and whatever it starts live until ``end``."""
+    """Runs one process that loads the chosen versions of models on a device, until ``end`` kills it and all that it started."""
 
     def __init__(self, models: Sequence[FoundModel], options: bytes, device: Device, timeout: float) -> None:
         self.device = device.name
@@ -240,19 +246,19 @@ class _Attempt:
 
     @property
     def at(self) -> str:
-        """Returns the current step; "": it has loaded all and is about to end."""
+        """Returns what the process is doing now, such as ``loading m``; "": it has loaded all models and is about to end."""
         if not self.left:
             return ""
         steps = [line.at for line in self._lines() if isinstance(line, LoadStep)]
         return steps[-1] if steps else f"loading {self.left[0].name}"
 
     def _lines(self) -> list[LoadLine]:
-        """Returns the lines that are complete."""
+        """Returns the complete lines of progress and results that the process has written so far."""
         content = os.pread(self._answers.fileno(), os.fstat(self._answers.fileno()).st_size, 0)
         return [_LINES.decode(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
     def end(self) -> None:
-        """Kills what is left of the process. Idempotent. ``look`` closes its files."""
+        """Kills the process and all that it started, if they still run. Idempotent. A later call of ``look`` closes the files."""
         if self.ended:
             return
         self.ended = True
@@ -263,7 +269,10 @@ class _Attempt:
         self._process.wait()
 
     def look(self, verdicts: dict[str, Verdict]) -> bool:
-        """Adds the verdicts that are known. Returns whether the process has ended; models in ``left`` were not tried."""
+        """Adds to ``verdicts`` those that are known by now. Returns whether the process has ended.
+
+        If it has, the models in ``left`` were not tried.
+        """
         lines = self._lines()
         outcomes = {(line.name, line.version): line for line in lines if isinstance(line, LoadOutcome)}
         while self.left:

@@ -1,8 +1,8 @@
-"""The command line: ``tensord serve``, ``check``, ``fetch``, ``init``, ``export``, ``man``, ``config``, ``--version``.
+"""The program ``tensord``: its commands ``serve``, ``check``, ``fetch``, ``init``, ``export``, ``man`` and ``config``.
 
-Options and their completion are click's (``tensord.daemon.flags`` has those that set a key).
+click parses the options and completes them in the shell; ``tensord.daemon.flags`` has the options that set a key.
 
-Exit status: 0 done, 1 a failure while serving or a bad repository, 2 a bad configuration or command line.
+Exit status: 0: done; 1: a failure while serving, or a bad repository; 2: a bad configuration or command line.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WATCH = (
 
 
 class _Commands(click.Group):
-    """The commands; whichever finds a mistake in the configuration ends with its sentence and status 2."""
+    """The group of tensord's commands: a ConfigurationError in any of them prints its message and exits with status 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -156,9 +156,9 @@ def check(
 ) -> None:
     """Check a configuration FILE, and that the models in its repositories load, without serving anything.
 
-    Each model is loaded and compiled in a process of its own, as a worker does it, on the first device of those
-    that would serve it. That runs the models' code as whoever runs this; where root does, as the user of tensord.service, in its
-    working directory and with its cache, where the service's start finds what was compiled.
+    Each model is loaded and compiled as by a worker, in a process that only checks, on the first of the devices that would serve
+    it. That runs the models' code as the user who calls this. If root does, it runs as the user of tensord.service, in the
+    service's working directory and with its cache, where the service finds what was compiled when it starts.
 
     Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
     """
@@ -208,7 +208,11 @@ def check(
 
 
 def _became(name: str | None) -> bool:
-    """Becomes the user that a check runs as: ``name``, or for root that of the installed service. Returns whether it had to."""
+    """Makes root's process run as the user that a check is to run as. Returns whether the user was changed.
+
+    Args:
+      name: the user's name; None: the user of the installed service, if there is one.
+    """
     if os.geteuid() != 0:
         if name is not None and name not in (str(os.geteuid()), os.environ.get("USER")):
             _fail(f"--user={name}: only root can run as another user")
@@ -229,7 +233,7 @@ def _became(name: str | None) -> bool:
 
 
 def _takes(footprint: Footprint) -> str:
-    """Words a footprint: ``1.3 s; 6 programs (2 compiled) of 210 KiB; parameters 17 KiB; largest 32 rows of [64]: 12 KiB``."""
+    """Describes what a model takes: ``1.3 s; 6 programs (2 compiled) of 210 KiB; parameters 17 KiB; largest 32 rows: 12 KiB``."""
     said = [f"{footprint.seconds:.1f} s"]
     if footprint.programs:
         made = f"{footprint.programs} programs ({footprint.compiled} compiled)"
@@ -277,11 +281,11 @@ def fetch(
 ) -> None:
     """Bring the model at URL into FOLDER, whose name is the model's, such as models/digits.
 
-    URL is a folder (s3://, gs://, hf://, a path) or an archive (https:// and all of those; .tar, .tar.gz, .zip). What comes
-    is staged beside FOLDER, checked as `tensord check` does it, and takes the place of what is served by one rename.
-    A fetch that was ended goes on where it was. Where FOLDER holds already what is at URL, nothing is done.
+    URL is a folder (s3://, gs://, hf://, a path) or an archive (https:// and all of those; .tar, .tar.gz, .zip). The model is
+    downloaded next to FOLDER, checked as by `tensord check`, and then replaces FOLDER by one rename. A fetch that was interrupted
+    continues where it stopped. If FOLDER already holds what is at URL, nothing is done.
 
-    Exit status 0: it is there. 1: it is not, and what was served still is. 2: the configuration is wrong.
+    Exit status 0: the model is in FOLDER. 1: it is not, and FOLDER is unchanged. 2: the configuration is wrong.
     """
     from tensord.daemon import fetch as fetching
 
@@ -296,7 +300,7 @@ def fetch(
 
 
 def _sha256(value: str | None) -> str:
-    """Checks a checksum. Raises click.BadParameter."""
+    """Returns a checksum that the user gave, or "" for None. Raises click.BadParameter: it has not 64 hexadecimal digits."""
     if value is not None and not re.fullmatch("[0-9a-fA-F]{64}", value):
         raise click.BadParameter(f"'{value}' has not 64 hexadecimal digits")
     return value or ""
@@ -305,7 +309,7 @@ def _sha256(value: str | None) -> str:
 @main.command("init")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 def init_model(folder: Path) -> None:
-    """Write a model to begin with into FOLDER, whose name is the model's, such as models/mine."""
+    """Write an example model to begin with into FOLDER, whose name becomes the model's, such as models/mine."""
     from tensord.daemon import first_model
 
     try:
@@ -321,10 +325,10 @@ def init_model(folder: Path) -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--platforms", default="", help="What it may run on, such as cpu,cuda; without it, what runs this.")
 def export_model(model: Path, folder: Path, platforms: str) -> None:
-    """Write the JAX model in the folder MODEL as one without Python files into FOLDER.
+    """Write the JAX model in the folder MODEL into FOLDER, as a model without Python files.
 
-    The newest version becomes a program of jax.export with its parameters beside it, which any tensord serves, and any JAX calls.
-    That runs the model's code as whoever runs this.
+    Its newest version is written as a program of jax.export and a file of parameters, which any tensord can serve and any JAX can
+    call. This runs the model's code as the user who calls it.
     """
     from tensord.daemon import export as exporting
     from tensord.daemon.models import repository
@@ -345,7 +349,7 @@ def export_model(model: Path, folder: Path, platforms: str) -> None:
 def write_man_pages(folder: Path) -> None:
     """Write the manual pages of tensord, tensorctl and their commands into FOLDER, such as /usr/local/share/man/man1.
 
-    That needs click-man (pip install 'tensord[man]').
+    This needs click-man (pip install 'tensord[man]').
     """
     from tensord.daemon import ctl
 
@@ -369,8 +373,8 @@ def write_man_pages(folder: Path) -> None:
 def print_config(ctx: click.Context, config: Path | None, short: bool) -> None:
     """Print a configuration file that holds every key with its value and what it means.
 
-    Behind a value that is not the default stands where it comes from: the file, a variable or a flag. Without any of these it is
-    the file of defaults. A file of yours holds only what differs.
+    After a value that is not the default stands where it comes from: the file, an environment variable or a flag. If there is
+    none of these, the output is the file of defaults. Your own file only needs the keys that differ from them.
     """
     configured = layers.read(config, os.environ, flags.settings(ctx))
     if short:

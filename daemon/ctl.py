@@ -1,7 +1,7 @@
-"""``tensorctl`` asks a running daemon, over its control socket, for the operator.
+"""The program ``tensorctl``: the operator's commands to a running daemon, sent over its control socket.
 
-The socket is ``--socket``, else ``TENSORCTL_SOCKET``, else that of the one daemon that answers where they have theirs by default
-(``tensord.daemon.operator.control_client``). Exit status: 0 done, 1 the daemon refused, 2 it cannot be reached.
+The socket is ``--socket``, else ``TENSORCTL_SOCKET``, else the socket of the one daemon that answers on a default path
+(``tensord.daemon.operator.control_client``). Exit status: 0: done; 1: the daemon refused; 2: the daemon cannot be reached.
 """
 
 from __future__ import annotations
@@ -52,20 +52,24 @@ _PARAMETER_COLUMNS = (
 @click.version_option(package_name="tensord", prog_name="tensorctl", message="%(prog)s %(version)s")
 @click.pass_context
 def main(ctx: click.Context, path: Path | None, as_json: bool) -> None:
-    """Ask a running tensord, or tell it."""
+    """Query or control a running tensord daemon."""
     ctx.obj = _Daemon(path, as_json)
 
 
 class _Daemon:
-    """The daemon that is asked; prints its answers as tables or as JSON."""
+    """Sends commands to the daemon, and prints its answers as tables or as JSON."""
 
     def __init__(self, path: Path | None, as_json: bool) -> None:
-        """Takes the path of its control socket; None: it is looked for."""
+        """Takes the path of the daemon's control socket; None: the default paths are tried. ``as_json``: print JSON."""
         self._path = path
         self.as_json = as_json
 
     def ask(self, command: str, **words: Any) -> Any:
-        """Returns the answer to a question. Ends the program where there is none."""
+        """Sends a command to the daemon and returns its answer. If the daemon refuses or is not reached, the program exits.
+
+        Args:
+          words: the arguments of the command.
+        """
         try:
             return control_client.ask(self._path, os.environ, {"command": command, **words})
         except Refused as error:
@@ -74,12 +78,18 @@ class _Daemon:
             _fail(str(error), 2)
 
     def do(self, command: str, **words: Any) -> None:
-        """Has something done; prints what there is to say of it."""
+        """Has the daemon carry out a command, and prints the answer, if there is one, as JSON. ``words``: the arguments."""
         if (result := self.ask(command, **words)) is not None:
             _print_json(result)
 
     def show(self, watch: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
-        """Shows an answer, with ``watch`` again after so many seconds, until it is interrupted."""
+        """Prints the daemon's answer to a command.
+
+        Args:
+          watch: ask and print again after so many seconds, until the user interrupts; None: only once.
+          print_: prints the answer, unless JSON is wanted.
+          words: the arguments of the command.
+        """
         while True:
             result = self.ask(command, **words)
             if watch is not None:
@@ -97,7 +107,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _watched(command: F) -> F:
-    """Gives a command that shows something ``--watch``."""
+    """Adds the option ``--watch`` to a command that shows something."""
     option = click.option(
         "--watch",
         type=click.FloatRange(min=0.1),
@@ -110,7 +120,11 @@ def _watched(command: F) -> F:
 
 
 def _names(command: str, read: Callable[[Any], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
-    """Makes what completes a name by asking the daemon."""
+    """Makes a function for click that completes a name in the shell, from the daemon's answer to ``command``.
+
+    Args:
+      read: returns the names in the answer.
+    """
 
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
         parent = ctx.find_root().params
@@ -137,7 +151,7 @@ _worker_name = _names("status", lambda status: [worker["name"] for worker in sta
 @_watched
 @click.pass_obj
 def status(daemon: _Daemon, watch: float | None) -> None:
-    """The processes: which are up, on what device, how often they died."""
+    """Show the daemon's processes: which are up, on which device, how often they died."""
     daemon.show(watch, _print_status, "status")
 
 
@@ -170,7 +184,7 @@ def _readiness(result: Mapping[str, Any]) -> str:
 @main.command()
 @click.pass_obj
 def health(daemon: _Daemon) -> None:
-    """Whether the daemon is ready, as its exit status: 0 it is, 1 it is not, 2 it cannot be reached."""
+    """Check whether the daemon is ready. Exit status: 0: ready; 1: not ready; 2: the daemon cannot be reached."""
     result = daemon.ask("status")
     is_ready = result["ready"] and result["phase"] == "serving"
     if daemon.as_json:
@@ -184,9 +198,10 @@ def health(daemon: _Daemon) -> None:
 @click.option("--all", "everything", is_flag=True, help="Keys with their default as well.")
 @click.pass_obj
 def config(daemon: _Daemon, everything: bool) -> None:
-    """The configuration in force: keys that differ from their default, where each value came from, what waits for a restart.
+    """Show the configuration in force: keys that differ from their default, and where each value came from.
 
-    Files, variables and flags are read again for it: `next` is what they say now, and `waits` what puts it into force.
+    Files, variables and flags are read again for this: `next` is the value that they give now, if that is another one, and
+    `waits` says what would bring it into force.
     """
 
     def print_(result: Mapping[str, Any]) -> None:
@@ -204,7 +219,7 @@ def config(daemon: _Daemon, everything: bool) -> None:
 @click.option("--no-wait", is_flag=True, help="Do not wait for the models that are loaded then.")
 @click.pass_obj
 def reload(daemon: _Daemon, no_wait: bool) -> None:
-    """Read configuration and repositories again, and wait for what that loads; fails with the reason where it is refused."""
+    """Read configuration and repositories again, and wait for the models that are loaded then; fails if that is refused."""
     daemon.do("reload", wait=not no_wait)
 
 
@@ -214,9 +229,9 @@ def reload(daemon: _Daemon, no_wait: bool) -> None:
 )
 @click.pass_obj
 def drain(daemon: _Daemon, wait: bool) -> None:
-    """Take this daemon out of service: not ready at once, after supervisor.drain_time no new requests, then none in flight.
+    """Take the daemon out of service: not ready at once, and refusing new requests after supervisor.drain_time.
 
-    Its processes stay. `undrain` takes requests again.
+    Requests that it has accepted are answered, and its processes keep running. `undrain` ends this.
     """
     daemon.do("drain", wait=wait)
 
@@ -224,7 +239,7 @@ def drain(daemon: _Daemon, wait: bool) -> None:
 @main.command()
 @click.pass_obj
 def undrain(daemon: _Daemon) -> None:
-    """Take requests again, and be ready as far as the models are."""
+    """Put a drained daemon back into service: it accepts requests again, and is ready if its models are."""
     daemon.do("undrain")
 
 
@@ -232,9 +247,10 @@ def undrain(daemon: _Daemon) -> None:
 @click.argument("worker", shell_complete=_worker_name)
 @click.pass_obj
 def restart(daemon: _Daemon, worker: str) -> None:
-    """Replace WORKER (such as worker-0) by a new process, and wait until that has its models.
+    """Replace WORKER (such as worker-0) by a new process, and wait until that has loaded its models.
 
-    What it was asked is answered first; requests for models that no other worker has wait. Sequences on it are lost.
+    The old process answers its requests first. New requests for models that no other worker has wait for the new process.
+    Sequences on the old one are lost.
     """
     daemon.do("restart", name=worker)
 
@@ -247,7 +263,7 @@ def restart(daemon: _Daemon, worker: str) -> None:
 def profile(daemon: _Daemon, worker: str, seconds: float, folder: str | None) -> None:
     """Record what WORKER does for SECONDS, for XProf or Perfetto; requests are answered meanwhile.
 
-    Written by the daemon's user into FOLDER, or one of the daemon's own, whose name is printed.
+    The daemon's user writes the profile into FOLDER, or into a folder that the daemon chooses. The folder's name is printed.
     """
     result = daemon.ask("profile", name=worker, seconds=seconds, folder=folder or "")
     if daemon.as_json:
@@ -264,7 +280,7 @@ def profile(daemon: _Daemon, worker: str, seconds: float, folder: str | None) ->
 @click.option("--format", type=click.Choice(["default", "ISO8601", "json"]), help="The form of the lines.")
 @click.pass_obj
 def log(daemon: _Daemon, /, **given: Any) -> None:
-    """Show what is logged, or change it until the next reload."""
+    """Show the log settings, or change them until the next reload."""
     settings = {name: value for name, value in given.items() if value is not None}
     daemon.show(None, _print_settings, "log", settings=settings)
 
@@ -288,7 +304,7 @@ def trace(
     log_frequency: int | None,
     inherit: bool,
 ) -> None:
-    """Show which requests are traced, of MODEL or of all models, or change it."""
+    """Show which requests are traced, of MODEL or of all models, or change that."""
     numbers = {"trace_rate": rate, "trace_count": count, "log_frequency": log_frequency}
     settings: dict[str, list[str]] = {name: [str(value)] for name, value in numbers.items() if value is not None}
     if level:
@@ -307,14 +323,14 @@ def _print_settings(result: Mapping[str, Any]) -> None:
 
 @main.group()
 def models() -> None:
-    """What the repositories hold and what is loaded."""
+    """List the models in the repositories, and load or unload them."""
 
 
 @models.command("list")
 @_watched
 @click.pass_obj
 def models_list(daemon: _Daemon, watch: float | None) -> None:
-    """Every model and version with its state, and what it takes on a device: bytes, and the number of its programs."""
+    """List every model version with its state, and what it takes on a device: bytes, and how many programs."""
     daemon.show(watch, lambda rows: tables.show(_MODEL_COLUMNS, rows), "models")
 
 
@@ -322,7 +338,7 @@ def models_list(daemon: _Daemon, watch: float | None) -> None:
 @click.argument("name", shell_complete=_model_name)
 @click.pass_obj
 def models_show(daemon: _Daemon, name: str) -> None:
-    """A model's versions: where each is, what it takes, its inputs and outputs; with --json its whole configuration."""
+    """Show a model's versions: where each is, what it takes, its inputs and outputs; with --json its whole configuration."""
     daemon.show(None, _print_model, "model", name=name)
 
 
@@ -342,7 +358,7 @@ def _print_model(versions: Sequence[Mapping[str, Any]]) -> None:
 @click.argument("name", shell_complete=_model_name)
 @click.pass_obj
 def models_load(daemon: _Daemon, name: str) -> None:
-    """Load or reload a model and wait for it (explicit mode)."""
+    """Load or reload a model, and wait until it is loaded (only in the explicit mode of model control)."""
     daemon.do("load", name=name)
 
 
@@ -350,7 +366,7 @@ def models_load(daemon: _Daemon, name: str) -> None:
 @click.argument("name", shell_complete=_model_name)
 @click.pass_obj
 def models_unload(daemon: _Daemon, name: str) -> None:
-    """Begin to unload a model (explicit mode)."""
+    """Begin to unload a model (only in the explicit mode of model control)."""
     daemon.do("unload", name=name)
 
 
@@ -359,7 +375,7 @@ def models_unload(daemon: _Daemon, name: str) -> None:
 @_watched
 @click.pass_obj
 def models_statistics(daemon: _Daemon, name: str, watch: float | None) -> None:
-    """Request counts and mean durations; with --json as the HTTP statistics answer has them."""
+    """Show each model version's request counts and mean durations; with --json the answer of the HTTP statistics endpoint."""
     daemon.show(
         watch, lambda answer: tables.show(tables.STATISTICS, tables.statistics(answer)), "statistics", name=name
     )
@@ -370,14 +386,14 @@ def models_statistics(daemon: _Daemon, name: str, watch: float | None) -> None:
 
 @main.group()
 def regions() -> None:
-    """Shared memory that clients registered."""
+    """List and unregister the shared memory regions of clients."""
 
 
 @regions.command("list")
 @_watched
 @click.pass_obj
 def regions_list(daemon: _Daemon, watch: float | None) -> None:
-    """Every registered region: whose, since when, used how, mapped where, and how many tensors of requests are in it."""
+    """List every registered region: its owner, since when, how it is accessed, which workers map it, and its tensors in use."""
     daemon.show(watch, lambda rows: tables.show(_REGION_COLUMNS, rows), "regions")
 
 
@@ -385,7 +401,7 @@ def regions_list(daemon: _Daemon, watch: float | None) -> None:
 @click.argument("name", shell_complete=_region_name)
 @click.pass_obj
 def regions_unregister(daemon: _Daemon, name: str) -> None:
-    """Forget a region, of whatever kind, once no request uses it; "" is all of them."""
+    """Unregister the region NAME, of whatever kind, once no request uses it; "" unregisters all regions."""
     daemon.do("unregister", name=name)
 
 
@@ -393,7 +409,7 @@ def regions_unregister(daemon: _Daemon, name: str) -> None:
 @_watched
 @click.pass_obj
 def connections(daemon: _Daemon, watch: float | None) -> None:
-    """Clients, by the front that serves them: whose, requests and bytes they hold, lanes; 1,000 of each front."""
+    """List clients' connections by front: owner, requests, bytes that they hold, and lanes; at most 1,000 of each front."""
     daemon.show(watch, lambda rows: tables.show(_CONNECTION_COLUMNS, rows), "connections")
 
 
@@ -401,7 +417,7 @@ def connections(daemon: _Daemon, watch: float | None) -> None:
 @_watched
 @click.pass_obj
 def errors(daemon: _Daemon, watch: float | None) -> None:
-    """The last errors that clients got, the latest first: when, from which front, for which model, the sentence; 100 at most."""
+    """List the last errors that clients got, newest first: when, from which front, for which model, and the text; at most 100."""
     daemon.show(watch, lambda rows: tables.show(_ERROR_COLUMNS, rows), "errors")
 
 
@@ -409,7 +425,7 @@ def errors(daemon: _Daemon, watch: float | None) -> None:
 @_watched
 @click.pass_obj
 def sequences(daemon: _Daemon, watch: float | None) -> None:
-    """Sequences that live, by worker and model: their slots and what waits; 1,000 of each model version."""
+    """List live sequences by worker and model: their slots and waiting requests; at most 1,000 of each model version."""
     daemon.show(watch, lambda rows: tables.show(_SEQUENCE_COLUMNS, rows), "sequences")
 
 
@@ -418,7 +434,7 @@ def sequences(daemon: _Daemon, watch: float | None) -> None:
 
 @main.group()
 def parameters() -> None:
-    """Parameter sets of models, and new ones into models that are served."""
+    """List the parameter sets of models, and push new parameters into models that are served."""
 
 
 _of_version = click.option("--version", default=0, help="The model's version.  [default: the newest]")
@@ -430,7 +446,7 @@ _of_set = click.option("--set", "name", default="main", show_default=True, help=
 @_watched
 @click.pass_obj
 def parameters_list(daemon: _Daemon, model: str, watch: float | None) -> None:
-    """Every parameter set: its number, its bytes, when it was pushed and by whom, and what is kept of it."""
+    """List every parameter set: the number of its last push, its bytes, when and by whom it was pushed, and what is kept of it."""
     daemon.show(watch, lambda rows: tables.show(_PARAMETER_COLUMNS, rows), "parameters", name=model)
 
 
@@ -445,7 +461,7 @@ def parameters_list(daemon: _Daemon, model: str, watch: float | None) -> None:
 @click.option("--move-sequences", is_flag=True, help="Sequences that have begun go on with the new ones.")
 @click.pass_obj
 def parameters_push(daemon: _Daemon, /, model: str, file: str, version: int, name: str, **fields: Any) -> None:
-    """Push the parameters in FILE, which lies beside the model: safetensors, npz, msgpack or an Orbax folder."""
+    """Push the parameters in FILE, which is in the model's folder, into MODEL: safetensors, npz, msgpack or an Orbax folder."""
     daemon.do("push", name=model, version=version, set=name, push={"file": file, **fields})
 
 
@@ -455,7 +471,7 @@ def parameters_push(daemon: _Daemon, /, model: str, file: str, version: int, nam
 @_of_version
 @click.pass_obj
 def parameters_drop(daemon: _Daemon, model: str, name: str, version: int) -> None:
-    """Drop the parameter set NAME, which is not main."""
+    """Drop the parameter set NAME of MODEL; main cannot be dropped."""
     daemon.do("drop", name=model, version=version, set=name)
 
 
@@ -465,7 +481,7 @@ def parameters_drop(daemon: _Daemon, model: str, name: str, version: int) -> Non
 @_of_set
 @click.pass_obj
 def parameters_roll_back(daemon: _Daemon, model: str, version: int, name: str) -> None:
-    """Use the parameters again that a set had before its last ones."""
+    """Restore the parameters that a parameter set of MODEL had before the last push."""
     daemon.do("revert", name=model, version=version, set=name)
 
 

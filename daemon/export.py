@@ -1,4 +1,4 @@
-"""Exports a model with a model.py as one without Python files, in a process of its own, as the model's code uses JAX."""
+"""Exports a model that has a model.py as a model without Python files (``tensord export``), in a child process that has JAX."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from tensord.shm.errors import InvalidArgument
 
 
 def export(model: FoundModel, options: Options, device: Device, folder: Path, platforms: str) -> None:
-    """Exports the newest chosen version. What the model prints goes to stderr.
+    """Exports the newest version of a model that would be served. What the model's code prints goes to stderr.
 
-    Raises: InvalidArgument: it cannot be exported; it says why.
+    Args:
+      device: what the model is loaded on.
+      folder: where the exported model is written.
+      platforms: the platforms that it shall run on, such as "cpu,cuda"; "": that of ``device``.
+    Raises: InvalidArgument: the model cannot be exported; the message says why.
     """
     if model.problem:
         raise InvalidArgument(f"model '{model.name}': {model.problem}")

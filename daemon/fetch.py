@@ -1,8 +1,8 @@
-"""``tensord fetch``: stages a model beside the repository, verifies it, and swaps it in.
+"""Fetches a model into a repository (``tensord fetch``): downloads it next to its folder, checks it, and swaps it in.
 
     source: what is there ─▶ stage: fill, complete ─▶ check: load it as a worker does ─▶ stage: swap
 
-Whatever ends it before the last step leaves what is served as it is.
+If it fails or is interrupted before the last step, the model that is served stays as it is.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ def fetch(
     """Fetches the model at ``url`` into ``folder``. Returns a sentence that says what was done. Progress goes to stderr.
 
     Args:
-      devices: those of which one loads it for a check; none: its configuration and folders are read, and no code is run.
-      sha256: of the archive, or of the folder's SHA256SUMS; "": not known.
-      max_byte_size: of the archive and of what is in it, each.
-      timeout: seconds to load each version.
+      devices: the devices of the workers, one of which loads the model to check it; empty: only its configuration and folders are
+        read, and none of its code is run.
+      sha256: the expected checksum of the archive, or of the folder's SHA256SUMS; "": unknown.
+      max_byte_size: the most bytes of the model, and of its archive.
+      timeout: seconds to load each version of the model for the check.
 
-    Raises: ServingError: it is not there, does not come, is too large, or cannot be served.  OSError: it cannot be written.
+    Raises: ServingError: the model is not at ``url``, cannot be downloaded, is too large, or cannot be served; OSError: the model
+      cannot be written.
     """
     source = Source(url)
     plan = Plan(source.shown, source.is_archive, source.files())
@@ -63,7 +65,13 @@ def fetch(
 
 
 def _follow(name: str, progress: Iterable[int], whole: int) -> None:
-    """Runs a fetch, with a bar on a terminal and a line now and then elsewhere."""
+    """Runs a download to its end, and shows its progress: a bar on a terminal, otherwise a line every ten seconds.
+
+    Args:
+      name: what the progress is labelled with.
+      progress: yields how many bytes are there by now.
+      whole: how many bytes there will be.
+    """
     if sys.stderr.isatty():
         with click.progressbar(length=whole, label=name, file=sys.stderr, show_eta=True) as bar:
             for there in progress:
@@ -77,9 +85,12 @@ def _follow(name: str, progress: Iterable[int], whole: int) -> None:
 
 
 def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Device], timeout: float) -> FoundModel:
-    """Checks a staged model as ``tensord check`` does; an ensemble with its members that are in the repositories.
+    """Checks a fetched model as ``tensord check`` does, an ensemble together with its members. Returns the model as it was found.
 
-    Raises: InvalidArgument: it cannot be served. It stays in the stage.
+    Args:
+      model: the folder that the model was downloaded to.
+      beside: the repository that it will belong to; members are looked for there and in the configured repositories.
+    Raises: InvalidArgument: the model cannot be served; its folder stays.
     """
     found = repository.poll(model)
     repositories = list(dict.fromkeys([beside, *(Path(path).absolute() for path in options.repository.paths)]))

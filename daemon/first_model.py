@@ -1,4 +1,4 @@
-"""``tensord init``: a model folder to begin with, that runs as it is."""
+"""Writes a first model to begin with, which can be served as it is (``tensord init``)."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ Ask it, from another terminal:
 
 
 def write(folder: Path) -> str:
-    """Writes version 1 of the model whose folder is given; returns what to do with it.
+    """Writes version 1 of an example model into ``folder``, whose name is the model's. Returns instructions for the user.
 
-    Raises: InvalidArgument: no model can have that name, or there is one.
+    Raises: InvalidArgument: no model can have that name, or the folder is not empty.
     """
     folder = folder.absolute()
     if not NAME.fullmatch(folder.name):
@@ -69,6 +69,6 @@ def write(folder: Path) -> str:
 
 
 def _program() -> str:
-    """Returns the command by which this program is called: its name alone if the shell finds it by that."""
+    """Returns the command that runs this program: its name, if the shell finds the program by that, or its path."""
     here = Path(sys.argv[0])
     return "tensord" if shutil.which("tensord") == str(here.absolute()) or here.name != "tensord" else str(here)

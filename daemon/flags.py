@@ -1,8 +1,9 @@
 """Command-line flags: Triton's names where the meaning is the same, each an option that sets one key of the configuration.
 
-A unit file or manifest of a Triton server should start tensord after changing the program's name. So its flags have one of four
-fates: they set a key; they take a value that changes nothing here (``--allow-grpc=false``); they are refused with the reason in a
-sentence; or they are unknown, and the nearest known flag is suggested. Nothing is swallowed in silence.
+A unit file or manifest that starts a Triton server should start tensord once the program's name is changed. So each of Triton's
+flags is treated in one of four ways: it sets a key; it is accepted, without effect, with a value that asks for nothing that
+tensord lacks (``--allow-cpu-metrics=false``); it is refused with the reason in a sentence; or it is unknown, and the most similar
+known flag is suggested.
 
     words ─▶ ``canonical``: Triton's spellings become ``--name=value`` ─▶ click ─▶ ``settings``, which ``layers`` checks
 """
@@ -30,7 +31,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag that sets a key."""
+    """Describes one command-line flag, which sets one key of the configuration."""
 
     name: str
     key: str
@@ -302,7 +303,7 @@ _REFUSED = {
 
 
 class FlagCommand(click.Command):
-    """A command that takes every flag besides its own parameters; ``settings`` returns what they set."""
+    """A click command that accepts all ``FLAGS`` besides its own parameters; ``settings`` returns what the flags set."""
 
     def __init__(self, *arguments: Any, **words: Any) -> None:
         super().__init__(*arguments, **words)
@@ -312,7 +313,7 @@ class FlagCommand(click.Command):
         return [*super().get_params(ctx), *_options()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the words of a command. Raises ConfigurationError: a sentence about the first flag that cannot be obeyed."""
+        """Parses the words of a command line. Raises ConfigurationError: a flag or argument is refused; the message says why."""
         if ctx.resilient_parsing:  # a shell completes them
             return super().parse_args(ctx, args)
         own = dict.fromkeys(ctx.help_option_names, False)
@@ -333,7 +334,7 @@ class FlagCommand(click.Command):
 
 
 class FlagOption(click.Option):
-    """A flag as an option of click: its value goes to ``settings`` as it was written, and is checked with all others."""
+    """A click option for one flag: its value is passed to ``settings`` as it was written, and checked later with all others."""
 
     def __init__(self, flag: Flag) -> None:
         names = [f"--{name}" for name in (flag.name, flag.alias) if name]
@@ -356,7 +357,7 @@ class FlagOption(click.Option):
 
 
 class _KeyType(_TextType):
-    """Completes the values of a key; checking them is for ``tensord.config.layers``, which names key and source."""
+    """A click type that completes the values of a flag in the shell. It checks nothing: ``tensord.config.layers`` does that."""
 
     name = "value"
 
@@ -376,7 +377,7 @@ def _options() -> Sequence[FlagOption]:
 
 
 def _worded(key: str) -> str:
-    """Words what a key's value may be: ``int from 0 to 65535``, ``none, low, medium or high``."""
+    """Describes the values that a key of the configuration may have: ``int from 0 to 65535``, ``none, low, medium or high``."""
     if choices := layers.choices(key):
         return f"{', '.join(choices[:-1])} or {choices[-1]}"
     wanted = layers.described_type(key)
@@ -394,7 +395,7 @@ _SETTINGS = f"{__name__}.settings"
 
 
 def _collect(ctx: click.Context, option: click.Parameter, value: Any) -> None:
-    """Keeps the setting of a flag that was given."""
+    """Adds a flag that was given on the command line to the settings in click's context. It is called by click."""
     if value is None or value == () or ctx.resilient_parsing:
         return
     assert isinstance(option, FlagOption)
@@ -405,16 +406,18 @@ def _collect(ctx: click.Context, option: click.Parameter, value: Any) -> None:
 
 
 def settings(ctx: click.Context) -> list[Setting]:
-    """Returns what the flags of a command line set."""
+    """Returns the configuration keys that the flags of a command line set, with their values, in the order of the flags."""
     return list(ctx.meta.get(_SETTINGS, ()))
 
 
 def canonical(arguments: Sequence[str], own: Mapping[str, bool]) -> list[str]:
-    """Rewrites flags to ``--name=value``: they may also come as ``--name value``, or as ``--name`` alone for a switch.
+    """Rewrites the flags of a command line to ``--name=value``, from ``--name value``, or ``--name`` alone for a switch.
+
+    Flags that have no effect are left out.
 
     Args:
-      own: the command's own options, and whether each takes a value: they are left to click, and so are arguments.
-    Raises: ConfigurationError: a sentence about the first flag that cannot be obeyed.
+      own: the options of the command itself -> whether each takes a value. They, and arguments, stay as they are, for click.
+    Raises: ConfigurationError: a flag is unknown, refused or lacks its value; the message is a sentence about it.
     """
     found: list[str] = []
     waiting = list(arguments)
@@ -459,7 +462,10 @@ _TRACE_FLAGS = {
 
 
 def _of_trace_config(value: str) -> str | None:
-    """Converts ``[triton,]SETTING=VALUE`` to the flag it stands for; None: it asks for the default."""
+    """Converts a value of ``--trace-config``, ``[triton,]SETTING=VALUE``, to the flag that means the same; None: the default.
+
+    Raises: ConfigurationError: the value is malformed, or asks for OpenTelemetry.
+    """
     mode, comma, setting = value.partition(",")
     name, equals, given = (setting if comma else mode).partition("=")
     if (comma and mode != "triton") or (name, given) == ("mode", "opentelemetry"):
@@ -474,7 +480,10 @@ def _of_trace_config(value: str) -> str | None:
 
 
 def _of_cache_config(value: str) -> str:
-    """Converts ``local,size=BYTES`` to the flag it stands for."""
+    """Converts a value of ``--cache-config``, ``local,size=BYTES``, to the flag that means the same.
+
+    Raises: ConfigurationError: the value is malformed, or names another cache.
+    """
     cache, _, setting = value.partition(",")
     name, _, size = setting.partition("=")
     if cache != "local":

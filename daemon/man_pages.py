@@ -1,4 +1,4 @@
-"""Manual pages of the commands, made by click-man of the commands themselves."""
+"""Writes the manual pages of tensord and tensorctl, which click-man makes from the commands' help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from tensord import __version__
 
 
 def write(commands: Mapping[str, click.Command], folder: Path) -> list[Path]:
-    """Writes a page for each command and those below it into a folder, which is made; returns the files. Raises OSError."""
+    """Writes a manual page for each command and each of its subcommands into a folder, which is made if it is missing.
+
+    Returns the files that were written. Raises OSError: the folder or a file cannot be written.
+
+    Args:
+      commands: name -> command.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.1")}
     for name, command in commands.items():
@@ -23,7 +29,7 @@ def write(commands: Mapping[str, click.Command], folder: Path) -> list[Path]:
 
 
 def _described(command: click.Command, ctx: click.Context) -> click.Command:
-    """Returns a copy of a command as click-man reads it: with all of its parameters, and a first sentence that is not cut."""
+    """Returns a copy of a command for click-man: with all of its parameters, and its first help sentence in full length."""
     described = copy.copy(command)
     described.params = command.get_params(ctx)
     described.short_help = " ".join((command.help or "").strip().partition("\n\n")[0].split()).removesuffix(".")

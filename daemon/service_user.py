@@ -1,4 +1,4 @@
-"""The user of the installed service, whom root becomes so that a check finds what the service will find.
+"""Runs ``tensord check`` as the user of the installed service, if root calls it, so that it finds what the service will find.
 
 tensord.service with its drop-ins (systemctl show) ─▶ user, groups, working directory, cache, variables ─▶ this process
 """
@@ -36,12 +36,12 @@ _TIMEOUT = 10.0
 
 
 class UnknownUser(Exception):
-    """There is no such user, or this process cannot be that user's; the message is a sentence."""
+    """Raised if a user does not exist, or cannot run this program; the message is a sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Describes as whom, where and with what a service runs."""
+    """Describes how systemd runs a service: user, groups, directories and environment variables."""
 
     user: str
     #: The group; "": the user's own.
@@ -61,7 +61,7 @@ class Service:
 
 
 def installed() -> Service | None:
-    """Returns the service of this host as systemd knows it, with its drop-ins; None: there is none, or no systemd."""
+    """Returns the installed tensord.service as systemd describes it, drop-ins included; None: it, or systemd, is not there."""
     command = ["systemctl", "show", _UNIT, *(f"--property={name}" for name in _PROPERTIES)]
     try:
         done = subprocess.run(
@@ -73,7 +73,7 @@ def installed() -> Service | None:
 
 
 def parsed(shown: str) -> Service | None:
-    """Reads what ``systemctl show`` prints; None: the unit is not installed."""
+    """Reads the output of ``systemctl show`` for the service's unit; None: the unit is not installed."""
     found = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
     if found.get("LoadState") != "loaded":
         return None
@@ -93,10 +93,11 @@ def parsed(shown: str) -> Service | None:
 
 
 def become(service: Service) -> None:
-    """Makes this process, which is root's, the service's: groups, user, working directory and variables.
+    """Gives this process, which runs as root, the service's groups, user, working directory and environment variables.
 
-    Makes the service's cache directory as systemd would, where it is missing. Variables of whoever asks win over the unit's.
-    Raises: UnknownUser: there is no such user or group, or it cannot use this Python.
+    Makes the service's cache directory as systemd would, if it is missing. An environment variable that the caller has set is
+    kept, except for those that name the caller or the caller's directories, which are replaced or removed.
+    Raises: UnknownUser: the user or a group does not exist, or cannot use this Python or the working directory.
     """
     user = _found(lambda name: pwd.getpwuid(accounts.user_id(name)), service.user)
     group = _found(accounts.group_id, service.group) if service.group else user.pw_gid
@@ -136,7 +137,7 @@ def become(service: Service) -> None:
 
 
 def _found(find: Callable[[str], T], name: str) -> T:
-    """Looks up a user or a group. Raises UnknownUser."""
+    """Looks up a user or a group by name with ``find``. Raises UnknownUser: the host has none of that name."""
     try:
         return find(name)
     except (KeyError, OverflowError):

@@ -1,12 +1,12 @@
-"""The supervisor: starts fronts and workers, connects them, replaces what dies, stops in order. Never touches a tensor.
+"""The supervisor process: starts fronts and workers, connects and replaces them, stops them in order; never touches a tensor.
 
     1. bind the sockets, adopt the workers (spawned before, because their imports take longest), read the repositories
     2. start the fronts with the models as LOADING; each worker that reports gets its regions, its lanes, then its models
-    3. when the first loads are settled: READY=1, and every look at the status pages feeds the watchdog
-    4. a process that dies is fenced by its pidfd: fronts learn of it, a replacement starts after a delay that grows
-    5. SIGTERM: fronts finish what they accepted, then workers stop, then whatever is left is killed
+    3. when the first loads have ended: READY=1 to systemd, and every check of the status pages notifies systemd's watchdog
+    4. when a process dies (its pidfd says so), fronts are told, and a replacement starts after a delay that grows
+    5. SIGTERM: fronts finish the requests that they accepted, then workers stop, then what still runs is killed
 
-One loop, one thread for its own work; files are read in others. It never waits for a child without a bound.
+It has one event loop in one thread; files are read in other threads. It never waits for a child process without a time limit.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _WORKER_GRACE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The modules that children run, as ``python -m`` takes them."""
+    """Names the Python modules that child processes run (``python -m``)."""
 
     http: str = "tensord.daemon.http"
     grpc: str = "tensord.daemon.grpc"
@@ -93,7 +93,7 @@ class Programs:
 
 
 class Supervisor:
-    """The daemon's main object: ``run`` is its whole life and returns its exit status."""
+    """The daemon's main object, in the supervisor process: ``run`` runs the daemon and returns its exit status."""
 
     def __init__(
         self,
@@ -106,9 +106,10 @@ class Supervisor:
     ) -> None:
         """
         Args:
-          reread: reads the configuration again, for SIGHUP; it raises ConfigurationError.
-          spawned: the workers to begin with, which are owned from the moment that the sockets are bound.
-          first_signals: what has handled signals so far.
+          reread: reads the configuration again, after SIGHUP; raises ConfigurationError if it cannot be used.
+          spawned: the first workers, already started. The supervisor owns them once its sockets are bound.
+          programs: the modules that child processes run.
+          first_signals: has handled signals until now, and knows whether one came.
         """
         self.phase = DaemonPhase.STARTING
         options = configured.options
@@ -136,7 +137,7 @@ class Supervisor:
         self._clients = ClientSocket(options, environment, self._regions, self.fronts, self._lanes, self.parameters)
         self._log_settings = LogSettings(options.log, self._log_changed)
         self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self.fronts.publish)
-        #: None: no spans are sent.
+        #: Sends spans to a collector; None: none are sent.
         self._spans: SpanExporter | None = None
         self._span_counts = SpanCounts()
         self._operations = Operations(
@@ -167,9 +168,10 @@ class Supervisor:
         self._agent = Agent(options.metrics, self._availability, collection.look)
 
     async def run(self) -> int:
-        """Runs the daemon, from the first bind to the last child.
+        """Runs the daemon, from binding its sockets to the end of its last child process. Returns the exit status.
 
-        Raises: ListenError, InvalidArgument, OSError: it cannot start.
+        Raises: ListenError, OSError: a socket cannot be opened or a process not started; InvalidArgument: the configuration
+          cannot be used, such as a package that is not installed, or a repository that cannot be read.
         """
         loop = asyncio.get_running_loop()
         _raise_open_files(self.options)
@@ -231,7 +233,10 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------------- starting
 
     def tell(self, front: FrontProcess) -> None:
-        """Sends a new front everything that it needs; lanes before the states that name their workers."""
+        """Sends a new front everything that it needs: lanes to the workers, regions, model states and trace settings.
+
+        Lanes come before the model states, which name the lanes' workers.
+        """
         for worker in self.workers.ready():
             self._open_lane(front, worker)
         for place in self._regions.places():
@@ -251,7 +256,7 @@ class Supervisor:
             worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
 
     async def _join(self, worker: WorkerProcess) -> None:
-        """Connects a new worker: regions first, so that no request names one that it lacks; then lanes, then models."""
+        """Gives a new worker its regions, lanes and models, in this order: no request may name a region that the worker lacks."""
         await self._regions.restore(worker)
         if not worker.alive or worker.stopping:
             return
@@ -286,9 +291,9 @@ class Supervisor:
             _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
 
     def _all_up(self) -> bool:
-        """Returns whether every slot is filled, and every worker has loaded what it should.
+        """Returns whether every front and worker process is ready, and every worker has loaded its models.
 
-        It is known by now which isolated models there are.
+        A worker of an isolated model may still be missing.
         """
         workers = [worker for worker in self.workers if worker.ready or not worker.model]
         return self.fronts.up() and all(worker.ready and not worker.owed for worker in workers)
@@ -300,7 +305,7 @@ class Supervisor:
         _log.log(logging.INFO if self._models.readiness.ready else logging.WARNING, "%s", line)
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Publishes a model's new state, or the readiness, to every front."""
+        """Sends a model's new state, or the daemon's readiness, to every front and client lane, and reports readiness."""
         self.fronts.publish(record)
         self._lanes.model_changed(record)
         if isinstance(record, Readiness):
@@ -315,28 +320,28 @@ class Supervisor:
     # ---------------------------------------------------------------------------------------------------------- records
 
     def front_asked(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
-        """Answers a front's call, and owns the descriptors that came with it."""
+        """Answers a call that a front made of the supervisor, and then closes the file descriptors that came with the call."""
         self._tasks.spawn(self._answer(front, call, fds))
 
     def traces_ended(self, traces: Sequence[EndedTrace]) -> None:
-        """Sends traces of a front to the collector."""
+        """Sends the traces of requests, which a front has ended, to the collector, if there is one."""
         if self._spans is not None:
             self._spans.export(traces)
 
     def worker_joined(self, worker: WorkerProcess) -> None:
-        """Gives a worker that is ready its regions, lanes and models."""
+        """Starts to give a worker, which has just become ready, its regions, lanes and models."""
         self._tasks.spawn(self._join(worker))
 
     def worker_asked(self, worker: WorkerProcess, call: ControlCall) -> None:
-        """Answers the call of a model on that worker."""
+        """Answers a call that a model on ``worker`` made of the supervisor."""
         self._tasks.spawn(self._answer_worker(worker, call))
 
     def worker_dismissed(self, worker: WorkerProcess) -> None:
-        """Forgets a worker that is stopping because its model needs it no more; it dies later."""
+        """Removes a worker from the models' placement, because its isolated model needs it no more; its process ends later."""
         self._models.worker_dismissed(worker.incarnation)
 
     def worker_answered(self, worker: WorkerProcess, record: Loading | Loaded | Unloaded) -> None:
-        """Handles the progress or the end of a load or an unload."""
+        """Handles what a worker reports of a model: the progress of its load, or the end of its load or unload."""
         if isinstance(record, Loading):
             self._models.loading(worker.incarnation, record)
         elif isinstance(record, Loaded):
@@ -345,7 +350,7 @@ class Supervisor:
             self._models.unloaded(worker.incarnation, record.name, record.version)
 
     def worker_ended_lane(self, worker: WorkerProcess, lane: LaneClosed) -> None:
-        """Handles a worker's word that nothing is left of a client's lane."""
+        """Handles a worker's report that it has released everything that belonged to a client's lane."""
         self._lanes.lane_ended(worker, lane.peer)
 
     async def _answer(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
@@ -358,7 +363,7 @@ class Supervisor:
         worker.send(await self._operations.reply_to_model(call))
 
     def _log_changed(self, options: Log) -> None:
-        """Applies log settings here, in every process, and in those that start later."""
+        """Applies changed log settings to this process, to every front and worker, and to those that start later."""
         self.configuration.take_log(options)
         log.configure(options, "supervisor", self._environment)
 
@@ -372,7 +377,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def worker_died(self, worker: WorkerProcess, device: Device) -> None:
-        """Handles a worker's death: fences it, and fills its slot again."""
+        """Handles the death of a worker: tells fronts, models, regions and client lanes, and has a replacement started."""
         self._slots.look(worker)
         self._regions.worker_left(worker.incarnation)
         self._lanes.worker_left(worker)
@@ -386,7 +391,11 @@ class Supervisor:
         self._shutdown.child_died()
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts and dismisses workers of isolated models, as ``isolation.wanted`` says."""
+        """Starts the workers that isolated models need, and stops those that are needed no more.
+
+        Args:
+          wanted: device of such a worker -> its part of a GPU's memory, as ``isolation.wanted`` returns them.
+        """
         if self.phase is DaemonPhase.STOPPING:
             return
         before = self.workers.slots.keys()
@@ -395,24 +404,25 @@ class Supervisor:
             self._slots.forget(name)
 
     def front_died(self, front: FrontProcess) -> None:
-        """Handles a front's death: fills its slot again."""
+        """Handles the death of a front: has a replacement started, unless the daemon stops."""
         self._slots.look(front)
         self._slots.died(front, lambda: self.fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
 
     def needs(self, child: Child) -> bool:
-        """Returns whether that child's slot is to be filled now.
+        """Returns whether a dead child process is to be replaced now.
 
-        Workers finish what the fronts have accepted; fronts accept nothing once the daemon stops.
+        A worker is, until the fronts have finished their requests; a front is not, once the daemon stops.
         """
         if isinstance(child, WorkerProcess):
             return self.phase is not DaemonPhase.STOPPING and not child.stopping and self.workers.is_vacant(child.name)
         return self.phase not in (DaemonPhase.STOPPING, DaemonPhase.DRAINING)
 
     def gives_up(self, child: Child) -> bool:
-        """Returns whether the daemon stops, because a slot was never filled: after too many deaths, or one that would recur.
+        """Stops the daemon, and returns True, if a child process that will not be replaced again is missing at the start.
 
-        A daemon that is starting stops, one that serves goes on; it also goes on without one isolated model.
+        A child is not replaced after too many deaths, or after one that would recur. Returns False if the daemon goes on: it
+        serves already, or lacks only the worker of an isolated model.
         """
         if self.phase is not DaemonPhase.STARTING or (isinstance(child, WorkerProcess) and child.model):
             return False
@@ -422,14 +432,16 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------- reload and stop
 
     async def _hang_up(self) -> None:
-        """Handles SIGHUP: a reload, whose refusal is in the log."""
+        """Reloads the configuration, because SIGHUP came. If the reload is refused, the reason is only logged."""
         with contextlib.suppress(InvalidArgument):
             await self.reload()
 
     async def reload(self) -> list[asyncio.Future[str]]:
-        """Reloads the configuration, applying what can be applied. Returns a future of the outcome of each load that it began.
+        """Reads configuration and repositories again, and applies the changes that need no restart.
 
-        Raises InvalidArgument: it cannot be used, and nothing has changed.
+        Returns: a future for each model load that it began; its result is the reason of a failure, or "".
+
+        Raises InvalidArgument: the new configuration cannot be used; nothing has changed then.
         """
         while self.phase is DaemonPhase.STARTING:
             await asyncio.sleep(0.1)
@@ -456,18 +468,18 @@ class Supervisor:
         self._notifier.status(self._summary())
 
     def drain_models(self, draining: bool) -> None:
-        """Makes the daemon not ready while it is drained, or ready again as far as its models are."""
+        """Makes the daemon report that it is not ready, because it is drained (True), or ends that (False)."""
         self._models.drain(draining)
 
     def refuse_requests(self, refuses: bool) -> None:
-        """Has the fronts refuse new requests, and opens no lanes; or takes them again."""
+        """Makes the fronts refuse new requests, and opens no new client lanes (True), or ends that (False)."""
         self._lanes.draining = refuses
         self.fronts.publish(RequestsRefused(refuses))
 
     async def _drain(self) -> None:
-        """Serves on for ``drain_time``; then stops fronts, then workers.
+        """Stops the daemon in order: serves on for ``supervisor.drain_time`` seconds, then stops the fronts, then the workers.
 
-        Whatever outlives the bound, or a second signal, is killed by ``_bury``.
+        Processes that still run after ``supervisor.exit_timeout``, or when a second signal comes, are killed by ``_bury``.
         """
         seconds = self.options.supervisor.drain_time
         if seconds and self.phase is DaemonPhase.SERVING and not self.drain.refuses:
@@ -487,7 +499,7 @@ class Supervisor:
         await self._shutdown.finish(self.workers.by_incarnation, deadline_ns)
 
     async def _bury(self) -> None:
-        """Kills what still runs: nothing outlives the daemon."""
+        """Cancels all tasks and kills every child process that still runs, so that none outlives the daemon."""
         await self._tasks.cancel()
         await self._shutdown.bury(lambda: (*self.fronts, *self.workers))
         await self._leftovers.ended()
@@ -497,7 +509,7 @@ class Supervisor:
 
     @property
     def options(self) -> Options:
-        """Returns the options in force."""
+        """Returns the configuration options that are in force."""
         return self.configuration.options
 
     def _in_force(self) -> Options:
@@ -527,7 +539,7 @@ class Supervisor:
         }
 
     async def _describe_page(self) -> dict[str, Any]:
-        """Describes what the page for browsers shows."""
+        """Describes the daemon for its status page in browsers: as ``describe``, with each model's state and recent errors."""
         errors = await recent_errors(self.fronts)
         standings = [
             {"name": model.name, "served": list(model.served), "reason": model.reason}
@@ -536,11 +548,11 @@ class Supervisor:
         return {**self.describe(), "standings": standings, "errors": errors}
 
     def client_records(self) -> list[dict[str, Any]]:
-        """Describes the clients that are connected to the clients' socket."""
+        """Describes each client that is connected to the clients' socket, as JSON values for ``tensorctl``."""
         return self._lanes.records()
 
     def _availability(self) -> tuple[bool, str]:
-        """Returns whether the daemon drains or stops, and why it is not ready ("": it is), for balancers."""
+        """Returns, for load balancers, whether the daemon drains or stops, and why it is not ready ("": it is ready)."""
         draining = self.drain.phase is not DrainPhase.NONE or self.phase not in (
             DaemonPhase.STARTING,
             DaemonPhase.SERVING,
@@ -554,17 +566,20 @@ class Supervisor:
         return "drained" if self.drain.phase is DrainPhase.DRAINED else "draining"
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a task, which is not to fail."""
+        """Starts a task on the event loop. An exception in the task stops the daemon."""
         self._tasks.spawn(work)
 
     def next_incarnation(self) -> int:
-        """Returns a number for a process, never given twice."""
+        """Returns a new incarnation: the number that identifies one child process for as long as the daemon runs."""
         incarnation, self._next_incarnation = self._next_incarnation, self._next_incarnation + 1
         return incarnation
 
 
 def _raise_open_files(options: Options) -> None:
-    """Raises the limit of open files to what the host allows, for this process and its children; warns if that is little."""
+    """Raises the limit of open files of this process, and so of its children, to the most that the host allows.
+
+    Logs a warning if the limit is smaller than the connections or regions that the options allow.
+    """
     allowed = descriptors.raise_limit()
     wanted = max(
         options.http.max_connections, options.grpc.max_connections, options.regions.max_count, options.clients.max_count

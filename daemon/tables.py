@@ -1,4 +1,4 @@
-"""Prints what tensorctl is told as tables: a line a row, columns as wide as what is in them."""
+"""Prints what tensord and tensorctl report as tables: one line for each row, columns as wide as their values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 
 def show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints rows under the names of their columns; what a row lacks is left blank."""
+    """Prints a table: the names of the columns, and a line for each row. A column that a row lacks is blank there."""
     cells = [[shown(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     for line in [list(columns), *cells]:
@@ -17,7 +17,7 @@ def show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def shown(value: Any) -> str:
-    """Shows a value in a cell, on one line."""
+    """Returns a value as the text of a table cell, on one line; "" for None."""
     if value is None:
         return ""
     if isinstance(value, Mapping):
@@ -29,7 +29,11 @@ def shown(value: Any) -> str:
 
 
 def scaled(number: float, step: int, unit: str) -> str:
-    """Formats a number with three digits and a prefix: ``1.5 MiB``, ``12 Mflop``."""
+    """Formats a number with three digits, a prefix and a unit: ``1.5 MiB``, ``12 Mflop``.
+
+    Args:
+      step: the factor between two prefixes: 1000, or 1024 for binary ones.
+    """
     for prefix in ("", "k", "M", "G", "T"):
         if number < step or prefix == "T":
             break
@@ -39,7 +43,7 @@ def scaled(number: float, step: int, unit: str) -> str:
 
 
 def statistics(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Makes a row for each model version of a statistics answer: its counts, and means in microseconds."""
+    """Makes a table row for each model version in a statistics answer: its counts, and mean durations in microseconds."""
     rows = []
     for entry in answer["model_stats"]:
         of = entry["inference_stats"]

@@ -24,7 +24,7 @@ class Late(enum.Enum):
 
 
 class Deadlines:
-    """Tracks since when one connection waits for its client to do something, in monotonic seconds; 0: it does not wait for that."""
+    """Tracks since when a connection waits for its client to do something, in monotonic seconds; 0: it does not wait for that."""
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")
 

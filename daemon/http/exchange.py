@@ -1,14 +1,14 @@
 """Handles one inference request over HTTP, from its body to its answer, by callbacks alone: no task, no queue, no event.
 
     head ─▶ body (reception) ─▶ prepared ─▶ submit ─▶ answer ─▶ encode (response_codec) ─▶ socket
-     ╰────────── small ─────────▲                       ╰─ said before: head and tensors ─▲
+     ╰────────── small ─────────▲                       ╰─ known kind: cached head, tensors ─▲
 
 Each arrow is a call from the connection's or the lane's callback. The connection's ``AnswerOrder`` keeps exchanges in the order
 in which their requests came, so an answer is written only by the exchange whose turn it is.
 
-    AnswerRecord ─▶ with a number: but for its id the head is remembered ─▶ one piece
-                 ├▶ encoded (response_codec), in steps where large       ─▶ pieces; slices of the arena as they lie
-                 ╰▶ compressed, in steps                                 ─▶ one piece
+    AnswerRecord ─▶ of a known kind: its head is cached, but for the id ─▶ one piece
+                 ├▶ encoded (response_codec), in steps if it is large   ─▶ pieces; slices of the arena are not copied
+                 ╰▶ compressed, in steps                                ─▶ one piece
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ class Generation(InFlight):
 
 
 class Generate(Generation):
-    """Handles generate: answers with one JSON object. A model's error is answered with 400, except if it is 501 or 503."""
+    """Handles generate: answers with one JSON object. An error of the model has status 400, unless its own is 501 or 503."""
 
     #: The object, once the response came.
     _object: bytes | None = None

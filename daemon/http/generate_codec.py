@@ -140,7 +140,7 @@ def encode(
     """Writes one response of a model as the JSON object that generate answers with.
 
     Args:
-      client_id: the request's id, as the client gave it; "": none.
+      client_id: the request's id; "": it has none.
       view: returns the bytes of a slice of the response arena; None: no output lies there.
     Raises: InvalidArgument: an output cannot be written as JSON.
     """

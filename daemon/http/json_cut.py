@@ -1,6 +1,6 @@
 """Cuts the large ``data`` of tensors out of the JSON text of a request, without parsing the text. Sans-I/O.
 
-    ..."data": [ 0.1,0.2, ... ,0.3 ]...      a small text, read as ever      ..."data": ["<token>:0"]...
+    ..."data": [ 0.1,0.2, ... ,0.3 ]...      the small rest is parsed        ..."data": ["<token>:0"]...
                └──── apart ────────┘         what was cut out                [ 0.1,0.2, ... ,0.3 ]
 
 An array of numbers ends at its last bracket, an array of strings at the first bracket with an even number of quotation marks

@@ -1,13 +1,13 @@
 """Converts the JSON ``data`` of an input (numbers, booleans or strings) to the tensor's bytes on the wire.
 
     BOOL            true, false
-    INT*, UINT*     integers in the datatype's range; 2.0 and 1e2 are none
-    FP32, FP64      numbers, NaN, Infinity, -Infinity; beyond FP32's range is infinity, as everywhere
-    BYTES           strings, sent on as UTF-8
-    FP16, BF16      none: JSON says nothing about them
+    INT*, UINT*     integers in the datatype's range; 2.0 and 1e2 are no integers
+    FP32, FP64      numbers, NaN, Infinity, -Infinity; a number beyond FP32's range becomes infinity
+    BYTES           strings, encoded as UTF-8
+    FP16, BF16      not allowed: the protocol does not say how they look in JSON
     any             one string: base64 of what the binary tensor data extension would send
 
-An array is flat, or nested as the shape says; row-major order either way.
+An array is flat, or nested as the shape says; its values are in row-major order.
 Source: KServe V2 "Tensor Data"; its request schema for base64.
 """
 

@@ -1,7 +1,7 @@
 """Feeds received bytes to the HTTP parser in small pieces, and only so many requests or chunks in one iteration of the loop.
 
-    read ─▶ | head | body ... | head | ...     | rest |     the rest: in the next turn; meanwhile the client is not read
-            ╰─── at most so much in a turn ────╯
+    read ─▶ | head | body ... | head | ...     | rest |     the rest: in the next iteration; meanwhile the client is not read
+            ╰── at most this in an iteration ──╯
 
 The parser cannot be told to stop in the middle of the bytes it was given, and a few bytes may be a request, or a chunk of a body.
 Because the bytes are cut into pieces, a client that sends thousands of either does not keep other clients waiting. A head that a
@@ -187,7 +187,7 @@ class Messages:
         return message_head.refusal(version, self.headers)
 
     def too_long(self) -> tuple[int, str]:
-        """Returns the status (431) and text to refuse a request head with that is too long."""
+        """Returns the status (431) and text with which a request head that is too long is refused."""
         limit = self._serving.options.http.max_head_byte_size
         return 431, f"the request line and headers have more than {limit} bytes, at most {limit} are allowed"
 

@@ -288,7 +288,7 @@ class AnswerText:
         """Encodes an answer without a lease as one piece of bytes. None: its tensors have other sizes, so the cache does not fit.
 
         Args:
-          client_id: the request's id, as the client gave it; "": none.
+          client_id: the request's id; "": it has none.
         """
         contents: Any = own.contents
         if [*map(len, contents)] != self._sizes:
@@ -301,7 +301,7 @@ class AnswerText:
         """Encodes an answer with a lease in pieces, its tensors as views of the arena. None: the cached head does not fit it.
 
         Args:
-          client_id: the request's id, as the client gave it; "": none.
+          client_id: the request's id; "": it has none.
           view: returns the bytes of a slice of the response arena; raises InvalidArgument if it is outside of the arena.
         """
         if self._sizes is None:

@@ -1,7 +1,7 @@
 """Receives the body of one HTTP request: into which memory, how much of it, and whether it is complete.
 
-begin ─▶ receive, receive, ... ─▶ complete ─▶ ready: whole, inflated and placed
-           │ compressed: inflated in steps, in turns of the loop            │ or refused, with ``error``
+begin ─▶ receive, receive, ... ─▶ complete ─▶ ready: complete, decompressed and placed
+           │ compressed: decompressed in steps, one in an iteration         │ or refused, with ``error``
            ╰ waits for room in the arena: the socket is not read meanwhile ─╯
 """
 

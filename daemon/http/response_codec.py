@@ -41,7 +41,7 @@ def encode(
     """Encodes a good answer to an inference request. Returns its JSON head and its binary parts.
 
     Args:
-      client_id: the request's id, as the client gave it; "": none.
+      client_id: the request's id; "": it has none.
       binary: output name -> whether the request wants the output as binary; ``all_binary`` applies to outputs not in it.
       view: returns the bytes of a slice of the response arena.
       in_steps: put a placeholder into the JSON for each large tensor, which ``encode_in_steps`` replaces.
