@@ -1,1 +1,1 @@
-"""The daemon: the commands and the supervisor are here, everything else in its room."""
+"""The daemon tensord: its command-line programs and its supervisor; the other parts are in subpackages."""

@@ -269,9 +269,9 @@ class _Attempt:
         self._process.wait()
 
     def look(self, verdicts: dict[str, Verdict]) -> bool:
-        """Adds to ``verdicts`` those that are known by now. Returns whether the process has ended.
+        """Adds to ``verdicts`` the results that are known by now. Returns whether the process has ended.
 
-        If it has, the models in ``left`` were not tried.
+        If it has ended, the models in ``left`` were not tried.
         """
         lines = self._lines()
         outcomes = {(line.name, line.version): line for line in lines if isinstance(line, LoadOutcome)}

@@ -229,7 +229,7 @@ def reload(daemon: _Daemon, no_wait: bool) -> None:
 )
 @click.pass_obj
 def drain(daemon: _Daemon, wait: bool) -> None:
-    """Take the daemon out of service: not ready at once, and refusing new requests after supervisor.drain_time.
+    """Take this daemon out of service: it is not ready at once, and refuses new requests after supervisor.drain_time.
 
     Requests that it has accepted are answered, and its processes keep running. `undrain` ends this.
     """
@@ -446,7 +446,7 @@ _of_set = click.option("--set", "name", default="main", show_default=True, help=
 @_watched
 @click.pass_obj
 def parameters_list(daemon: _Daemon, model: str, watch: float | None) -> None:
-    """List every parameter set: the number of its last push, its bytes, when and by whom it was pushed, and what is kept of it."""
+    """List every parameter set: the number of its last push, its bytes, when and by whom it was pushed, what is kept of it."""
     daemon.show(watch, lambda rows: tables.show(_PARAMETER_COLUMNS, rows), "parameters", name=model)
 
 

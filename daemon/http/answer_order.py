@@ -23,7 +23,7 @@ from tensord.daemon.http.response_codec import CLOSE, Buffer, error_response
 from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.accounts import Account
 
-#: One that has its place in the order.
+#: A request that has its place in the order of answers.
 HttpRequest = Exchange | Generation | AsgiRequest
 
 
@@ -40,33 +40,33 @@ class AnswerOrder:
         self.account = account
         self.flow = Flow(transport)
         self.times = Deadlines(monotonic())
-        #: Those that are not answered.
+        #: The requests that are not answered yet, oldest first.
         self.requests: deque[HttpRequest] = deque()
-        #: The one whose body is arriving; it may be answered already.
+        #: The request whose body is arriving; it may be answered already.
         self.receiving: HttpRequest | None = None
-        #: Whether that is sent only once it is asked for.
+        #: Whether the client sends that body only after ``100 Continue``.
         self.expects_continue = False
-        #: Reads large bodies past the connection; there while it sends such.
+        #: Reads large bodies straight from the socket, while the client sends such.
         self.reader: BodyReader | None = None
         #: The client has ended its sending side.
         self.ended = False
-        #: What arrives is thrown away.
+        #: Bytes that arrive are discarded.
         self.closing = False
-        #: Nothing more is written; the connection ends when everything that was has left.
+        #: Nothing more is written; the connection ends when everything that was written has been sent.
         self._hung_up = False
         self._refusal: bytes | None = None
         #: The CORS header lines of answers to the request whose head came last.
         self.origin_lines = b""
-        #: The one whose answer ends the connection because the server stops.
+        #: The request whose answer ends the connection, because the server stops.
         self._ends_with: HttpRequest | None = None
-        #: Since when the body that is arriving has no place, monotonic seconds; 0: it has.
+        #: Since when the arriving body waits for room in the arena, in monotonic seconds; 0: it does not wait.
         self._body_waits_since = 0.0
-        #: Whose turn comes next, while one is being given.
+        #: True while ``_give_turn`` gives requests their turn; ``_next`` is the request whose turn comes next.
         self._turning = False
         self._next: HttpRequest | None = None
-        #: The next request may be begun once the client takes its answers.
+        #: The next request gets its turn once the client has read its answers.
         self._turn_due = False
-        #: Those whose answers are partly in the transport's buffer.
+        #: Requests whose answers are partly in the transport's buffer.
         self._unwritten: list[Exchange | Generation] = []
 
     def append(self, request: HttpRequest) -> None:
@@ -313,7 +313,7 @@ class Flow:
     def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport
         self.read_paused = False
-        #: Not read either way, because what came before waits for the next turn of the loop.
+        #: The client is not read, because bytes that came before wait for the next iteration of the loop.
         self.resting = False
         #: Something that was written is still in the transport's buffer.
         self.write_paused = False

@@ -31,7 +31,7 @@ from tensord.daemon.http.serving import HttpServing
 DIRECT_BYTE_SIZE = 64 << 10
 #: A text is counted by such pieces while it is read: all connections together may keep only so much.
 _PIECE_BYTE_SIZE = 256 << 10
-#: What is said where a request does not get whole in time.
+#: The texts of the refusals of a request that is not complete in time.
 _REFUSED = {
     Late.HEAD: "the request line and headers were not whole within {http.head_timeout:g} s",
     Late.BODY: "the request body was not whole within {http.body_timeout:g} s",
@@ -56,9 +56,9 @@ class Http1Connection(asyncio.Protocol):
         self._serving = serving
         self._connections = connections
         self._owner = owner
-        #: There once a head has come that was not parsed before.
+        #: Feeds the parser; None until a head has come that was not parsed before.
         self._feed: ParserFeed | None = None
-        #: The beginning of a small request whose head was parsed before, until its body is whole.
+        #: The beginning of a small request whose head was parsed before, until its body is complete.
         self._held = b""
         #: The large body that is read straight to its place.
         self._direct: PlacedBody | TextBody | None = None

@@ -11,15 +11,15 @@ from tensord.daemon.front.drain_rate import GRACE_SECONDS, SILENCE_SECONDS, Drai
 class Late(enum.Enum):
     """Names the deadline that the client of an HTTP connection has missed."""
 
-    #: It takes nothing of its answer.
+    #: The client does not read its answer.
     ANSWER = "answer"
-    #: Its request line and headers are not whole.
+    #: The request line and headers are not complete.
     HEAD = "head"
-    #: Its body is not whole.
+    #: The body is not complete.
     BODY = "body"
-    #: Its body comes too slowly.
+    #: The body comes too slowly.
     SLOW = "slow"
-    #: It asks nothing.
+    #: The client sends no request.
     IDLE = "idle"
 
 
@@ -34,7 +34,7 @@ class Deadlines:
         self.body_since = 0.0
         self.stalled_since = 0.0
         self._pace = DrainRate()
-        #: While the server stops: what had come of what is not whole, and since when it is so much.
+        #: While the server stops: the received bytes of an incomplete request, and since when their number has not changed.
         self._came, self._silent_since = -1, 0.0
 
     def stopped(self, now: float, came: int) -> bool:

@@ -32,7 +32,7 @@ class DecodedRequest:
     id: str
     inputs: list[tuple[str, str, tuple[int, ...], Source]]
     outputs: tuple[RequestedOutput, ...]
-    #: Names of outputs to send as binary; None: as ``all_binary`` says.
+    #: Output name -> whether it is to be sent as binary; ``all_binary`` applies to outputs not in it.
     binary: dict[str, bool]
     all_binary: bool
     parameters: dict[str, Parameter]

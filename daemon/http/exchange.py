@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from tensord.daemon.http.answer_order import AnswerOrder
 
 _log = logging.getLogger(__name__)
-#: What who asks such a model here is told: Triton's words.
+#: The error for a request to a model with several responses, in Triton's words.
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy; ask generate_stream, or a stream over gRPC"
-#: Before which an answer's head says what it took, and how the connection goes on.
+#: Header lines about timing and the connection are inserted before this one.
 _LENGTH = b"\r\nContent-Length: "
 
 
@@ -60,9 +60,9 @@ class ExchangePhase(enum.Enum):
 
     #: The body is arriving.
     RECEIVING = "receiving"
-    #: The body is whole, and it is not this exchange's turn, or its tensors wait for room.
+    #: The body is complete; an earlier request is not answered yet, or the tensors wait for room in the arena.
     RECEIVED = "received"
-    #: A worker has it.
+    #: The request was sent to a worker.
     SUBMITTED = "submitted"
     #: The answer is written; a part of it may still be in the transport's buffer.
     ANSWERED = "answered"
@@ -79,31 +79,31 @@ class Exchange(InFlight):
     _head: InferHead
     _order: AnswerOrder
     keep_alive: bool
-    #: What the JSON said, once it is read.
+    #: What requests of this kind have in common, once the JSON is parsed.
     _asked: Prepared | None = None
     phase: ExchangePhase = ExchangePhase.RECEIVING
-    #: The client's, or one that was made here.
+    #: The request's id: the client's, or one that was made here; "": it has none.
     _client_id: str = ""
-    #: The version that has answered, noted where the answer is written anew.
+    #: The model version that has answered; 0 if the answer was written from the cache.
     _version: int = 0
     #: The client has disconnected.
     _gone: bool = False
     _job: Job | None = None
     #: The response lease whose bytes the transport still holds.
     _unwritten: tuple[SubmitterLane, tuple[int, int, int]] | None = None
-    #: Of an answer that is being compressed.
+    #: Compresses the answer, if it is to be compressed.
     _deflation: Deflation | None = None
-    #: Where the request is a sampled one.
+    #: The trace of the request; None: it is not sampled.
     _trace: Trace | None = None
-    #: From ``begin`` until the submitter has the tensors: each refers to the other, and requests shall leave the garbage
-    #: collector nothing to do. None: the body is small, and kept here.
+    #: Receives the body, from ``begin`` until the request is sent (each refers to the other, and requests shall leave the garbage
+    #: collector nothing to do). None: the body is small, and kept here.
     _reception: Reception | None = None
     _small_body: bytes = b""
-    #: The header line that says how long it took, where that was asked for and is known.
+    #: The header line that says how long the request took, if the client asked for it.
     _timing_line: bytes = b""
     #: Every earlier request of this connection is answered.
     my_turn: bool = False
-    #: Until it is sent: where tensors lie that did not come in the body's own leases.
+    #: Until the request is sent: leases of tensors that do not lie in the body's lease.
     _leases: tuple[Lease, ...] = ()
 
     @property

@@ -67,9 +67,9 @@ class Generation(InFlight):
     _my_turn: bool = False
     _gone: bool = False
     _answered: bool = False
-    #: It was submitted or refused.
+    #: The request was submitted or refused.
     _decided: bool = False
-    #: It was submitted, and its last response has not come.
+    #: The request was submitted, and its last response has not come.
     _running: bool = False
     #: The head of the answer, and perhaps more, was written.
     _begun: bool = False
@@ -82,9 +82,9 @@ class Generation(InFlight):
     #: Waits until the model is loaded.
     _loading: asyncio.Task[None] | None = None
     _client_id: str = ""
-    #: Where the request is a sampled one.
+    #: The trace of the request; None: it is not sampled.
     _trace: Trace | None = None
-    #: What is wrong with the request already, and the status that says so.
+    #: The status and text to refuse the request with; None: nothing is wrong so far.
     _error: tuple[int, str] | None = None
     #: Responses that came while the client did not take what was written.
     _held: deque[tuple[PreparedAnswer, AnswerRecord, SubmitterLane | None]] = msgspec.field(default_factory=deque)
@@ -398,7 +398,7 @@ class GenerateStream(Generation):
     """
 
     _media_type: ClassVar[bytes] = _EVENTS
-    #: What the first event decided; 0: there was none.
+    #: The HTTP status of the answer, which the first event decides; 0: there was no event.
     _status: int = 0
     #: All events so far for a client of HTTP/1.0, which has no chunks: it gets them with their length.
     _kept: bytearray | None = None

@@ -49,7 +49,7 @@ _MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' f
 class JsonArray:
     """Converts the JSON text of an array of numbers or booleans to a tensor's bytes, in steps."""
 
-    #: From its opening bracket to its closing one, and where that lies in the request, for errors.
+    #: The array, from its opening bracket to its closing one, and its offset in the request's JSON, for errors.
     text: memoryview
     offset: int
     name: str

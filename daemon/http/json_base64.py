@@ -18,7 +18,7 @@ _PIECE_BYTE_SIZE = 1 << 20
 class JsonBase64:
     """Decodes the base64 text of a tensor's bytes, in steps. The bytes are those that the binary tensor data extension sends."""
 
-    #: With its quotation marks.
+    #: The JSON string of base64, with its quotation marks.
     text: memoryview
     datatype: str
     count: int

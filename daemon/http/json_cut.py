@@ -51,7 +51,7 @@ class Cut:
     """Holds a JSON text whose large data was replaced by placeholders, and where the data lies in the original text."""
 
     text: bytes
-    #: Where each lies in the whole text.
+    #: Where each piece of large data begins and ends in ``document``, the original text.
     spans: list[tuple[int, int]]
     document: memoryview
 

@@ -38,7 +38,7 @@ def is_flat(text: memoryview) -> bool:
 class JsonStrings:
     """Converts the JSON text of an array of strings to the bytes of a BYTES tensor, in steps."""
 
-    #: From its opening bracket to its closing one.
+    #: The array, from its opening bracket to its closing one.
     text: memoryview
     name: str
     count: int

@@ -66,37 +66,37 @@ class InferHead:
 
     model: str
     version: int
-    #: None: chunked.
+    #: The bytes of the body; None: it is chunked.
     content_length: int | None
     #: Value of Inference-Header-Content-Length; None: the body is JSON alone.
     json_size: int | None
     keep_alive: bool
-    #: What is wrong with it already.
+    #: The error to answer the request with; None: its head is good.
     error: ServingError | None = None
-    #: The header line of the answer that says that the connection stays, where that is not understood.
+    #: The header line of the answer that says that the connection is kept alive, for HTTP/1.0; else empty.
     keep_alive_line: bytes = b""
     #: How the body is compressed; "": it is not.
     coding: str = ""
-    #: How the answer is to be compressed; "": not, also where the client would accept it and the operator does not want it.
+    #: How the answer is to be compressed; "": not at all.
     accepts: str = ""
     #: Header lines of the answer for the page in a browser that asks; "": there is none.
     origin_lines: bytes = b""
-    #: Headers that are parameters of the request, and beat those of the body.
+    #: Headers that become parameters of the request, and override those in the body.
     forwarded: dict[str, str] | None = None
-    #: The ``traceparent`` of whoever asks, where it is read; a head with one is remembered nowhere.
+    #: The client's ``traceparent`` header, if the front reads it; a head with one is not cached.
     trace_parent: str = ""
     #: ``RequestRecord.trace``: TIMING where the answer is to say how long it took (Tensord-Timing).
     trace: int = 0
     #: How the answer reports the load of this host; "": not (``tensord.daemon.front.load_report``).
     load_format: str = ""
-    #: Of the table of models when its model was last found there; -1: it was not looked for.
+    #: The edition of the table of models in which the model was last found; -1: it was not looked for.
     edition: int = -1
-    #: Whether the answer is written as it is, and need say nothing of the connection, or to a browser.
+    #: Whether the answer needs no compression and no header lines about the connection, the load or CORS.
     is_plain: bool = field(init=False)
-    #: Of a body that is small, is not compressed, and says all in its JSON: that and the tensors behind it, bytes; else -1.
+    #: The bytes of the JSON, and of the tensors behind it, if the body is small, not compressed and not raw; else -1.
     text_size: int = field(init=False)
     tail_size: int = field(init=False)
-    #: What such a JSON is known by besides its bytes; None: it is read each time.
+    #: With the bytes of such a JSON, the key by which its parsed request is cached; None: the JSON is parsed each time.
     key: TextKey | None = field(init=False)
 
     def __post_init__(self) -> None:

@@ -39,11 +39,11 @@ from tensord.shm.errors import ServingError
 _log = logging.getLogger(__name__)
 #: Bytes given to the parser at a time.
 _PIECE = 8 << 10
-#: Messages that begin and chunks of bodies in one turn of the loop: with each piece some more than that.
+#: About how many requests and chunks of bodies are parsed in one iteration of the loop; the last piece may bring some more.
 _EVENTS_A_TURN = 64
 #: Requests a client may send ahead on one connection before the first is answered.
 _MAX_PIPELINED = 256
-#: What leads a request of each endpoint but ``infer``.
+#: The class that handles requests of each inference endpoint but ``infer``.
 _ENDPOINTS: dict[str, type[Generate | GenerateStream]] = {
     "infer_stream": InferStream,
     "generate": Generate,
@@ -79,9 +79,9 @@ class Messages:
         self.headers: list[tuple[bytes, bytes]] = []
         #: Headers of the message that are forwarded, with their names as they were sent.
         self._forwarded: list[tuple[bytes, bytes]] = []
-        #: The message began when the server took nothing any more.
+        #: The request began when the server accepted none any more.
         self._late = False
-        #: Bytes of a head that is not whole.
+        #: The received bytes of a head that is not complete.
         self.head_size = 0
         #: A message has begun and has not ended.
         self.inside = False
@@ -91,7 +91,7 @@ class Messages:
         self.chunks: ChunkSizes | None = None
         #: Bytes that are still to come of a body whose length the head says.
         self.body_left = 0
-        #: What the head of the last message meant that began, where another one of the same bytes means the same.
+        #: The parsed head of the last request, if another head of the same bytes means the same.
         self.meaning: InferHead | None = None
         self._connection_end = ConnectionEnd()
 
@@ -311,9 +311,9 @@ class ParserFeed:
         self._transport = transport
         self._order = order
         self.messages = Messages(serving, transport, order)
-        #: What waits for the next turn.
+        #: Bytes to parse in the next iteration of the loop.
         self._rest = b""
-        #: The last bytes of a head that is not whole.
+        #: The last bytes of a head that is not complete.
         self._head_tail = b""
         #: Whether the last byte that was read is a carriage return, whose line feed may come next.
         self._half_line = False

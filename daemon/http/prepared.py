@@ -1,9 +1,9 @@
 """Parses the JSON of HTTP inference requests, and caches what requests of one kind have in common ("prepared"). Sans-I/O.
 
-    text ─▶ the same text before ────────────────────────────────────────────▶ ParsedRequest: prepared, id, sources
-         ├▶ quick (request_head) ─▶ what it says ─▶ said before ─────────────▶
+    text ─▶ a cached text ───────────────────────────────────────────────────▶ ParsedRequest: prepared, id, sources
+         ├▶ quick (request_head) ─▶ what it says ─▶ a known kind ────────────▶
          │                                       ╰▶ checked (request_codec) ─▶
-         ╰▶ exact: what the quick way does not understand ───────────────────▶
+         ╰▶ exact: what the quick parser does not understand ────────────────▶
 
     Prepared ─▶ prepared ─▶ Numbered (tensord.shm.prepared)     what workers are told once
              ├▶ sources                                         where its tensors are: in the body, a region, the JSON
@@ -35,13 +35,13 @@ from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, 
 from tensord.shm.open_shape import OPEN
 from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
 
-#: Answers to one kind of requests differ by worker and load; more than these are found out again.
+#: The most kinds of answers cached for one kind of requests (they differ by worker and load); beyond it the cache is emptied.
 _MAX_ANSWERS = 16
 #: Stands for tensors that come in the JSON: each request has its own.
 VALUES: Final = b""
-#: What longer ones say, but for large data, is not remembered.
+#: Kinds of requests whose JSON, without large data, is longer are not cached.
 _MAX_SAID = 4096
-#: Longer texts are not worth remembering.
+#: JSON heads of answers that are longer are not cached.
 _MAX_TEXT = 2048
 _encode = msgspec.json.Encoder().encode
 
@@ -57,9 +57,9 @@ class PreparedRequests:
           inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
-        #: By what is said.
+        #: What requests of a kind have in common -> the kind.
         self._known: BoundedCache[Any, Prepared] = BoundedCache(count)
-        #: By model, version, size of the tensors behind it, and text: of those that come again with the same id and scheduling.
+        #: (Model, version, bytes of tensors behind the JSON), JSON -> the parsed request. Holds texts that came more than once.
         self.texts: BoundedCache[tuple[TextKey, bytes], ParsedRequest] = BoundedCache(count)
 
     def read(
@@ -167,16 +167,16 @@ class Prepared:
     )
 
     def __init__(self, head: InferHead, asked: DecodedRequest, inline_byte_size: int = 0) -> None:
-        #: As requests name it.
+        #: The model's name in the request's path.
         self.model = head.model
         inputs = [
             PreparedTensor(name, datatype, shape, source if isinstance(source, RegionSlice) else None)
             for name, datatype, shape, source in asked.inputs
         ]
         parameters = {**asked.parameters, **head.forwarded} if head.forwarded else asked.parameters
-        #: What such requests have in common on a lane.
+        #: What requests of this kind have in common, as it is sent to workers.
         self.record = PreparedRequest(head.model, head.version, tuple(inputs), asked.outputs, parameters)
-        #: What the JSON said; not its id, its scheduling, nor the values in it.
+        #: What the JSON of the first such request said; its id, scheduling and values are not common to the kind.
         self.asked = asked
         self.sources: list[Source] = [
             source if isinstance(source, BinaryPart | RegionSlice) else VALUES for _, _, _, source in asked.inputs
@@ -184,23 +184,23 @@ class Prepared:
         self.has_values = any(source is VALUES for source in self.sources)
         parts = [source for source in self.sources if type(source) is BinaryPart]
         sizes = [part.byte_size for part in parts]
-        #: Of all its binary parts together.
+        #: The bytes of all binary parts together.
         self.tail_size = sum(sizes)
-        #: Its number on the lanes, once such requests have come twice.
+        #: The number that stands for this kind on the lanes; None until such a request has come twice.
         self.numbered: Numbered[PreparedRequest] | None = None
-        #: Takes the tensors out of a small body; None: not all of them travel in the record.
+        #: Cuts the tensors out of a small body; None: not all of them are sent within the record.
         self.unpack: Callable[[bytes, int], tuple[Any, ...]] | None = None
-        #: Its parts, where none of its tensors travels in the record: so they lie in a body that is placed; None: look at each.
+        #: The binary parts, if none is small enough for the record and all lie in the arena; None: each must be looked at.
         self.placed: list[BinaryPart] | None = None
         if not self.has_values:
             if max(sizes, default=0) <= inline_byte_size:
                 self.unpack = Struct("".join([f"{size}s" for size in sizes])).unpack_from
             elif min(sizes) > inline_byte_size:
                 self.placed = parts
-        #: What the last request whose text was not known said of itself.
+        #: Id and scheduling of the last such request whose text was not cached.
         self.last_said: tuple[str, Scheduling] = "", UNSCHEDULED
         self._answers: dict[int, AnswerText] = {}
-        #: The one that was asked for last: mostly it is asked for again.
+        #: The cached answer that was used last: mostly it is used again.
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
@@ -238,7 +238,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
     prepared: Prepared
     id: str
-    #: Of each input: where all such requests have it, or its values.
+    #: Where the data of each input is: in the body, in a region, or the values themselves.
     sources: list[Source]
     scheduling: Scheduling = UNSCHEDULED
 
@@ -264,7 +264,7 @@ class AnswerText:
         Raises: InvalidArgument: a tensor of the answer is outside the arena.
         """
         self.prepared = prepared
-        #: How long the parts are; None: such answers are written one by one.
+        #: The bytes of each binary part; None: answers of this kind are not cached.
         self._sizes: list[int] | None = None
         self._tail_size = 0
         self._id = ""

@@ -22,7 +22,7 @@ from tensord.shm.refusals import Refusal
 
 #: Larger JSON of known length goes straight into memory of its own.
 COLLECT_JSON_BYTE_SIZE = 64 << 10
-#: Until it begins.
+#: The body before ``begin``.
 _NO_BODY = CollectedBody()
 
 
@@ -35,11 +35,11 @@ class Reception(Receiver):
       account: the account that the body's memory counts against; None: none.
     """
 
-    #: What is wrong with the request; the rest of its body is only counted.
+    #: The error to answer the request with, after which the rest of its body is only counted; None: none so far.
     error: ServingError | None = None
     #: Bytes that this body has added to ``HttpServing.collected_byte_size``.
     _collected_byte_size = 0
-    #: Of a compressed body, and whether its next step is due.
+    #: Decompresses a compressed body; ``_inflating``: its next step is scheduled.
     _inflation: Inflation | None = None
     _inflating = False
     _whole = False

@@ -1,4 +1,4 @@
-"""Reads the JSON object of an inference request, in one of two ways. Sans-I/O.
+"""Parses the JSON of an inference request, with a quick parser or an exact one. Sans-I/O.
 
     text ─▶ quick: msgspec, straight into these types                             nearly every request
               └─ UnusualText ─▶ exact: RapidJSON, then key by key in Triton's order
@@ -28,7 +28,7 @@ from tensord.shm.errors import InvalidArgument
 #: ``data`` of an input that has none.
 ABSENT = msgspec.Raw(b"")
 _NO_PARAMETERS: dict[str, Any] = {}
-#: How errors call the entries of a list.
+#: Name of a list -> what errors call its entries.
 _ENTRIES = {"inputs": "inputs", "outputs": "outputs", "shape": "dimensions"}
 _PARSE_ERROR = "failed to parse the request JSON buffer: "
 UINT64_MAX = (1 << 64) - 1
@@ -78,7 +78,7 @@ class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
     id: str = ""
     outputs: tuple[OutputHead, ...] = ()
     parameters: dict[str, Any] = _NO_PARAMETERS
-    #: The path says it.
+    #: Ignored: the request's path names the model.
     model_name: str = ""
 
 
@@ -115,7 +115,7 @@ class ExactRequest:
 
 
 _decoder = msgspec.json.Decoder(RequestHead)
-#: In a text of that size there are fewer entries than may be: each takes four bytes, as ``"":1``.
+#: A text of at most that size cannot have too many entries: each takes four bytes, as ``"":1``.
 _UNCOUNTED = 4 * MAX_ENTRIES
 
 

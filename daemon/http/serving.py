@@ -30,25 +30,25 @@ class HttpServing:
     options: Options
     table: ModelStates
     submitter: Submitter
-    #: Where this front's connections are counted, and the others' stand.
+    #: Counts this front's connections, and shows those of the other fronts.
     counters: FrontCounters
-    #: Counts what is answered.
+    #: Counts the answers, and writes the access log.
     answered: Answered = field(init=False)
     prepared: PreparedRequests = field(init=False)
     heads: Heads = field(init=False)
-    #: What answers everything but inference requests; its front sets it before it serves.
+    #: The ASGI application, which answers everything but inference requests; the front sets it before it serves.
     application: ASGIApp = field(init=False)
-    #: In which that answers.
+    #: The tasks in which the ASGI application answers.
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    #: Requests without an id get one.
+    #: Whether a request without an id gets one.
     makes_ids: bool = field(init=False)
-    #: Whether there is one of the three that follow.
+    #: Whether there is an ``infer_rule``, ``forwarding`` or ``cross_origin``.
     has_rules: bool = field(init=False)
-    #: What an inference request needs to be let in; None: nothing.
+    #: The key that an inference request needs; None: none.
     infer_rule: Rule | None = None
     #: Headers that become parameters; None: none.
     forwarding: Forwarding | None = None
-    #: Pages in browsers that may ask; None: none.
+    #: The origins whose web pages may send requests; None: none.
     cross_origin: CrossOrigin | None = None
     tracer: Tracer | None = None
     #: Whether clients' ``traceparent`` is read.
@@ -56,15 +56,15 @@ class HttpServing:
     conversions: Conversions = field(default_factory=Conversions)
     #: Bytes of all bodies that are collected in ordinary memory.
     collected_byte_size: int = 0
-    #: Who goes when there are too many connections.
+    #: Finds the connection to close when there are too many.
     longest_idle: LongestIdle = field(default_factory=lambda: LongestIdle((), 0))
-    #: Connections that are over, until their clients have closed as well.
+    #: Connections that this side has closed, until their clients have closed as well.
     lingering: LingeringClose = field(init=False)
     #: Every answer is the last of its connection.
     stopping: bool = False
     #: Whether connections over TCP speak TLS.
     tls: bool = False
-    #: And a request that begins now is not taken any more.
+    #: The server stops, and refuses requests that begin now.
     closed: bool = False
     #: zlib level of answers for clients that accept gzip or deflate; 0: none.
     compression: int = field(init=False)
