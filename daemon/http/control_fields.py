@@ -48,21 +48,21 @@ def settings(body: bytes) -> dict[str, Any]:
 
 
 def boolean(value: Any) -> bool:
-    """Returns ``value``, which must be true or false. Raises InvalidArgument: it is neither."""
+    """Returns ``value``, which must be true or false. Raises InvalidArgument: ``value`` is neither."""
     if not isinstance(value, bool):
         raise _refusal("boolean")
     return value
 
 
 def text(value: Any) -> str:
-    """Returns ``value``, which must be a string. Raises InvalidArgument: it is none."""
+    """Returns ``value``, which must be a string. Raises InvalidArgument: ``value`` is no string."""
     if not isinstance(value, str):
         raise _refusal("string")
     return value
 
 
 def texts(value: Any) -> list[str]:
-    """Returns ``value``, which must be a list of strings. Raises InvalidArgument: it is none, or too long."""
+    """Returns ``value``, which must be a list of strings. Raises InvalidArgument: ``value`` is no such list, or too long."""
     if not isinstance(value, list):
         raise _refusal("array")
     check_count(len(value), "values of a setting")
@@ -70,14 +70,14 @@ def texts(value: Any) -> list[str]:
 
 
 def unsigned(value: Any) -> int:
-    """Returns ``value``, which must be an unsigned 64-bit integer. Raises InvalidArgument: it is none."""
+    """Returns ``value``, which must be an unsigned 64-bit integer. Raises InvalidArgument: ``value`` is no such integer."""
     if not is_unsigned(value):
         raise _refusal("unsigned-integer")
     return int(value)
 
 
 def members(value: Any) -> dict[str, Any]:
-    """Returns ``value``, which must be a JSON object (a dict). Raises InvalidArgument: it is none, or has too many members."""
+    """Returns ``value``, which must be a JSON object (dict). Raises InvalidArgument: it is no object, or has too many members."""
     if not isinstance(value, dict):
         raise InvalidArgument("attempt to get members for non-object")
     check_count(len(value), "members of an object")

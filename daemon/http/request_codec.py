@@ -325,14 +325,14 @@ def _region(parameters: dict[str, Any]) -> RegionSlice:
 
 
 def _boolean(key: str, value: Any) -> bool:
-    """Returns ``value``, which must be true or false. Raises InvalidArgument: it is neither; the message names ``key``."""
+    """Returns ``value``, which must be true or false. Raises InvalidArgument, which names ``key``: ``value`` is neither."""
     if not isinstance(value, bool):
         raise refusal(key, "non-boolean", "boolean")
     return value
 
 
 def _unsigned(key: str, value: Any) -> int:
-    """Returns ``value``, which must be an unsigned 64-bit integer. Raises InvalidArgument, naming ``key``: it is none."""
+    """Returns ``value``, which must be an unsigned 64-bit integer. Raises InvalidArgument, which names ``key``: it is not."""
     if type(value) is not int or not 0 <= value <= UINT64_MAX:
         raise refusal(key, "non-unsigned-integer", "unsigned-integer")
     return value
@@ -355,7 +355,7 @@ def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
 
 
 def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-    """Separates a request's scheduling parameters from its others, which it returns second.
+    """Separates the parameters of a request: returns those that schedule the request, and the others.
 
     Malformed scheduling parameters stay among the others: ``read_parameters`` will refuse them.
     """

@@ -237,7 +237,7 @@ def refusal(key: str, given: str, wanted: str) -> InvalidArgument:
 
 
 def text(key: str, value: Any) -> str:
-    """Returns ``value``, which must be a string. Raises InvalidArgument: it is none; the message names ``key``."""
+    """Returns ``value``, which must be a string. Raises InvalidArgument, which names ``key``: ``value`` is no string."""
     if not isinstance(value, str):
         raise refusal(key, "non-string", "string")
     return value
