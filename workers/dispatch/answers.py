@@ -1,9 +1,9 @@
-"""Makes an answer of a result: puts every output where its client wants it, and only then announces it.
+"""Turns a model's result into an answer: writes every output to where the client wants it, then returns the answer's record.
 
     places found (workers/requests/places.py) ─▶ written, unless the program or the GPU has done so itself ─▶ announced
 
-This is the one copy on the way out (docs/data-plane.md). It also parts the answer from whatever memory the model returned. Copies
-into a GPU's memory are waited for.
+This is the only copy on the way out (docs/data-plane.md). After it the answer no longer uses the memory that the model returned.
+Copies into a GPU's memory are finished when the record is returned.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_MESSAGE = 8192
 
 
 def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
-    """Makes the answer that reports an error, whose text a model may write in any characters and at any length."""
+    """Makes the answer that reports an error. The message, into which a model may write anything, is cut at 8192 characters."""
     message = bounded(error.message, _MAX_MESSAGE)
     if not message.isascii():
         message = message.encode("utf-8", "replace").decode()
@@ -50,13 +50,14 @@ def complete(
     places: Places | None = None,
     final: bool = True,
 ) -> AnswerRecord | None:
-    """Puts the outputs into place and returns the answer, without a number.
+    """Writes a request's outputs to their places and returns the answer, in which no number stands for a prepared answer.
 
-    None: the response arena is full now; nothing was written anywhere, ask again later.
+    Returns None if the response arena is full: nothing was written anywhere then, and the caller tries again later.
 
     Args:
-      places: those found before the program ran, which may have written outputs there by itself; they are this function's now.
-    Raises: Internal: an output does not fit where its client wants it.  InvalidArgument: larger than the whole response arena.
+      places: reserved before the program ran, which may have written outputs there itself; this function releases them.
+    Raises Internal: an output does not fit where the client wants it; InvalidArgument: the outputs are larger than the complete
+    response arena.
     """
     try:
         chosen = _choose(request, result, signature)
@@ -78,7 +79,10 @@ def complete(
 def _put(
     request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
-    """Writes the outputs that are not in their places yet. Raises InvalidArgument: a region is not there any more."""
+    """Writes the outputs that are not in their places yet. Returns their descriptions, and the contents of those outside regions.
+
+    Raises InvalidArgument: the memory of a region is not there any more.
+    """
     tensors: list[PreparedTensor] = []
     contents: list[SentContent] = []
     queued = _Queued()
@@ -141,7 +145,7 @@ def _byte_size(content: Content) -> int:
 
 
 class _Queued:
-    """Copies of one answer into GPU memory, under way until ``settle``; their sources are kept as long."""
+    """Copies of one answer's outputs into GPU memory, which run until ``settle``; keeps their source arrays alive until then."""
 
     __slots__ = ("_regions", "_sources")
 
@@ -150,7 +154,7 @@ class _Queued:
         self._sources: list[Array | DeviceArray] = []
 
     def write(self, region: CudaRegion, offset: int, content: Content) -> None:
-        """Begins a copy. Raises InvalidArgument: the region cannot be written any more.  DeviceLost."""
+        """Begins a copy into a region. Raises InvalidArgument: the region is no longer writable; DeviceLost: the GPU failed."""
         if not _byte_size(content):
             return
         self._regions.append(region)
@@ -165,19 +169,22 @@ class _Queued:
         region.write(offset, address_of(flat), flat.nbytes)
 
     def settle(self) -> None:
-        """Waits until the bytes are there. Raises as ``write``."""
+        """Waits until all copies have finished. Raises what ``write`` raises."""
         for region in self._regions:
             region.settle()
 
     def abandon(self) -> None:
-        """Waits for copies whose result does not matter, because the answer is an error, so that their sources can be freed."""
+        """Waits for copies after the answer has become an error, so that their sources can be freed. Ignores their errors."""
         for region in self._regions:
             with contextlib.suppress(ServingError):
                 region.settle()
 
 
 def _write_snapshot(region: SnapshotRegion, offset: int, content: Content) -> None:
-    """Copies an output into a client's memory that is not mapped. Raises InvalidArgument: the bytes are not there any more."""
+    """Copies an output into a client's region that is written by calls, not mapped.
+
+    Raises InvalidArgument: the bytes of the region are not there any more.
+    """
     if isinstance(content, bytes):
         region.write(offset, content)
     elif content.nbytes:
@@ -185,7 +192,7 @@ def _write_snapshot(region: SnapshotRegion, offset: int, content: Content) -> No
 
 
 def _write(view: memoryview, content: Content) -> None:
-    """Copies an output into mapped memory: the one copy on the way out."""
+    """Copies an output into mapped memory."""
     if isinstance(content, bytes):
         view[:] = content
     elif isinstance(content, DeviceArray):

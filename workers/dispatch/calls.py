@@ -1,9 +1,10 @@
-"""Makes calls between models: each is a request in the queue of the called model, beside those of clients.
+"""Serves calls from one model to another: each becomes a request in the queue of the called model, among clients' requests.
 
-    thread of a model ── ModelCall ──▶ inner request ─▶ queue, batch, answer ─▶ what became of it ──▶ that thread
+    thread of a model ── ModelCall ──▶ inner request ─▶ queue, batch, answer ─▶ its responses ──▶ that thread
 
-Whoever calls may hold an instance while it waits, so calls can wait for each other in a circle: the last one of such a circle
-ends with an error (``tensord.workers.dispatch.call_circles``). A call ends with the requests that it was made for.
+A calling model may occupy an instance while it waits, so calls can wait for each other in a circle: the last call of such a
+circle ends with an error (``tensord.workers.dispatch.call_circles``). A call ends when the requests that it was made for are
+cancelled.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ MAX_DEPTH = 16
 
 
 class Calls:
-    """Serves the calls of a worker's models. Any thread may use the methods of ``CallServer``; the rest belongs to the loop."""
+    """Serves the calls that a worker's models make to models of the same worker.
+
+    Any thread may use the methods of ``CallServer``; all other methods are for the worker's loop.
+    """
 
     def __init__(
         self,
@@ -57,10 +61,10 @@ class Calls:
     ) -> None:
         """
         Args:
-          post: has the loop call something, from any thread.
+          post: has the loop call a function; from any thread.
           enter: queues a request.
-          withdraw: takes back what nobody waits for.
-          max_calls: of one execution of a model, at a time.
+          withdraw: cancels a request.
+          max_calls: how many calls one execution of a model may have under way.
         """
         self._models = models
         self._responses = responses
@@ -70,13 +74,13 @@ class Calls:
         self._enter = enter
         self._withdraw = withdraw
         self._max_calls = max_calls
-        #: Those that have not ended.
+        #: The calls that have not ended.
         self._open: dict[ModelCall, InnerRequest] = {}
-        #: Of each request those that are made for it.
+        #: Request -> the calls that are made for it.
         self._of: dict[Request, dict[ModelCall, None]] = {}
-        #: Whose calls have no request.
+        #: The submitter of calls that are not made for a client's request.
         self._nobody: SubmitterLink[Request] = SubmitterLink(0, cast(Any, None))
-        #: Who has the daemon load models and the like; None: there is no daemon.
+        #: Asks the daemon to load and unload models; None: there is no daemon.
         self.daemon: DaemonOperations | None = None
         self._circles = CallCircles(self._open, ensembles, limiter)
 
@@ -107,13 +111,13 @@ class Calls:
     # ---------------------------------------------------------------------------------------------------------- the loop
 
     def cancelled(self, request: Request) -> None:
-        """Ends the calls that are made for a request which nobody waits for, unless they are made for others besides."""
+        """Ends the calls that are made for a cancelled request, unless another request that is not cancelled needs them too."""
         for call in list(self._of.get(request, ())):
             if all(each.cancelled for each in call.requests):
                 self._end(call, Cancelled("the request was cancelled"))
 
     def settle(self, now_ns: int) -> None:
-        """Ends a call that waits for itself. It is asked after each change, and now and then while calls wait."""
+        """Ends a call that waits for itself, if there is one. Called after each change, and now and then while calls wait."""
         found, again_ns = self._circles.find(now_ns)
         self._agenda.put(self.settle, again_ns)
         if found is not None:
@@ -151,7 +155,7 @@ class Calls:
         self._agenda.wake(self.settle)
 
     def _not_here(self, call: ModelCall, error: NotFound) -> None:
-        """Answers a call of a model that this worker has not, when it is known whether others have it."""
+        """Answers a call to a model that this worker does not have with NotFound, which says whether another worker has it."""
 
         def said(elsewhere: bool) -> None:
             why = (
@@ -166,7 +170,7 @@ class Calls:
             self.daemon.is_ready(call.prepared.model, call.prepared.version, said)
 
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
-        """Raises ServingError: what is wrong with it."""
+        """Makes the request that a call stands for. Raises ServingError: the call is not allowed or not valid."""
         caller, prepared = call.caller, call.prepared
         if caller.in_flight >= self._max_calls:
             raise Unavailable(
@@ -240,7 +244,7 @@ class Calls:
             self._responses.took(inner)
 
     def _stop(self, call: ModelCall) -> None:
-        """Asks a model in a thread of its own to stop, which it may ignore; ends any other call."""
+        """Stops a call: asks a streaming model that runs in a thread to stop, which it may ignore; cancels any other call."""
         inner = self._open.get(call)
         if inner is None:
             return
@@ -251,7 +255,7 @@ class Calls:
             self._end(call, Cancelled("the request was cancelled"))
 
     def _end(self, call: ModelCall, error: ServingError) -> None:
-        """Answers it at once; what runs for it ends by itself."""
+        """Answers a call with an error at once, if it has not ended, and cancels its request."""
         inner = self._open.get(call)
         if inner is not None:
             self._close(call)

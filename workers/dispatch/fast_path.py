@@ -4,11 +4,11 @@
                                   │     a large one: what runs it where its tensors lie (``workers/processor/single_run.py``)
                                   ╰─ from then on ``wait`` receives, runs and answers such requests, and returns for anything else
 
-Of a model with sequences the planner says once for each run who goes on (``workers/dispatch/sequence_runs.py``).
+For a model with sequences the planner says before each run which requests take part (``workers/dispatch/sequence_runs.py``).
 
-It decides nothing. What it has learned holds until a table changes: models, regions, grouped programs, the numbers of answers.
-All of these change between two calls of ``wait`` and never during one, because what changes them comes as an event, with which
-``wait`` returns. Everything that is not exactly as it was learned goes to Python untouched.
+The C part decides nothing. What it has learned is valid until a table changes: models, regions, grouped programs, the numbers
+that stand for prepared answers. These tables change between two calls of ``wait`` and never during one, because each change comes
+as an event, with which ``wait`` returns. A request that differs in anything from a learned one is passed to Python untouched.
 """
 
 from __future__ import annotations
@@ -56,31 +56,31 @@ AnyProgram = Executable | GroupedProgram | PipelineProgram
 
 
 class _Batch:
-    """Requests of one load and one shape, which can share a run."""
+    """Requests to one loaded model version with inputs of one shape, which can share a run."""
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Hashable, runs: SequenceRuns | None = None
     ) -> None:
-        """``runs``: runs the requests of a model with sequences; None: it has none."""
+        """``runs``: runs the requests of a model with sequences; None: the model has no sequences."""
         self.version = version
         self.model = model
         self._key = cast(Shapes, shapes_of(key))
-        #: The parameter set that its requests name; None: they name none.
+        #: The parameter set that the requests name; None: they name none.
         self._set = key.set if isinstance(key, SetKey) else None
         self._runs = runs
         most = version.planner.at_once(key)
-        #: By the number of rows that wait, one and more.
+        #: The program to run when one row waits, when two rows wait, and so on.
         self.programs: Sequence[AnyProgram | None] = model.programs(self._key, most) if most <= _native.MAX_ROWS else []
         #: Runs of other sizes have computed something for nobody.
         self._full = None if isinstance(model, EnsemblePipeline) else model.full_sizes
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
-        """Name, address of the first row and distance of rows of each input, which are the same for all programs."""
+        """For each input, the same for all programs: its name, the address of its first row, and the bytes from row to row."""
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _native.Batch:
-        """Returns the batch as the C part takes it."""
+        """Returns this batch as the tuple that ``_native.FastPath.learn`` takes."""
         made: list[AnyProgram] = []
         by_rows: list[int] = []
         for program in self.programs:
@@ -111,7 +111,7 @@ class _Batch:
         return run, program.rows, program.clears, memory
 
     def count(self, done: NativeRuns) -> None:
-        """Counts the requests that the C part has answered."""
+        """Adds requests that the C part has answered to the statistics of the model version."""
         self.version.statistics.add(done)
         if isinstance(self.model, EnsemblePipeline):
             self.model.credit(done)
@@ -121,7 +121,7 @@ class _Batch:
 
 
 class _Alone:
-    """Large requests of one load and one shape, each of which runs by itself."""
+    """Large requests to one loaded model version with inputs of one shape; each of them runs by itself."""
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -129,7 +129,7 @@ class _Alone:
         self.executable = executable
 
     def native(self) -> _native.Batch:
-        """Returns the batch as the C part takes it: without programs that run several requests together."""
+        """Returns the tuple that ``_native.FastPath.learn_alone`` takes, without programs that run several requests together."""
         shapes, rules = self.executable.wanted.shapes, self._version.loaded.queue_rules
         most = min(self._version.batcher.at_once(shapes), _native.MAX_ROWS)
         share = self.executable.share / self.executable.rows
@@ -137,14 +137,14 @@ class _Alone:
         return self, self._version.page_key, rules.max_size, share, False, (), (-1,) * max(1, most), None, histograms
 
     def count(self, done: NativeRuns) -> None:
-        """Counts the requests that the C part has answered."""
+        """Adds requests that the C part has answered to the statistics of the model version."""
         self._version.statistics.add(done)
-        # So that it is not forgotten as one that was not used for long.
+        # Marks the executable as used, so that it is not dropped as the one that was not used for longest.
         self._model.executables.find(self.executable.wanted)
 
 
 class FastPath(Poller):
-    """Answers repeated requests of one worker in C while its loop waits; belongs to the loop."""
+    """Answers requests that repeat earlier ones, in C, while the worker's loop waits for events; belongs to the loop's thread."""
 
     def __init__(
         self,
@@ -317,7 +317,7 @@ class FastPath(Poller):
         self._numbers.setdefault(lane.fileno(), set()).add(preparation.number)
 
     def _learn_alone(self, version: ModelVersion, model: JaxModel, execution: Execution) -> None:
-        """Of a request that had a run to itself, with large tensors."""
+        """Has the C part learn a request with large tensors, which was the only one of its run."""
         (request,) = execution.requests
         preparation, lane, executable = request.preparation, request.submitter.lane, execution.executable
         if preparation is None or preparation.checked is None:
@@ -365,7 +365,7 @@ class FastPath(Poller):
 
     @staticmethod
     def _found(places: Sequence[RegionSlice], regions: RegionTable | LaneSegments) -> dict[str, Region] | None:
-        """Returns the regions of some places, or None where one is not mapped here or a place is empty."""
+        """Returns the regions (name -> region) that places lie in, or None if a region is not mapped here or a place is empty."""
         found: dict[str, Region] = {}
         for place in places:
             try:
@@ -382,7 +382,7 @@ class FastPath(Poller):
 
     @staticmethod
     def _count(figures: list[tuple[Any, ...]]) -> None:
-        """Counts what was done outside of Python."""
+        """Adds requests that were answered in C to the statistics of their batches."""
         for batch, *counts in figures:
             batch.count(NativeRuns(*counts))
 
@@ -403,7 +403,10 @@ class FastPath(Poller):
 
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:
-    """Returns whether the next requests like it have the same parameters, and say so, until others are put into use."""
+    """Returns whether later repeats of a request run with the same parameters, and get the same answer about which they were.
+
+    That holds until other parameters are put into use.
+    """
     ran, sets = execution.parameters_of(request), request.version.sets
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
@@ -413,7 +416,10 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(request: Request, execution: Execution) -> bytes | None:
-    """Returns what follows the moments in timelines of requests like this one, encoded; None: Python has to tell them."""
+    """Returns the encoded end of a timeline, which follows the moments, for requests like this one.
+
+    None: it may change from request to request, so Python has to write it.
+    """
     ran = execution.parameters_of(request)
     if ran is None:
         return timeline_end(None)
@@ -422,7 +428,7 @@ def _timeline_end(request: Request, execution: Execution) -> bytes | None:
 
 
 def _is_large(request: Request) -> bool:
-    """Returns whether a request's inputs are better used where they lie than gathered, even if others could share its run."""
+    """Returns whether a request's inputs are too large to be copied into a batch, even if other requests could share its run."""
     preparation = request.preparation
     if preparation is None or preparation.own or preparation.checked is None:
         return not request.small
@@ -430,7 +436,10 @@ def _is_large(request: Request) -> bool:
 
 
 def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
-    """Takes leases back. Returns whether the lane has something to send for that. Raises InvalidArgument: one is not on loan."""
+    """Reads a datagram by which a submitter gives leases back. Returns whether its lane has something to send afterwards.
+
+    Raises InvalidArgument: a lease that is given back is not outstanding.
+    """
     submitter.lane.read(datagram, [], False)
     if submitter.lane.unsaid:
         submitter.flush_soon()
@@ -438,5 +447,8 @@ def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: dict[str, Region]) -> int:
-    """Returns the address of a place in a region; 0: in the record. Raises InvalidArgument: not wholly inside it."""
+    """Returns the memory address of a tensor in a region; 0 if the tensor is not in a region but in the record itself.
+
+    Raises InvalidArgument: the place is not completely inside the region.
+    """
     return 0 if place is None else address_of(regions[place.region].view(place.offset, byte_size))

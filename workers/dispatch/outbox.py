@@ -1,12 +1,12 @@
-"""Sends answers: places them at once where there is room, and keeps them for a bounded time where the response arena is full.
+"""Sends answers: writes them at once if the response arena has room, and otherwise keeps them for a limited time.
 
     answer ─▶ placed ─▶ its record queued on the lane
           └─▶ blocked, oldest first ──room──▶ placed
                                     └─time──▶ 503 with both numbers
 
-A small answer never waits for the room of a large one, unless its model's answers leave in order. While the blocked answers of a
-submitter hold more than the first segment of an arena, requests like those that they answer are held: nothing more of the kind is
-computed until some are taken. Every way out of here ends a request exactly once.
+A small answer never waits until there is room for a large one, unless its model's answers leave in order. While the blocked
+answers of a submitter hold more bytes than the first segment of an arena, its requests of the same model and shapes are held:
+they are not run until the client has taken some answers. Every way out of this module ends a request exactly once.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ _MAX_BLOCKED = 4
 
 
 class _Placing(enum.Enum):
-    """An outcome of placing an answer besides success and an error."""
+    """An outcome of placing an answer that is neither success (None) nor an error."""
 
     #: The response arena has no room now.
     FULL = enum.auto()
 
 
 class Outbox:
-    """Sends the answers of one worker; belongs to its loop."""
+    """Sends the answers of one worker; only the thread of the worker's loop uses it."""
 
     def __init__(self, options: Arenas, agenda: Agenda[AgendaPart] | None = None) -> None:
         self._options = options
         self._wait_ns = int(options.wait * 1e9)
-        #: Submitters that do not take their answers.
+        #: Submitters with answers that wait for room, because earlier answers were not taken.
         self.blocked: dict[SubmitterLink[Request], None] = {}
-        #: Answers on clients' lanes by code, "OK" of the good ones; those that the C part gives are not in it.
+        #: Counts of answers on clients' lanes by error code, "OK" for success; answers of the C part are not counted here.
         self.lane_answers: Counter[str] = Counter()
         self._refusals = RefusalLog()
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
 
     def fail(self, request: Request, error: ServingError) -> None:
-        """Answers with an error and ends the request, when it is its turn."""
+        """Answers a request with an error and ends it; if its model answers in order, after the blocked answers before it."""
         if request.sink is not None:
             hand_over(request, error)
         elif self._overtakes(request):
@@ -77,7 +77,7 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Returns whether a request's answer would overtake a blocked one of a model whose answers leave in order."""
+        """Returns whether a request's model answers in order and an earlier answer of this model is still blocked."""
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False
@@ -91,14 +91,17 @@ class Outbox:
     def fail_all(
         self, answers: list[tuple[Request, ServingError]], now_ns: int, why: Failure = Failure.CANCELED
     ) -> None:
-        """Answers requests that were accepted and will not run, each with its error, and counts them."""
+        """Answers accepted requests that will not run, each with its error, and counts them as failed.
+
+        ``why``: the reason to count them under, except for those that a newer request replaced (Replaced).
+        """
         for request, error in answers:
             reason = Failure.REPLACED if isinstance(error, Replaced) else why
             request.version.statistics.failed(now_ns - request.arrived_ns, reason)
             self.fail(request, error)
 
     def refuse(self, request: Request, refusal: Refusal, error: Unavailable, now_ns: int) -> None:
-        """Answers a request for which there is no room or time, counts the refusal and logs it."""
+        """Answers a request with an error because a queue is full or its time is up; counts and logs the refusal."""
         self._note(request, refusal, now_ns)
         self.fail(request, error)
 
@@ -112,13 +115,13 @@ class Outbox:
         self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
 
     def reject(self, submitter: SubmitterLink[Request], request_id: int, error: ServingError) -> None:
-        """Answers what came, and became no request, with what is wrong with it."""
+        """Answers a received record that could not be turned into a request with the error that was found in it."""
         submitter.answer(failure(request_id, error))
         if submitter.segments is not None:
             self.lane_answers[error.code] += 1
 
     def end(self, request: Request, code: str = "OK") -> None:
-        """Ends a request: its regions are free, its id may be forgotten. ``code``: of its final answer."""
+        """Ends a request: releases its regions and forgets its id. ``code``: the error code of its final answer, or "OK"."""
         if request.regions:
             request.release()
         submitter = request.submitter
@@ -127,9 +130,12 @@ class Outbox:
             self.lane_answers[code] += 1
 
     def prepare(self, execution: Execution, sizes: Mapping[str, int]) -> None:
-        """Finds places for the large outputs of a single request, so that its program may write them there by itself.
+        """Reserves places for the large outputs of an execution of one request, so that its program can write them there itself.
 
-        Where they cannot be found, or not now, the answer finds out again, and says so.
+        Where no place is found nothing is reported: the answer looks for places again after the run, and reports the error then.
+
+        Args:
+          sizes: output name -> bytes.
         """
         (request,) = execution.requests
         if request.sink is not None:
@@ -147,7 +153,7 @@ class Outbox:
             executable.offer(request, execution.places)
 
     def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
-        """Answers every request of a batch. Returns those that got an error, and why."""
+        """Answers every request of a batch. Returns the requests that got an error, each with the reason to count it under."""
         failed: dict[Request, Failure] = {}
         row = 0
         for i, request in enumerate(execution.requests):
@@ -167,7 +173,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers one request of a batch with its result. Returns why it got an error."""
+        """Answers request number i of a batch, which need not be small. Returns why it got an error; None: it got none."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
@@ -181,7 +187,7 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Answers a request that was made inside the worker. As ``answer``."""
+        """Answers a request that was made inside the worker. Returns what its maker gets: the result, or an error."""
         if request.cancelled:
             result = Cancelled("the request was cancelled")
         elif not isinstance(result, ServingError):
@@ -191,7 +197,10 @@ class Outbox:
         return result
 
     def _place_small(self, request: Request, made: BatchOutputs, row: int) -> bool:
-        """Answers a request of the most frequent kind. False: it is another kind, or it cannot be answered well."""
+        """Answers a request with small outputs, which are copied from one row of a batch by a plan made before.
+
+        Returns False, without an answer, if the request needs anything else, or if its answer is an error.
+        """
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
             return False
@@ -220,7 +229,7 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Plans an answer, for the next ones too where the request repeats itself. None: it is another kind of answer."""
+        """Plans how to answer a request, and keeps the plan for its repeats. Returns None if such an answer cannot be planned."""
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
             plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))
@@ -228,9 +237,9 @@ class Outbox:
         return plan
 
     def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
-        """Answers with a result. Returns what the client gets: the result, or the error it became.
+        """Answers a request with a result. Returns what the client gets: the result, or an error if it could not be sent.
 
-        ``places``: those found before the run; the caller's to close.
+        ``places``: reserved by ``prepare`` before the run; the caller releases them.
         """
         if isinstance(result, ServingError):
             self.fail(request, result)
@@ -252,7 +261,10 @@ class Outbox:
     def _place(
         self, request: Request, result: dict[str, Array], places: Places | None = None
     ) -> ServingError | _Placing | None:
-        """Places an answer and ends its request: None. Returns ``FULL``: to be tried again; or the error to answer with."""
+        """Writes an answer, sends it and ends its request; returns None then.
+
+        Otherwise returns ``FULL`` if there is no room yet, so that the caller tries again later, or the error to answer with.
+        """
         if request.submitter.closed:
             self.end(request)
             return None
@@ -290,7 +302,7 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | None:
-        """Keeps an answer until there is room. Returns the error that is its answer instead, where too much is kept."""
+        """Keeps an answer until there is room. Returns the error to answer with instead, if too much is kept already, or None."""
         submitter, request = answer.request.submitter, answer.request
         if submitter.blocked and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._bound(submitter):
             return self.no_room(request, answer.byte_size, now_ns)
@@ -304,18 +316,21 @@ class Outbox:
         return None
 
     def _bound(self, submitter: SubmitterLink[Request]) -> int:
-        """Bytes of blocked answers beyond which no more like them are computed."""
+        """Returns how many bytes of a submitter's answers may be blocked before more requests like theirs are held."""
         if submitter.segments is None:
             return self._options.byte_size
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
 
     def no_room(self, request: Request, byte_size: int, now_ns: int) -> Unavailable:
-        """Returns the error of an answer that is given up for want of room, counts it and logs it."""
+        """Makes the error for an answer of ``byte_size`` bytes that found no room in time; counts the refusal and logs it."""
         self._note(request, Refusal.ANSWER_ROOM, now_ns)
         return Unavailable(_describe_full(request.submitter, byte_size))
 
     def hold(self, request: Request) -> bool:
-        """Keeps a request from running, and returns True, while its submitter does not take the large answers of its kind."""
+        """Holds a request back from running if too many large answers to requests like it wait for room.
+
+        Returns whether the request is held; ``retry`` returns it when it may run.
+        """
         submitter, version = request.submitter, request.version
         if request.sink is not None or submitter.blocked_byte_size <= self._bound(submitter):
             return False
@@ -326,7 +341,10 @@ class Outbox:
         return False
 
     def retry(self, now_ns: int) -> list[Request]:
-        """Places what fits by now and gives up on what waited too long. Returns requests that may be run again."""
+        """Sends blocked answers that fit by now; answers those that waited too long with an error.
+
+        Returns the held requests that may run now.
+        """
         freed: list[Request] = []
         for submitter in list(self.blocked):
             returned = submitter.returns
@@ -345,9 +363,9 @@ class Outbox:
 
     def _retry(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
         small_byte_size = submitter.lane.arena.small_byte_size
-        #: Whether there is no room for small ones, and for large ones: none is placed before those that wait longer.
+        #: Whether there is no room for small answers, and for large ones: none is placed before those that wait longer.
         full = [False, False]
-        #: Of which an answer waits still, and no later one may leave.
+        #: Versions whose answers leave in order and of which one is blocked still: no later answer of them may leave.
         waits: set[object] = set()
         waiting, submitter.blocked = submitter.blocked, deque()
         for answer in waiting:
@@ -372,11 +390,11 @@ class Outbox:
 
     @property
     def next_give_up_ns(self) -> int:
-        """The moment at which ``retry`` must be called although no room came."""
+        """The time (monotonic, ns) by which ``retry`` must be called even if no room has become free."""
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends everything that waits for a submitter that is gone."""
+        """Ends the blocked answers and held requests of a submitter whose lane is closed, without answering them."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:
@@ -393,7 +411,10 @@ class Outbox:
 
 
 def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Numbered[PreparedAnswer] | None]:
-    """Has a number stand for what a large answer has in common with others to such requests."""
+    """Replaces what a large answer has in common with other answers to such requests by a number.
+
+    Returns the answer with that number, and what the number stands for; or the answer unchanged, and None.
+    """
     preparation, prepared = request.preparation, cast(PreparedAnswer, answer.prepared)
     # Parameters are each answer's own, but for what it says of the parameter set.
     if preparation is None or len(prepared.parameters) > len(request.told):

@@ -1,9 +1,9 @@
-"""Sends the responses of models that answer with several, from the threads that make them to the lane.
+"""Passes the responses of streaming models from the threads that make them to the lane, on which they are sent.
 
     any thread: put ─▶ one call on the loop for all that came meanwhile ─▶ placed, in order ─▶ lane ─▶ taken ─▶ sender.settle
                                                                      ╰─ the response arena is full: kept, and tried again
 
-Belongs to the loop, but for ``put`` and ``sender``.
+Only the thread of the worker's loop calls these functions, except ``put``, ``sender`` and ``alike``, which any thread may call.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _log = logging.getLogger(__name__)
 #: After responses came the loop is not woken for others, but looks for them after so long: a thread that makes one after the
 #: other is held up by every wake-up. A last response wakes it, unless the model returns with it and has another request at hand.
 _GATHER_NS = 1_000_000
-#: A response, whether it is the last, and what it counts until it is placed.
+#: A response, whether it is the last, and the bytes that it counts as until it is placed.
 _Sent = tuple[Sent, bool, int]
 
 
 class Responses:
-    """Sends the responses of one worker's streaming models."""
+    """Sends the responses of the streaming models of one worker."""
 
     def __init__(
         self,
@@ -48,7 +48,11 @@ class Responses:
         max_ahead: int,
         agenda: Agenda[AgendaPart] | None = None,
     ) -> None:
-        """``post``: has the loop call something, from any thread. ``max_ahead``: bytes of one request that nobody has taken."""
+        """
+        Args:
+          post: has the loop call a function; from any thread.
+          max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
+        """
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
         self.inline_byte_size = options.inline_byte_size
         self._wait_ns = int(options.wait * 1e9)
@@ -61,26 +65,32 @@ class Responses:
         self._posted = False
         #: When it looks for responses that do not wake it; 0: it does not.
         self.look_ns = 0
-        #: What found the response arena full, of each request in its order, and when it is given up.
+        #: Responses that found the response arena full, for each request in their order, and when they are given up.
         self.kept: dict[ResponseSender, tuple[deque[_Sent], int]] = {}
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns the sender that answers a request; a new one, where none was opened, sends exactly one response."""
+        """Returns the sender of a request's responses. If none was opened, makes one that sends exactly one response."""
         senders = request.version.senders
         found = senders.get(request)
         return found or senders.setdefault(request, self._sender(request, self._clock(), single=True))
 
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
-        """Makes a sender. What all requests of a client's lane have ahead is within that lane's bound."""
+        """Makes the sender of a request's responses. ``single``: it sends exactly one.
+
+        On a client's own lane the bytes that a request may have ahead are bounded, so that all requests keep the lane's bound.
+        """
         segments, max_ahead = request.submitter.segments, self.max_ahead
         if segments is not None:
             max_ahead = min(max_ahead, segments.limits.response_byte_size // segments.limits.in_flight)
         return ResponseSender(request, self, now_ns, single, max_ahead)
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponsesAlike | None:
-        """Returns an encoder of small responses like this one, but for the last of a request; None: the loop places it."""
+        """Returns an encoder for small responses of a sender with outputs like these, which are not the last of their request.
+
+        None: such responses cannot be encoded in the sender's thread; the loop has to write them.
+        """
         request = sender.request
         if not _leaves_as_it_is(sender):
             return None
@@ -92,7 +102,13 @@ class Responses:
         return None if kind is None else kind.alike(request.request_id, len(result))
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues a response for the loop, in the order of its sender. ``wake``: False if the loop is about to be woken anyway."""
+        """Queues a response for the loop, behind the earlier ones of its sender.
+
+        Args:
+          result: the response; None: only the mark that no further one follows.
+          byte_size: the bytes that it counts as until it is placed.
+          wake: False if the loop is about to be woken anyway.
+        """
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
         if wake and (final or not self._posted):
@@ -102,14 +118,17 @@ class Responses:
     # ---------------------------------------------------------------------------------------------------------- the loop
 
     def open(self, requests: list[Request], now_ns: int) -> None:
-        """Makes senders for requests that are about to run and may have several responses."""
+        """Makes a sender for each request that is about to run and may have several responses."""
         for request in requests:
             # One that goes round again has one.
             if request not in request.version.senders:
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """Takes requests that senders answer out of the results of a model that has returned, and ends those that are due."""
+        """Handles the return of a model: removes the requests that senders answer from the execution, which keeps the others.
+
+        A removed request is ended if the model failed for it or if it was cancelled.
+        """
         self._take()
         requests, results = execution.requests, execution.results
         execution.requests, execution.results, execution.streamed = [], [], []
@@ -130,7 +149,10 @@ class Responses:
                 self._end_cancelled(sender)
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends a response from the loop itself, which is placed at once and never waits."""
+        """Sends a response that the loop itself made: at once, or behind earlier ones that wait for room in the response arena.
+
+        ``result``: None: only the mark that no further response follows.
+        """
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)
@@ -143,9 +165,9 @@ class Responses:
         """Sends a response with a few bytes of each output, which is neither the first nor the last of its request.
 
         Args:
-          described: the same for every response that the sender sends like this.
+          described: names, datatypes and shapes of the outputs, the same for every such response of the sender.
           contents: the bytes of each output.
-        Returns: False: it takes another way; nothing was done.
+        Returns: True if the response was queued; False if nothing was done, and the caller must use ``respond``.
         """
         request, alike = sender.request, sender.alike
         if not sender.count or request.cancelled or sender in self.kept:
@@ -160,7 +182,7 @@ class Responses:
         return True
 
     def takes_small(self, sender: ResponseSender) -> bool:
-        """Returns whether a sender's next small response may go into the record as it is."""
+        """Returns whether a sender's next small response can be written into its record without looking at the request."""
         return (
             not sender.request.outputs
             and _leaves_as_it_is(sender)
@@ -169,14 +191,14 @@ class Responses:
         )
 
     def taken(self, request: Request, byte_size: int) -> None:
-        """Notes how many bytes of responses a request's client has taken."""
+        """Notes that the client of a request has taken ``byte_size`` more bytes of its responses."""
         sender = request.version.senders.get(request)
         if sender is not None:
             sender.settle(byte_size)
 
     @staticmethod
     def check_taken(request: Request, byte_size: int) -> None:
-        """Raises InvalidArgument: its client has not been sent so much."""
+        """Checks what a client says it has taken. Raises InvalidArgument: fewer bytes were sent to it for this request."""
         sender = request.version.senders.get(request)
         if sender is None:
             return
@@ -189,11 +211,11 @@ class Responses:
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Notes that the maker of an inner request has taken its next response."""
+        """Notes that whatever made a request inside the worker has taken the next response to it."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
-        """Wakes a model that waits for the client of a cancelled request."""
+        """Handles a cancelled request: wakes its model if that waits for the client, and ends it if the model has returned."""
         sender = request.version.senders.get(request)
         if sender is not None:
             sender.wake()
@@ -201,7 +223,7 @@ class Responses:
                 self._end_cancelled(sender)
 
     def retry(self, now_ns: int) -> None:
-        """Places kept responses that fit by now, and gives up those that waited too long."""
+        """Sends responses that waited for room and fit by now; ends requests whose responses waited too long with an error."""
         for sender, (waiting, give_up_ns) in list(self.kept.items()):
             del self.kept[sender]
             while waiting and not sender.ended:
@@ -216,11 +238,11 @@ class Responses:
 
     @property
     def next_give_up_ns(self) -> int:
-        """The moment at which ``retry`` must be called although no room came."""
+        """The time (monotonic, ns) by which ``retry`` must be called even if no room has become free."""
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Takes the responses that threads left without waking the loop, once ``look_ns`` has passed."""
+        """Sends the responses that threads have queued without waking the loop, if the time ``look_ns`` has come."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()
@@ -242,7 +264,7 @@ class Responses:
 
     @staticmethod
     def _respond_encoded(sender: ResponseSender, alike: ResponsesAlike, records: list[bytes], now_ns: int) -> None:
-        """Queues responses; there is always room for them. The first one of a request is never among them."""
+        """Queues encoded responses on the lane, for which there is always room. None of them is the first of its request."""
         request = sender.request
         request.submitter.lane.complete_encoded(alike.kind.numbered, records)
         request.submitter.flush_soon()
@@ -282,14 +304,14 @@ class Responses:
             self._hand_over(request, result, final, byte_size)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Notes the end of a traced request, with its last response."""
+        """Adds the run of a traced request and its last response to its timeline."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
 
     @staticmethod
     def _hand_over(request: Request, result: Result | None, final: bool, byte_size: int) -> None:
-        """Passes a response on to the maker of an inner request, which says when it has taken it."""
+        """Passes a response to whatever made a request inside the worker, which calls ``took`` when it has taken the response."""
         assert isinstance(request, InnerRequest)
         request.ahead.append(byte_size)
         if result is not None and not isinstance(result, ServingError):
@@ -298,7 +320,11 @@ class Responses:
         hand_over(request, result, None, final)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
-        """Puts a response on the lane. Returns what it counts there; None: the arena is full; an error: what to send instead."""
+        """Writes a response to the lane.
+
+        Returns the bytes that count until the client has taken them; None: the response arena is full; an error: what to send
+        instead of the response.
+        """
         request = sender.request
         version, submitter = request.version, request.submitter
         if result is None:
@@ -333,7 +359,7 @@ class Responses:
         return 0 if final else response_byte_size(record.contents)
 
     def _place_small(self, sender: ResponseSender, result: dict[str, Array], final: bool) -> int:
-        """Queues a response of the most frequent kind: a few small tensors, into the record. 0: it is another kind."""
+        """Queues a response whose small tensors fit into its record. Returns its bytes; 0: nothing was done, it does not fit."""
         request = sender.request
         if (
             not sender.plain
@@ -352,7 +378,7 @@ class Responses:
         return self._outbox.no_room(sender.request, byte_size, self._clock())
 
     def _end_cancelled(self, sender: ResponseSender) -> None:
-        """Ends a sender whose request was cancelled."""
+        """Ends a cancelled request: answers it with Cancelled and closes its sender."""
         request, error = sender.request, Cancelled("the request was cancelled")
         sender.catch_up()
         if request.sink is None and not request.submitter.closed:
@@ -375,6 +401,6 @@ class Responses:
 
 
 def _leaves_as_it_is(sender: ResponseSender) -> bool:
-    """Returns whether a small response of it goes into its record, and nowhere else."""
+    """Returns whether a sender's small responses consist of a record alone: no regions, no timeline, not made in this worker."""
     request = sender.request
     return sender.plain and request.timeline is None and request.sink is None
