@@ -1,4 +1,4 @@
-"""Reads sequence controls in a model's answer, by which later steps of an ensemble join a sequence."""
+"""Reads the sequence controls (id, start, end) in a model's answer, which the later steps of an ensemble are run with."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from tensord.shm.messages import Parameter
 from tensord.workers.calls.asking import check_sequence
 from tensord.workers.scheduling.sequence import Controls
 
-#: Parameters of an answer that say it.
+#: The parameters of an answer that are sequence controls.
 _NAMES = {"sequence_id", "sequence_start", "sequence_end"}
 
 
 def controls_said(parameters: Mapping[str, Parameter], controls: Controls) -> Controls | None:
-    """Returns the sequence controls that a model's answer sets for later steps, or None; flags that it leaves out are not set.
+    """Returns the sequence controls that a model's answer sets for later steps; None: it sets none. Missing flags are False.
 
     Args:
-      controls: of its own request.
-    Raises: InvalidArgument: one of them is of another type, in Triton's words.
+      parameters: of the answer.
+      controls: of the request that was answered; its sequence id is used if the answer has none.
+    Raises: InvalidArgument: a parameter has the wrong type, with Triton's message.
     Source: triton-inference-server/core, src/ensemble_scheduler/ensemble_scheduler.cc, ConsumeResponse.
     """
     if not _NAMES & parameters.keys():

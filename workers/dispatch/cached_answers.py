@@ -1,11 +1,11 @@
-"""Answers requests from the response cache, where their model has one and the same request was answered before.
+"""Answers requests from the response cache, if their model has one and an equal request was answered before.
 
-Belongs to the worker's loop.
+Only the thread of the worker's loop calls these functions.
 
     request ─▶ its inputs, where a client could still write to them, are copied ─▶ known: answered at once
                                                                              └▶ not known: queued, run, kept, answered
 
-An answer is kept before it leaves: whoever repeats a request that was answered gets that answer. Errors are not kept.
+An answer is stored before it is sent, so a client that repeats an answered request always gets it. Errors are not stored.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ _log = logging.getLogger(__name__)
 
 
 class CachedAnswers:
-    """Looks up and stores answers in the response cache; a worker has one."""
+    """Looks up and stores answers in the response cache of a worker."""
 
     def __init__(self, outbox: Outbox, clock: Callable[[], int]) -> None:
         self._outbox = outbox
         self._clock = clock
 
     def answer(self, version: ModelVersion, request: Request, cache: ResponseCache) -> bool:
-        """Answers a request as one that was the same. From now on its inputs are nobody else's. False: there was none."""
+        """Answers a request from the cache, or with an error. Returns False if it has no cached answer and must be run.
+
+        Copies inputs that lie in a client's region first, so that the client cannot change them while they are compared.
+        """
         began_ns = self._clock()
         if request.regions:
             try:
@@ -64,7 +67,7 @@ class CachedAnswers:
         return True
 
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
-        """Keeps what was computed, as far as it is no error."""
+        """Stores the results of an execution in the response cache, except errors."""
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):
                 continue

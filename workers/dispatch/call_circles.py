@@ -1,11 +1,11 @@
-"""Finds calls that wait for themselves, by whom each call, each instance and each request waits for.
+"""Finds calls between models that wait for themselves, by following what each call, instance and request waits for.
 
     a call or a step ─▶ the instance that runs it, or all that could ─▶ the calls that these wait for ─▶ ...
-                                                                    └▶ whoever does not take their responses
+                                                                    └▶ the model that does not take their responses
 
-An instance waits for the call that its thread stands in; while it executes a coroutine, for any call that is awaited. A call of
-a model's own thread says nothing of whom ``execute`` waits for: an instance of that model may wait for it, so a circle through
-such a call counts only when it has lasted.
+An instance waits for the call that blocks its thread; while it executes a coroutine, for any call that is awaited. A call from a
+thread that the model started itself does not show what ``execute`` waits for: an instance of the model may wait for that thread,
+so a circle through such a call counts only when it has lasted for 5 s.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.scheduling.waiting import is_stuck
 
-#: How long a circle through a model's own thread must have lasted.
+#: How long a circle through a thread that a model started itself must have lasted before it counts.
 _PATIENCE_NS = 5_000_000_000
-#: While calls wait it is looked so often: what a thread waits for is its own to know, and it tells nobody.
+#: The time between two searches while calls wait: a thread does not report when it begins to wait.
 _LOOK_NS = 250_000_000
 
 _Node = InnerRequest | Instance
 
 
 def path(call: ModelCall) -> list[str]:
-    """Returns the models on the way to a call, from the client's request on; the last one is its caller's."""
+    """Returns the names of the models on the way to a call, from the client's request to the model that makes the call."""
     names = [call.caller.port.name]
     request: Request | None = next(iter(call.requests), None)
     while isinstance(request, InnerRequest) and request.origin is not None:
@@ -41,18 +41,21 @@ def path(call: ModelCall) -> list[str]:
 
 
 class CallCircles:
-    """Belongs to the worker's loop."""
+    """Finds calls between a worker's models that wait for themselves; only the thread of the worker's loop uses it."""
 
     def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
-        """``calls``: the calls that have not ended."""
+        """``calls``: the calls that have not ended, with the request that each has made, oldest first; its owner changes it."""
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter
-        #: Whether a model's own thread was on the way.
+        #: Whether the last search passed a call from a thread that a model started itself.
         self._by_thread = False
 
     def find(self, now_ns: int) -> tuple[ModelCall | None, int]:
-        """Returns the latest of the calls that wait for themselves, and when to look again although nothing changes."""
+        """Returns the latest call that waits for itself, or None, and the time at which to search again if nothing changes.
+
+        ``NEVER`` as the time: a search is not needed before the next change.
+        """
         again_ns = NEVER
         for call in reversed(self._calls):
             inner = self._calls[call]
@@ -70,7 +73,7 @@ class CallCircles:
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:
-        """Returns whether a request, or one that it was made for in turn, is for that version already."""
+        """Returns whether a request, or any request that it was made for in turn, is a request to that model version."""
         while origin is not None:
             if origin.version is version:
                 return True
@@ -90,7 +93,7 @@ class CallCircles:
                 return (instance,)
         sender = version.senders.get(inner)
         if sender is not None:
-            # Others answer it: a coroutine does where its event loop is held up.
+            # The model has returned: a coroutine may answer, which waits for calls that block the thread of its event loop.
             return [of for call, of in self._calls.items() if call.thread and call.thread == sender.thread]
         if version.sequences is not None:
             live = version.sequences.table.find(inner.own.sequence_id)
@@ -98,7 +101,7 @@ class CallCircles:
                 instances = (instances[live.slot.instance],)
         found: list[_Node] = []
         for instance in instances:
-            # Also of one that takes more: who may be refused in time is given no thread that is at work.
+            # Also an instance with room for more: a request whose time may run out is not given to a busy thread.
             if instance.given:
                 found.append(instance)
                 continue
@@ -134,7 +137,7 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """Returns the instance whose model takes the responses to a request, or None where a client or a thread does."""
+        """Returns the instance whose model takes the responses to a request; None: a client or a model's thread takes them."""
         origin: Request | None = request
         while isinstance(origin, InnerRequest):
             for call, inner in self._calls.items():

@@ -1,4 +1,4 @@
-"""Implements the classification extension: a tensor's largest elements as ``value:index[:label]``, in its place.
+"""Implements the classification extension: an output is replaced by its largest elements, as ``value:index[:label]``.
 
 Source: Triton docs/protocol/extension_classification.md; ties and number formats as observed.
 """
@@ -13,9 +13,13 @@ from tensord.workers.tensors.signature import TensorSpec
 
 
 def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Array:
-    """Returns the ``count`` largest classes, largest first, the lower index first among equals: BYTES [k] or [batch, k].
+    """Returns the ``count`` largest elements as strings: BYTES [k], or [batch, k] if the model batches.
 
-    Raises: InvalidArgument: elements of that datatype have no order that anybody agreed on.
+    They are ordered from the largest; among equals the lower index comes first.
+
+    Args:
+      batches: whether the first dimension of ``values`` is the batch; then each row is classified for itself.
+    Raises: InvalidArgument: the extension is not defined for the datatype.
     """
     datatype = datatype_of(values.dtype)
     if datatype is None or datatype in ("BYTES", "BOOL", "FP16", "BF16"):
@@ -32,9 +36,9 @@ def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Arra
 
 
 def _largest(row: Array) -> Array:
-    """Returns indices, largest value first. It sorts the values themselves: negating would wrap unsigned and extreme integers.
+    """Returns the indices of a row's elements, ordered from the largest value; NaN comes last.
 
-    What is not a number is no class that anybody would choose: it comes last.
+    The values are not negated for this, because unsigned and extreme integers would wrap.
     """
     ascending = np.argsort(row[::-1], kind="stable")
     largest = len(row) - 1 - ascending[::-1]

@@ -1,16 +1,16 @@
-"""Takes a request through the worker: validates, queues, runs and answers it. Belongs to the worker's loop.
+"""Takes a request through the worker: validates, queues, runs and answers it. Runs in the thread of the worker's loop.
 
     submit ─▶ queue of its version ─▶ batch ─▶ right here (one instance)  ─▶ answer in place ─▶ completion on the lane
                                             └▶ an instance's thread       ─▶
                                             └▶ parked while its shape is compiled, then queued again
 
-Planners decide (``tensord.workers.scheduling.planner``); here it is carried out. An iteration asks only what is on the agenda:
-versions of which something has changed, and parts whose time has come. Whatever changes a version in which requests wait wakes
-it: a request that comes, goes or is queued again, the end of a run, a program or a resource that is there, a slot that is free.
-So nothing is asked that has no work, and a version is asked again at the time that its planner names.
+Planners decide what to run (``tensord.workers.scheduling.planner``), and the dispatcher does it. An iteration of the loop asks
+only what is on the agenda: the planners of versions that have changed, and functions whose time has come. A version with waiting
+requests is put on the agenda by whatever changes it: a request that arrives, leaves or is queued again, the end of a run, a
+compiled program, a free resource or slot. So no planner is asked without need; each is asked again at the time it names.
 
-Batches of a jitted model with one instance run right here, one model's in an iteration: of those that are due, the model goes
-first whose request has waited longest. Every request in ``SubmitterLink.in_flight`` gets exactly one final completion.
+Batches of jitted models with one instance run in the loop itself, those of one model in an iteration: of the models with a due
+batch, the one whose request has waited longest. Every request in ``SubmitterLink.in_flight`` gets exactly one final answer.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from tensord.workers.scheduling.planner import Refuse, Run, WaitUntil
 from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
-#: Of the places on the status page those behind the loop's and the compiler's.
+#: The first place on the status page that belongs to an instance, behind the loop's and the compiler's.
 FIRST_INSTANCE_SLOT = COMPILER_SLOT + 1
 
 
 def _at_once(call: Callable[[], None]) -> None:
-    """Calls directly, where no other thread posts calls to a loop."""
+    """Calls a function directly, in place of posting it to a loop; for use without other threads."""
     call()
 
 
@@ -78,9 +78,9 @@ class Dispatcher:
     ) -> None:
         """
         Args:
-          check: of the worker's device.
-          gpu: its number, None of the processor.
-          post: has the loop call something, from any thread.
+          check: raises an error if the worker's device has failed.
+          gpu: the GPU's number; None: the worker computes on the processor.
+          post: has the loop call a function; from any thread.
         """
         self._models = models
         self._regions = regions
@@ -123,28 +123,29 @@ class Dispatcher:
             self.withdraw,
             options.requests.max_calls,
         )
-        #: Executions whose answers are placed, and when they were; see ``count``.
+        #: Executions whose answers have been written, with their failed requests and the time; see ``count``.
         self.uncounted: list[tuple[ModelVersion, Execution, dict[Request, Failure], int]] = []
         #: Versions in which requests wait.
         self._active: dict[ModelVersion, None] = {}
-        #: Requests that came on clients' lanes and were looked at here.
+        #: Count of the requests on clients' own lanes that were handled in Python.
         self.lane_requests = 0
         #: Whether no request waits to run, no answer for room, and nothing is to be done at once; as of the last iteration.
         self.idle = True
-        #: What the table of models had changed when all of them were asked.
+        #: The change count of the table of models when all versions were last marked.
         self._asked_of = 0
 
     @property
     def lane_answers(self) -> Counter[str]:
-        """Final answers on clients' lanes by code, as ``Outbox`` has them."""
+        """Counts of final answers on clients' own lanes by error code, "OK" for success."""
         return self._outbox.lane_answers
 
     # ---------------------------------------------------------------------------------------------------------- arrival
 
     def submit(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
-        """Queues a request, or answers it with what is wrong.
+        """Validates a received request and queues it, or answers it with an error.
 
-        Raises: InvalidArgument: its id is in flight already, or its number was never prepared.
+        Raises: InvalidArgument: a request with its id is in flight already, or it names a number that stands for no prepared
+        request.
         """
         if record.request_id in submitter.in_flight:
             raise InvalidArgument(f"request id {record.request_id} is in flight already")
@@ -172,7 +173,7 @@ class Dispatcher:
         self._queue(version, request, now_ns)
 
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
-        """As ``submit``, of a client's own lane: within its bound, and without what only a front may say."""
+        """Submits a request from a client's own lane: refuses it above the limits, and clears what only a front may set."""
         assert submitter.segments is not None
         self.lane_requests += 1
         count, most = len(submitter.in_flight), submitter.segments.limits.in_flight
@@ -191,12 +192,15 @@ class Dispatcher:
         self.submit(submitter, record, now_ns)
 
     def enter(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Takes a request that was made inside the worker. Raises ServingError: it is not one for that model."""
+        """Queues a request that was made inside the worker. Raises ServingError: the model cannot take such a request."""
         version.loaded.join(request)
         self._queue(version, request, now_ns)
 
     def _queue(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Answers a request from the cache, or puts it where it waits, and answers whom it replaces; a full queue answers it."""
+        """Answers a request from the response cache, or queues it. Answers it with an error if the queue is full.
+
+        Answers the waiting request that the new one replaces, if any, with an error.
+        """
         if version.cache is not None and self._cached.answer(version, request, version.cache):
             return
         waiting = version.compiling.get(request.key) if version.sequences is None else None
@@ -224,7 +228,7 @@ class Dispatcher:
             request.submitter.sequences = True
 
     def _changed(self, version: ModelVersion) -> None:
-        """Has a version asked again, because something may have made its waiting requests ready."""
+        """Has the next iteration ask a version's planner, because a change may have made its waiting requests ready to run."""
         if version in self._active:
             self._agenda.wake(version)
 
@@ -234,13 +238,13 @@ class Dispatcher:
         self._agenda.woken.update(self._active)  # type: ignore[arg-type]
 
     def cancel(self, submitter: SubmitterLink[Request], request_id: int) -> None:
-        """Drops a request that waits; one that runs is answered when it is done. Ignores what is not in flight."""
+        """Cancels a submitter's request. One that runs already is answered when its run ends. Ignores an id not in flight."""
         request = submitter.in_flight.get(request_id)
         if request is not None:
             self.withdraw(request)
 
     def withdraw(self, request: Request) -> None:
-        """Cancels a request that is in flight or was made inside the worker."""
+        """Cancels a request that is in flight or was made inside the worker, with everything that runs for it."""
         version, request.cancelled = request.version, True
         request.submitter.returned = NEVER_LOOKED
         answers = version.planner.cancelled(request)
@@ -257,9 +261,9 @@ class Dispatcher:
         self.calls.cancelled(request)
 
     def taken(self, submitter: SubmitterLink[Request], record: Taken) -> None:
-        """Notes that responses of a request have reached its client. Ignores a request that is not in flight.
+        """Notes how many bytes of responses the client of a request has taken. Ignores a request that is not in flight.
 
-        Raises: InvalidArgument: a client says that it has taken more than was sent.
+        Raises: InvalidArgument: a client says on its own lane that it has taken more bytes than were sent.
         """
         request = submitter.in_flight.get(record.request_id)
         if request is not None:
@@ -268,7 +272,7 @@ class Dispatcher:
             self.responses.taken(request, record.byte_size)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Removes the waiting requests of a submitter that is gone; its running ones are forgotten when they end."""
+        """Cancels all requests of a submitter whose lane has ended; requests that run are forgotten when they end."""
         submitter.closed = True
         for request in list(submitter.in_flight.values()):
             self.withdraw(request)
@@ -282,7 +286,7 @@ class Dispatcher:
         self._outbox.drop(submitter)
 
     def _end_sequences(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends the sequences of a client that is gone: nobody else asks for them."""
+        """Ends the sequences whose last request came on the own lane of a client that has disconnected."""
         for version in self._models:
             if version.sequences is not None:
                 version.sequences.close_client(submitter.peer)
@@ -290,9 +294,9 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------------------- running
 
     def run_due(self, now_ns: int) -> int | None:
-        """Carries out what is due: runs jitted batches of at most one model, and fills every free instance.
+        """Does what is due in one iteration: runs batches of at most one jitted model, and gives batches to all free instances.
 
-        Returns: when to be called again at the latest (not after ``now_ns``: at once); None: only when something arrives.
+        Returns: the time by which to call it again (``now_ns`` or earlier: at once); None: not before the next event.
         """
         agenda, blocked, kept = self._agenda, self._outbox.blocked, self.responses.kept
         if blocked or kept:
@@ -315,11 +319,11 @@ class Dispatcher:
 
     @property
     def runs_short_programs(self) -> bool:
-        """Returns whether what is run in the loop now takes much less than an iteration each time."""
+        """True if the last program run in the loop took much less time than an iteration, and no stepped model has requests."""
         return not self._stepping.living and self.loop_runs.share < 1
 
     def _retry(self, now_ns: int) -> None:
-        """Places answers that found no room, as far as they fit by now, and gives up on those that waited too long."""
+        """Sends answers and responses that waited for room and fit by now; replaces those that waited too long by an error."""
         for version, requests in by_version(self._outbox.retry(now_ns)).items():
             version.executing -= len(requests)
             self._restore(version, requests)
@@ -346,7 +350,7 @@ class Dispatcher:
             self._agenda.wake(first)
 
     def _decide(self, version: ModelVersion, now_ns: int) -> Run | None:
-        """Carries out what the planner of a version decides, but for a run of the loop itself: returns that."""
+        """Does what the planner of a version decides, except a run in the loop itself: returns that decision, otherwise None."""
         planner, instances = version.planner, version.loaded.instances
         decision = planner.decide(now_ns)
         while isinstance(decision, Refuse):
@@ -367,7 +371,7 @@ class Dispatcher:
         return None
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes the next batch, without requests of submitters that do not take their answers."""
+        """Takes the next batch of a version from its queue; holds requests back whose submitter has too many answers waiting."""
         batch = version.take(now_ns, instance)
         if not self._outbox.blocked:
             return batch
@@ -376,7 +380,7 @@ class Dispatcher:
         return kept
 
     def _restore(self, version: ModelVersion, requests: list[Request]) -> None:
-        """Queues requests again that were taken and could not run, ahead of those that came later."""
+        """Queues requests again that were taken from the queue and could not run, ahead of later requests."""
         now_ns = self._clock()
         waiting = [request for request in requests if not self._gone(request, now_ns)]
         self._outbox.fail_all(version.planner.restore(waiting, now_ns), now_ns)
@@ -384,7 +388,7 @@ class Dispatcher:
         self._agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
-        """Ends a request that nobody waits for any more."""
+        """Ends a request, without running it, if it was cancelled or its submitter's lane has ended. Returns whether it did."""
         if not request.submitter.closed and not request.cancelled:
             return False
         others = request.version.planner.dropped(request, now_ns)
@@ -414,7 +418,10 @@ class Dispatcher:
         self.uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
-        """Counts what was executed; after its answers have left, because nobody waits for that. Returns what that was."""
+        """Adds the executions since the last call to the statistics and returns them.
+
+        Called after their answers have left, so that no client waits for the counting.
+        """
         uncounted, self.uncounted = self.uncounted, []
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)

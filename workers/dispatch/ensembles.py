@@ -1,9 +1,10 @@
-"""Runs requests to ensembles: each has a run, whose steps are requests in the queues of other models of this worker.
+"""Runs requests to ensembles: each gets a run, whose steps are requests in the queues of other models of this worker.
 
-    begin ─▶ run: steps that may start ─▶ inner requests ─▶ what became of them ─▶ further steps ─▶ ... ─▶ answer
+    begin ─▶ run: steps that may start ─▶ inner requests ─▶ their responses ─▶ further steps ─▶ ... ─▶ answer
 
-No thread waits meanwhile, so an ensemble may be a step of another one. Whichever versions a request began with it ends with. A
-request is answered when nothing of it runs any more, well or not: until then its steps read what its client sent.
+No thread waits meanwhile, so an ensemble may be a step of another ensemble. A request uses the same model versions from its first
+step to its last. It is answered, with outputs or with an error, only when none of its steps runs any more: until then its steps
+read the memory that its client sent.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Run:
-    """One request to an ensemble."""
+    """The state of one request to an ensemble while its steps run."""
 
     __slots__ = (
         "durations",
@@ -61,24 +62,24 @@ class _Run:
         self.request = request
         needed = graph.needed(request.outputs)
         self.run: EnsembleRun[Array] = EnsembleRun(graph, needed)
-        #: Of each step that is needed: the version that it is for.
+        #: Number of each step that is needed -> the model version that it runs on.
         self.members: dict[int, ModelVersion] = {}
         #: Steps that are under way.
         self.waiting: set[InnerRequest] = set()
         self.error: ServingError | None = None
         self.result: dict[str, Array] = {}
-        #: Of the steps together, in ns: queued, input, infer.
+        #: Sums over all steps, in ns: queued, input, infer.
         self.durations = [0, 0, 0]
-        #: Of an ensemble that streams.
+        #: Sends the responses of an ensemble that streams; None: the ensemble has one response.
         self.sender: ResponseSender | None = None
-        #: Its answer that has not been sent, until it is known whether it is the last one.
+        #: A response that has not been sent, until it is known whether it is the last one.
         self.unsent: dict[str, Array] | None = None
         #: Responses of steps that stream which are not taken yet, because enough others are being worked on.
         self.untaken: deque[tuple[StepStart[Array], InnerRequest, Result]] = deque()
 
 
 class EnsembleRuns:
-    """Runs the ensembles of one worker; belongs to its loop."""
+    """Runs the ensembles of one worker; only the thread of the worker's loop uses it."""
 
     def __init__(
         self,
@@ -91,7 +92,12 @@ class EnsembleRuns:
         finish: Callable[[ModelVersion, Execution], None],
         withdraw: Callable[[Request], None],
     ) -> None:
-        """``enter`` queues a request; ``finish`` answers what was run; ``withdraw`` takes back what nobody waits for."""
+        """
+        Args:
+          enter: queues a request.
+          finish: answers the requests of an execution that has run.
+          withdraw: cancels a request.
+        """
         self._models = models
         self._outbox = outbox
         self._responses = responses
@@ -108,9 +114,9 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """Takes requests that waited together. Those of plain programs that nobody else waits for are run right here.
+        """Runs a batch of requests to an ensemble: as one pipeline of compiled programs, if all steps allow it, or step by step.
 
-        Returns whether they have run.
+        Returns whether the pipeline has run; the requests that it could not run have been begun step by step.
         """
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
@@ -132,7 +138,10 @@ class EnsembleRuns:
         batch: list[Request],
         now_ns: int,
     ) -> bool:
-        """Runs a batch through a pipeline. Returns False if it failed; the steps will find out for which request."""
+        """Runs a batch through a pipeline and answers it. Returns False, with no answer given, if the pipeline failed.
+
+        The caller then runs the requests step by step, which shows which of them fails.
+        """
         execution = Execution(batch, now_ns)
         self._page.begin(
             LOOP_SLOT, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
@@ -148,7 +157,7 @@ class EnsembleRuns:
         return True
 
     def begin(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
-        """Starts a request, or answers it."""
+        """Begins the first steps of a request, or answers it with an error if a model or parameter set is missing."""
         run = self._runs[request] = _Run(version, graph, request)
         try:
             for number in graph.needed(request.outputs).numbers:
@@ -174,7 +183,7 @@ class EnsembleRuns:
         self._work()
 
     def cancel(self, request: Request) -> None:
-        """Ends the waiting steps of a request that nobody waits for; no more are started."""
+        """Cancels the steps of a cancelled request that have not ended, and starts no more of them."""
         run = self._runs.get(request)
         if run is None:
             return
@@ -185,7 +194,7 @@ class EnsembleRuns:
         self._work()
 
     def steps(self, request: Request) -> list[InnerRequest] | None:
-        """Returns the requests that an ensemble's request waits for, or None where it has not begun."""
+        """Returns the step requests that a request to an ensemble waits for, or None if it has not begun or has ended."""
         run = self._runs.get(request)
         return None if run is None else list(run.waiting)
 
@@ -299,7 +308,10 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Goes on with responses of steps: as many as may be worked on at a time, and as the client takes answers."""
+        """Passes waiting responses of streaming steps on to the next steps.
+
+        Stops when as many as allowed are being worked on, or when the client has not taken enough of the answers.
+        """
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
             if run.run.running:
@@ -326,7 +338,7 @@ class EnsembleRuns:
         self._go_on(run, run.run.responded(start, result, controls))
 
     def _must_wait(self, run: _Run) -> bool:
-        """Returns whether a run has to wait for its client, and has it go on once that takes answers."""
+        """Returns whether a run has to wait until its client takes answers; it then goes on by itself when the client does."""
 
         def go_on() -> None:
             self._take(run)
@@ -336,7 +348,7 @@ class EnsembleRuns:
         return run.sender is not None and run.sender.is_full and run.sender.when_room(go_on)
 
     def _fail(self, run: _Run, error: ServingError) -> None:
-        """Keeps a run's first error, which is its answer once the other steps have ended."""
+        """Notes an error of a run and cancels its other steps. The first error is the answer once all steps have ended."""
         if run.error is None:
             run.error = from_code(error.code, f"in ensemble '{run.version.name}', {error.message}")
             run.untaken.clear()
@@ -344,7 +356,7 @@ class EnsembleRuns:
         self._due.append((run, None))
 
     def _end(self, run: _Run) -> None:
-        """Answers the request, if nothing of it runs any more."""
+        """Answers the request of a run if none of its steps runs any more; otherwise only sends a response that was held back."""
         request, version = run.request, run.version
         if run.run.running or run.untaken or self._runs.get(request) is not run:
             self._send_unsent(run)
@@ -377,13 +389,13 @@ class EnsembleRuns:
 
     @staticmethod
     def _send_unsent(run: _Run) -> None:
-        """Sends a streaming step's answer that waited, which others may follow."""
+        """Sends the response of a streaming ensemble that was held back, as one that others may follow."""
         outputs, run.unsent = run.unsent, None
         if outputs is not None and run.sender is not None:
             run.sender.send(outputs, wait=False)
 
     def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
-        """Ends it with the answer with which no step is left, which is the last one, or with an error behind it."""
+        """Ends a streaming request: sends the response that was held back as the last one; after an error, sends both."""
         error, sender.returned = run.error, True
         if error is None:
             outputs, run.unsent = run.unsent, None
@@ -400,9 +412,14 @@ class EnsembleRuns:
 
 
 def _told(before: Mapping[str, Parameter], inner: InnerRequest) -> dict[str, Parameter]:
-    """Returns what an ensemble's answer says of the parameters of its steps, with one step more.
+    """Returns what an ensemble's answer says about the parameter sets of its steps, with one more step added.
 
-    It is said by the model's name; of a model that is asked several times, while others are pushed into it, the lowest number.
+    Each key ends with the name of the step's model. If a model ran several times with different versions of its parameters, the
+    answer names the lowest version.
+
+    Args:
+      before: what the steps before said.
+      inner: the request of the added step.
     """
     said = dict(before)
     ensemble, name = inner.version.loaded.ensemble is not None, inner.version.name
@@ -414,21 +431,24 @@ def _told(before: Mapping[str, Parameter], inner: InnerRequest) -> dict[str, Par
 
 
 def _has_set(member: ModelVersion, name: object) -> bool:
-    """Returns whether a model has a parameter set of some name; an ensemble hands it on to its own."""
+    """Returns whether a model has a parameter set with that name; always True for an ensemble, whose own steps check it."""
     if member.loaded.ensemble is not None:
         return True
     return member.sets is not None and isinstance(name, str) and member.sets.newest(name) is not None
 
 
 def _check_set(version: ModelVersion, request: Request, members: Iterable[ModelVersion]) -> None:
-    """Raises NotFound if a request names a parameter set that none of an ensemble's models has."""
+    """Checks the parameter set that a request names. Raises NotFound: no model of the ensemble has a set with that name."""
     name = request.prepared.parameters.get(SET_PARAMETER)
     if name is not None and not any(_has_set(member, name) for member in members):
         raise NotFound(f"{request.label}no model of the ensemble has a parameter set '{name}'")
 
 
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
-    """Returns an ensemble's tensors in the shapes that a model declares, which may batch or not."""
+    """Reshapes tensors to the shapes that a model declares: adds or removes the batch dimension.
+
+    ``batches``: whether the model has a batch dimension.
+    """
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
     }

@@ -1,9 +1,9 @@
-"""Ends requests whose time is up while they wait, and sequences that were silent for too long.
+"""Ends sequences that got no request for too long, and answers waiting requests whose time is up.
 
-    a request of a sequence ─▶ note: nobody is silent too long before that ─▶ the moment comes ─▶ end: all models are looked after
+    a request of a sequence ─▶ note: the earliest time at which a sequence may have to end ─▶ then ─▶ end: checks all models
 
-So silent sequences cost no iteration of the loop anything. Those that begin and end outside of Python
-(``workers/dispatch/sequence_runs.py``) only put the moment off: it is never too late, and being early costs one look.
+So silent sequences cost nothing in other iterations of the loop. Sequences that run in C (``workers/dispatch/sequence_runs.py``)
+do not update that time: requests only make it later than noted, and a check that comes too early does no harm.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 
 
 class Expiry:
-    """Ends what has expired on one worker; belongs to its loop."""
+    """Ends the expired sequences and requests of one worker; only the thread of the worker's loop uses it."""
 
     def __init__(self, models: ModelTable, outbox: Outbox, agenda: Agenda[AgendaPart]) -> None:
         self._models = models
         self._outbox = outbox
         self._agenda = agenda
-        #: When ``end`` is due.
+        #: When ``end`` has to be called next.
         self.next_ns = NEVER
 
     def note(self, sequences: SequenceBatcher[Request], now_ns: int) -> None:
-        """Notes that a request of a sequence has come, so that the sequence's end is looked for in time."""
+        """Schedules ``end`` for the earliest time at which one of a model's sequences may have been silent for too long."""
         silent_ns = sequences.table.silent_ns(now_ns)
         if silent_ns < self.next_ns:
             self.next_ns = silent_ns
             self._agenda.put(self.end, silent_ns)
 
     def end(self, now_ns: int) -> None:
-        """Ends the sequences that were silent too long; whoever waited for one of their slots is asked again."""
+        """Ends the sequences of all models that were silent too long, and has requests that wait for their slots looked at."""
         self.next_ns = NEVER
         self._agenda.put(self.end, NEVER)
         for version in self._models.everyone():
@@ -50,7 +50,10 @@ class Expiry:
                     self._agenda.wake(version)
 
     def refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
-        """Answers requests that waited for that version, too long or until newer ones replaced them, when it is their turn."""
+        """Answers requests with their errors, because they waited too long (Unavailable) or a newer request replaced them.
+
+        If the model answers in order, each answer leaves after the earlier ones.
+        """
         for request, error in answers:
             if isinstance(error, Unavailable):
                 version.statistics.failed(now_ns - request.arrived_ns)

@@ -1,9 +1,10 @@
-"""Gives due batches to free instances, the threads of models that have some, if the resources they need are there.
+"""Gives due batches to free instances (the threads of a model), if the resources that these instances need are free.
 
 planner ─▶ instance free, resources there ─▶ its thread runs the batch ─▶ done on the loop, in order where the model wants that
 
-A thread that is given one batch at a time waits for the loop after each, and the loop, woken by each, for Python's lock. So an
-instance is given some ahead where it makes no difference to anybody (``ModelVersion.runs_ahead``); a cancelled one is taken back.
+A thread that gets one batch at a time waits for the loop after each batch, and the loop, woken each time, waits for Python's
+lock. So an instance gets batches ahead if this changes nothing else (``ModelVersion.runs_ahead``). If a request is cancelled that
+the thread has not begun to run, it is taken back.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tensord.workers.scheduling.planner import Run, WaitUntil
 
 
 class InstanceRuns:
-    """Fills the instances of one worker's models; belongs to its loop."""
+    """Gives batches to the instances of one worker's models; only the thread of the worker's loop uses it."""
 
     def __init__(
         self,
@@ -38,10 +39,10 @@ class InstanceRuns:
     ) -> None:
         """
         Args:
-          prepare: finds places for outputs of those sizes before the run.
-          take: the next batch of a version for the instance of that number.
-          finish: answers what has run.
-          changed: has a version asked that waits for an instance.
+          prepare: reserves places for the outputs of an execution before the run; gets output name -> bytes.
+          take: takes the next batch of a version from its queue, at a time, for the instance with that number.
+          finish: answers the requests of an execution that has run.
+          changed: has the loop ask a version's planner again.
         """
         self._limiter = limiter
         self._compiler = compiler
@@ -52,7 +53,10 @@ class InstanceRuns:
         self._changed = changed
 
     def fill(self, version: ModelVersion, now_ns: int) -> int:
-        """Gives batches to free instances. Returns when the next batch is due; ``NEVER`` while an instance must become free."""
+        """Gives due batches of a version to its free instances.
+
+        Returns the time at which the next batch is due; ``NEVER``: not before a request arrives or an instance becomes free.
+        """
         next_ns = NEVER
         for number, instance in enumerate(version.loaded.instances):
             while not instance.busy:
@@ -69,12 +73,12 @@ class InstanceRuns:
     def _may_run(self, version: ModelVersion, instance: Instance) -> bool:
         if instance.needs and not self._limiter.may_run(instance):
             return False
-        # Whose time may be up, and whom the next one may replace, waits in the queue, where that is seen: nobody knows how long
-        # the run before it takes.
+        # A request whose time may run out, or which a newer one may replace, is not given ahead: only in the queue is it looked
+        # after, and nobody knows how long the run before it takes.
         return not (instance.given and (version.planner.next_tick_ns or version.queue.replaceable))
 
     def withdraw(self, version: ModelVersion, now_ns: int) -> None:
-        """Releases the resources of instances without work, and their claims to some; others may run then."""
+        """Releases resources that instances without a due batch hold or wait for, so that other instances may run."""
         for number, instance in enumerate(version.loaded.instances):
             due_ns = None if instance.busy else version.planner.due_ns(number)
             if instance.needs and not instance.busy and (due_ns is None or due_ns > now_ns):
@@ -121,7 +125,10 @@ class InstanceRuns:
 
     @staticmethod
     def take_back(version: ModelVersion, request: Request) -> bool:
-        """Takes a request from a thread that was given it ahead and has not begun with it. False: it runs, or is in no thread."""
+        """Takes a request back from an instance that has not begun to run it.
+
+        Returns False, with nothing done, if it runs already or no instance has it.
+        """
         for instance in version.loaded.instances:
             for execution in instance.given:
                 if request in execution.requests:
@@ -133,13 +140,18 @@ class InstanceRuns:
 
 
 def _count_ahead(version: ModelVersion) -> None:
-    """Tells the queue how many requests its only instance was given beside the one that it runs."""
+    """Tells a version's queue how many batches its only instance has besides the one that it runs."""
     if version.runs_ahead:
         version.queue.ahead = max(0, len(version.loaded.instances[0].given) - 1)
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
-    """Answers when those have left that were taken before, if the model wants that."""
+    """Calls ``answer`` at once, or, if the model answers in order, after the answers to everything taken earlier.
+
+    Args:
+      taken: the execution or request that was noted in ``version.order`` when it was taken from the queue.
+      answer: sends the answers.
+    """
     if version.order is None:
         answer()
     else:

@@ -1,4 +1,4 @@
-"""Runs batches in the worker's loop itself: those of jitted models with one instance, and of ensembles.
+"""Runs batches in the thread of the worker's loop: batches of jitted models with one instance, and of ensembles.
 
 planner ─▶ executable there? ─yes─▶ its places, the run, the answers
                              └no──▶ parked until it is compiled
@@ -30,7 +30,7 @@ _CALLS = 32
 
 
 class LoopRuns:
-    """Runs batches in the loop of one worker; belongs to that loop."""
+    """Runs batches in the thread of one worker's loop."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class LoopRuns:
     ) -> None:
         """
         Args:
-          check: of the worker's device.
-          take: the next batch of a version.
-          finish: answers what has run.
+          check: raises an error if the worker's device has failed.
+          take: takes the next batch of a version from its queue.
+          finish: answers the requests of an execution that has run.
         """
         self._outbox = outbox
         self._compiler = compiler
@@ -61,16 +61,19 @@ class LoopRuns:
         self.share = 0.0
 
     def run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
-        """Runs its next batch, and further ones with little to do with ``alone``, where many wait and no other model has any.
+        """Runs a version's next batch, and with ``alone`` further ones while many requests wait and the programs are short.
 
-        Their answers then share a flush and a wake-up.
+        The answers of these batches leave together, with one system call and one wake-up of the receiver.
+
+        Args:
+          alone: whether no other model has requests.
         """
         done = self._run(version, now_ns)
         while alone and done < 1 and len(version.planner) >= _MANY:
             done += self._run(version, self._clock()) + 1 / _CALLS
 
     def _run(self, version: ModelVersion, now_ns: int) -> float:
-        """Runs the next batch. Returns how much of an iteration that is; infinite: all of it, or none is due."""
+        """Runs a version's next batch. Returns its work as a fraction of a loop iteration; infinite: run no more batches now."""
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:
             self.share = 0.0
@@ -103,7 +106,10 @@ class LoopRuns:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds requests that wait behind the first one and can share its call. Returns the program for them, if there is one."""
+    """Adds waiting requests that can share a program call with the first request to ``batch``.
+
+    Returns the program for all of them; None: there is none, and nothing was added.
+    """
     key = batch[0].key
     waiting = version.queue.rows(key)
     program = grouped.find(shapes_of(key), waiting + 1)

@@ -1,6 +1,6 @@
-"""Waits for the next events of a worker's loop: polls for a moment before it sleeps (``tensord.shm.spin``).
+"""Waits for the next events of a worker's loop: polls for a short time before it sleeps (``tensord.shm.spin``).
 
-``tensord.workers.dispatch.fast_path`` waits in the same way outside of Python, where that could be built.
+``tensord.workers.dispatch.fast_path`` does the same in C, where the C extension could be built.
 """
 
 from __future__ import annotations
@@ -20,58 +20,59 @@ Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):
-    """The result of a wait."""
+    """What a wait of the worker's loop returned."""
 
-    #: Descriptor and what epoll says of it.
+    #: File descriptor and its epoll event mask.
     events: list[tuple[int, int]]
-    #: What is Python's affair, with the lane's descriptor.
+    #: File descriptor of a lane and a datagram that was received on it, which Python has to handle.
     datagrams: list[tuple[int, Datagram]]
-    #: Answers that a lane would not take yet, as a datagram for each lane.
+    #: File descriptor of a lane and a datagram of answers that its socket did not take yet.
     unsent: list[tuple[int, bytes]]
 
 
 class Poller:
-    """Waits on an epoll. ``look_ns``: how long it polls; 0: it sleeps at once.
+    """Waits for events on an epoll file descriptor. ``look_ns``: how long it polls before it sleeps; 0: it sleeps at once.
 
-    The methods about lanes and requests are for pollers that serve while they wait.
+    The methods about lanes and requests do nothing here: ``FastPath`` overrides them to answer requests while it waits.
     """
 
     def __init__(self, epoll: select.epoll, look_ns: int) -> None:
         self._epoll = epoll
         self._spin = Spin(look_ns)
         self._ended_ns = 0
-        #: Counts what came, in a row, that would have been served while it waited if nothing had waited in the worker.
+        #: Counts events since the last idle wait that C could have answered if no request had waited in the worker.
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Adds a lane whose descriptor is in the epoll."""
+        """Adds a submitter's lane, whose file descriptor is in the epoll, to those that are served during a wait."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
-        """Removes a lane that is gone."""
+        """Removes a submitter's lane that has ended."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        """Learns answered requests, so that the next ones like them may be answered while it waits."""
+        """Learns how the requests of an execution were answered, so that their repeats may be answered during a wait."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Forgets a number of a submitter, which stands for another prepared request from now on."""
+        """Forgets what was learned for a submitter's number, because it stands for another prepared request from now on."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Has everything of a submitter learned anew, although no table has changed."""
+        """Forgets everything that was learned for a submitter's requests, so that it is learned anew."""
 
     @property
     def lane_requests(self) -> int:
-        """The number of requests of clients' lanes that were served while it waited, ever."""
+        """Count of all requests on clients' own lanes that were answered during a wait so far."""
         return 0
 
     def close(self) -> None:
-        """Releases everything that it has learned."""
+        """Releases everything that was learned, before the loop ends."""
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
-        """Returns when something came, or the time is up.
+        """Waits until there is an event or the time is up. Returns what came; nothing if the time is up.
 
         Args:
-          idle: nothing waits in the worker: it may serve meanwhile.
-          sleeps: at once, without looking for events before.
+          timeout_ns: how long to wait at most; 0 or less: only returns what is there.
+          idle: whether no request waits in the worker, so that requests may be answered during the wait.
+          sleeps: whether to sleep at once, without polling before.
         """
         if timeout_ns <= 0:
             return Woken(self._epoll.poll(0), [], [])
@@ -85,7 +86,7 @@ class Poller:
         return Woken(events, [], [])
 
     def _look(self, until_ns: int) -> list[tuple[int, int]]:
-        """Looks for events without sleeping; empty when none came in time."""
+        """Polls for events without sleeping until a time (monotonic, ns). Returns an empty list if none came."""
         poll = self._epoll.poll
         now_ns = time.monotonic_ns()
         while now_ns < until_ns:

@@ -1,10 +1,11 @@
-"""Chooses the requests of sequences that the C part of the loop runs (``workers/dispatch/fast_path.py``), and their state.
+"""Chooses which requests of sequences the C part of the loop runs (``workers/dispatch/fast_path.py``), and runs them.
 
-    what came together ─▶ choose: the planner says which run now ─▶ run: a program, with their rows of the carry ─▶ answered in C
-                                                                   ╰─ it failed ─▶ fail: answered here
+    requests that came together ─▶ choose: the planner says which run now ─▶ run: a program, with their rows of the carry
+                                                                             │   ─▶ answered in C
+                                                                             ╰─ it failed ─▶ fail: answered here
 
-The planner is the model version's own, so whatever is not as simple as that (a slot to wait for, a second request of a
-sequence, a refusal) goes the ordinary way, before anything of it has changed.
+The planner is that of the model version, which Python uses too. A request that cannot run at once (it waits for a slot, it is the
+second one of a sequence, it is refused) goes the ordinary way through Python, and nothing has changed for it before.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class SequenceRuns:
-    """Runs requests of one model version with sequences in C, while none waits. Belongs to the worker's loop."""
+    """Runs requests of one model version with sequences for the C part of the loop, while no request of that version waits."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """``submitters``: by their lanes."""
+        """``submitters``: file descriptor of a lane -> its submitter."""
         self._version = version
         self._model = model
         self._sequences = sequences
@@ -49,16 +50,19 @@ class SequenceRuns:
         self._register = register
         controls = version.loaded.made_inputs.controls
         self._controls = controls if controls is not None and controls.specs else None
-        #: Those that run now, what each of them said, and what was asked.
+        #: The sequences whose requests run now, and the (correlation id, START, END) of all requests that were looked at.
         self._chosen: list[LiveSequence[Request]] = []
         self._asked: list[Asked] = []
-        #: The control inputs of each.
+        #: The control inputs of each request.
         self._given: list[dict[str, Array]] = []
 
     def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
-        """Returns how many of these requests, the first ones, run now: (correlation id, START, END).
+        """Chooses requests to run now. Returns how many, counted from the first; 0: all go the ordinary way through Python.
 
-        ``clients``: the descriptors of the clients' lanes that they came on, -1 for a front's; None: fronts' alone.
+        Args:
+          asked: (correlation id, START, END) of each request.
+          clients: for each request the file descriptor of the client's own lane it came on, -1 for a front's lane; None: all
+            came from fronts.
         """
         if self._sequences.table.holding:
             return 0  # not all of them are computed with the same parameters
@@ -76,7 +80,7 @@ class SequenceRuns:
         return len(self._chosen)
 
     def _note_clients(self, clients: list[int]) -> None:
-        """Notes on whose lanes the chosen sequences are, with which they end."""
+        """Notes for each chosen sequence the client on whose own lane it came: the sequence ends when that lane ends."""
         for live, fd in zip(self._chosen, clients, strict=False):
             submitter = self._submitters.get(fd)
             live.client = 0 if submitter is None else submitter.peer
@@ -84,7 +88,10 @@ class SequenceRuns:
                 submitter.sequences = True
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs the chosen requests, once their inputs are gathered in a program's memory."""
+        """Returns a function that runs the chosen requests, whose inputs the C part has gathered in the executable's memory.
+
+        The function returns the contents of the outputs.
+        """
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 
@@ -103,16 +110,18 @@ class SequenceRuns:
         return run
 
     def _ran(self) -> None:
-        """Notes that the chosen requests have run, well or not, before any answer leaves."""
+        """Notes that the chosen requests have run, successfully or not. Must be called before any answer leaves."""
         self._sequences.have_run(self._chosen, time.monotonic_ns())
         self._chosen = []
         if self._register.changed:
             self._register.tell()
 
     def fail(self, requests: list[tuple[int, int, int]], error: Exception | None) -> None:
-        """Answers requests with an error, because their run failed or made something else than it should; none is run again.
+        """Answers requests with an error, because their run failed or its outputs were not as expected; none is run again.
 
-        ``requests``: lane, id and moment of arrival of each.
+        Args:
+          requests: file descriptor of the lane, request id, and time of arrival (monotonic, ns) of each.
+          error: what the run raised; None: it raised nothing, but its outputs were wrong.
         """
         name, model, version = self._version.name, self._model, self._version
         lost = isinstance(error, StateLost)

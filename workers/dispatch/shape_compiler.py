@@ -1,8 +1,10 @@
-"""Compiles shapes that no bucket covers beside everything else, while their requests are parked. Belongs to the loop.
+"""Compiles programs for input shapes that no bucket covers, in a thread, while the requests of these shapes are parked.
 
 batch without an executable ─▶ parked ─▶ compiler's thread ─▶ adopted ─▶ its requests wait again, ahead of later ones
                                                                 └─ few calls do more: a program for several requests, when nothing
                                                                    is parked any more
+
+Except for the compilation itself all of this runs in the worker's loop.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ COMPILER_SLOT = 1
 
 
 class ShapeCompiler:
-    """Has a worker's unexpected shapes compiled in a thread."""
+    """Has programs for unexpected shapes of a worker's models compiled in a thread, and parks their requests meanwhile."""
 
     def __init__(
         self,
@@ -49,7 +51,12 @@ class ShapeCompiler:
         restore: Callable[[ModelVersion, list[Request]], None],
         models: ModelTable,
     ) -> None:
-        """``max_shapes``: of one version, at a time. ``restore``: queues requests again that could not run."""
+        """
+        Args:
+          max_shapes: how many shapes of one model version may be compiled or wait for it at a time.
+          check: raises an error if the worker's device has failed.
+          restore: queues requests again that could not run.
+        """
         self._models = models
         self._thread = thread
         self._page = page
@@ -58,13 +65,16 @@ class ShapeCompiler:
         self._clock = clock
         self._check = check
         self._restore = restore
-        #: How many are being compiled, or wait for that.
+        #: How many programs are being compiled, or wait for that.
         self._under_way = 0
-        #: Programs for one request of which those for several are to be made.
+        #: Programs for one request from which programs for several requests are still to be compiled.
         self._grouped: deque[tuple[ModelVersion, GroupedCalls, Executable]] = deque()
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
-        """Has a shape compiled; its requests wait and everything else goes on."""
+        """Has the program for a batch compiled and parks its requests until then; refuses them if too many shapes compile.
+
+        Waiting requests of the same key are parked too. Other requests go on.
+        """
         model = version.jitted
         if model is None:
             return
@@ -104,7 +114,10 @@ class ShapeCompiler:
     def _compile(
         self, version: ModelVersion, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]
     ) -> Executable:
-        """Compiles in the compiler's thread, with the requests on the status page: a compilation may kill the process, too."""
+        """Compiles a program; called in the compiler's thread.
+
+        The status page shows the ids of the waiting requests meanwhile, because a compilation may kill the process.
+        """
         self._page.begin(COMPILER_SLOT, running, version.page_key, self._clock())
         try:
             return executables.compile(wanted)
@@ -145,7 +158,10 @@ class ShapeCompiler:
         return compiled
 
     def _next_grouped(self) -> None:
-        """Has a program for several requests compiled, if no request waits for one; its requests are run one by one meanwhile."""
+        """Has the next program for several requests compiled, if no parked request waits for a program.
+
+        Until it is compiled such requests are run one by one.
+        """
         if self._under_way or not self._grouped:
             return
         version, grouped, single = self._grouped.popleft()

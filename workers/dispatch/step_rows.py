@@ -1,10 +1,10 @@
-"""Answers requests that go on and want nothing but a step's small outputs by array operations, all at once.
+"""Sends the responses of a step to many requests at once, by array operations, where each is only a few small outputs.
 
     first response ─▶ join ─▶ send, send, ... ─▶ leave: all of them are noted at its sender and in the statistics
                                                  (it ends, is cancelled, misses a step, or its client may be behind)
 
-Who has joined gets a response whenever anybody does. So all that is noted of a step is when its responses left; what that was for
-each request is found out when it leaves. For few requests arrays cost more than they save: ``MANY``.
+All joined requests get a response from every step. So only the time is noted at which the responses of a step left; what this
+means for each request's statistics is computed when the request leaves. For fewer than ``MANY`` requests arrays do not pay.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tensord.workers.requests.submitter_link import SubmitterLink
 
 #: Requests in a step from which on this pays: measured, 10 us for any number and 10 for one that leaves, against 2.3 for each.
 MANY = 8
-#: Steps that are noted at most.
+#: The most steps that are noted before all requests leave.
 _MOST = 4096
 
 
 class _Joined(NamedTuple):
-    """A request that has joined, in its slot."""
+    """A request in a slot that is answered together with others."""
 
     sender: ResponseSender
     #: How many steps were noted by then, and how many will be when its client may be too far behind.
@@ -41,7 +41,7 @@ class _Joined(NamedTuple):
 
 
 class _Lane:
-    """Responses of a step to one submitter."""
+    """Sends the responses of a step that go to one submitter."""
 
     def __init__(self, submitter: SubmitterLink[Request], numbered: Numbered[PreparedAnswer], sizes: list[int]) -> None:
         self._submitter = submitter
@@ -50,18 +50,18 @@ class _Lane:
         self._slots = np.zeros(0, np.int64)
 
     def take(self, slots: list[int], request_ids: list[int]) -> None:
-        """Sets the submitter's slots and the requests in them."""
+        """Sets the slots whose responses go to the submitter, and the ids of the requests in them, in the same order."""
         self._slots = np.array(slots)
         self._records.name(request_ids)
 
     def send(self, rows: Array) -> None:
-        """Queues a response for each. ``rows``: the outputs of all slots."""
+        """Queues a response for each slot of the submitter. ``rows``: the outputs of all slots, UINT8[slots, size]."""
         self._submitter.lane.complete_encoded(self._numbered, self._records.records(rows[self._slots]))
         self._submitter.flush_soon()
 
 
 class StepRows:
-    """Answers the joined requests of one version; ``joined[slot]`` says which slots are among them."""
+    """Sends responses to the joined requests of one model version; ``joined[slot]`` is True where the slot's request joined."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -69,19 +69,22 @@ class StepRows:
         self._responses = responses
         self._statistics = statistics
         self._sizes = [part.stop - part.start for part in layout.slices]
-        #: What each counts where those are bounded that a client has not taken.
+        #: The bytes that each response counts until the client has taken it.
         self._byte_size = response_byte_size(tuple([bytes(size) for size in self._sizes]))
         #: By slot.
         self.members: dict[int, _Joined] = {}
-        #: When the responses of each step left, and when so many are noted somebody is looked at.
+        #: When the responses of each step left; once ``_look_at`` steps are noted, ``_look`` checks which clients are behind.
         self._left_ns: list[int] = []
         self._look_at = _MOST
-        #: Who the lanes are ready for; empty: somebody has joined or left since.
+        #: The slots that the lanes are prepared for; empty: a request has joined or left since.
         self._ready: list[int] = []
         self._lanes: dict[SubmitterLink[Request], _Lane] = {}
 
     def join(self, slot: int, sender: ResponseSender) -> None:
-        """Has a request's next responses leave together with others. Ignores a request that wants others, or has no room."""
+        """Has a request's next responses sent together with those of other requests, from the next step on.
+
+        Does nothing if the request does not take plain small responses, or if its client is too far behind.
+        """
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
             return
@@ -92,7 +95,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """Has a slot's sender go on by itself, or ends it. Ignores a slot that has not joined."""
+        """Has a slot's request answered separately again; notes its responses so far. Ignores a slot that has not joined."""
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -109,17 +112,17 @@ class StepRows:
             self._lanes.clear()
 
     def leave_all(self) -> None:
-        """Has all joined slots leave."""
+        """Has all joined requests answered separately again."""
         for slot in list(self.members):
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
-        """Sends a step's responses for these slots, which have joined, all at once.
+        """Sends a step's responses to the requests in these slots, which have joined, all at once.
 
-        Returns the senders that go on by themselves from now on, because they may be out of room.
+        Returns the senders that are answered separately from now on, because their clients may be too far behind.
 
         Args:
-          rows: of the step, UINT8[its slots, size].
+          rows: the outputs of the step, UINT8[all slots, size].
         """
         if slots != self._ready:
             self._prepare(slots)
@@ -130,7 +133,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Has slots leave that are not among the given ones, and prepares the lanes for the others."""
+        """Prepares the lanes to answer exactly these slots; other slots that had joined leave."""
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
@@ -146,7 +149,7 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Has slots leave that may have no room, and all of them where too many steps are noted. Returns their senders."""
+        """Has requests leave whose clients may be too far behind, or all if too many steps are noted. Returns their senders."""
         steps = len(self._left_ns)
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]
         for sender in full:

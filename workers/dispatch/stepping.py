@@ -1,14 +1,14 @@
-"""Steps stepped models: gives the device what the planner decides, and answers with the results.
+"""Runs stepped models: launches the insertions and steps that the planner decides on the device, and answers with the results.
 
-    requests ─▶ insert ─┐                        ┌─▶ what each request gets ─▶ responses
+    requests ─▶ insert ─┐                        ┌─▶ outputs of each request ─▶ responses
                         ├▶ device, in order ─▶ read: the oldest
                step ────┘                        └─▶ slots that are free ─▶ the next requests
 
-``dispatch`` gives the device all that may be on its way and returns at once; ``read`` waits for the oldest of it. Meanwhile the
-device has the next, and other models run. Between the two the loop takes what has come: who joins is inserted behind
-the step that is on its way, not behind one more. Belongs to the worker's loop.
+``dispatch`` launches as many insertions and steps as the planner allows and returns at once; ``read`` waits for the oldest of
+them, while the device works on the next and other models run. Between the two calls the loop receives new requests: they are
+inserted behind the step that is running, and not behind a further one. Only the thread of the worker's loop calls this module.
 
-XLA runs small programs on a processor before it returns: what is done by then is answered before anything else is run.
+XLA runs small programs on a processor before it returns: their results are answered before anything else is run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Given(NamedTuple):
-    """An insertion or a step that is on its way on the device."""
+    """An insertion or a step that was launched on the device and has not been read yet."""
 
     what: list[Request] | Step[Request]
     run: DeviceRun
@@ -50,15 +50,15 @@ class SteppingRuns:
     """Runs the steps of all stepped models of a worker, one version after the other."""
 
     def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
-        """``check``: of the worker's device."""
+        """``check``: raises an error if the worker's device has failed."""
         self._make = functools.partial(Stepping, responses=responses, page=page, clock=clock, check=check)
         #: Versions that have been stepped.
         self._versions: dict[ModelVersion, Stepping] = {}
-        #: Those of them with requests: they are asked in each iteration.
+        #: The versions among them with requests: they are stepped in each iteration.
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """Has a version stepped from now on, because it has requests."""
+        """Has a model version stepped in every iteration from now on, because it has requests."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)
@@ -67,15 +67,15 @@ class SteppingRuns:
 
     @property
     def waits(self) -> bool:
-        """True while any request waits for a slot."""
+        """True while any request to a stepped model waits for a slot."""
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
-        """Gives the device what it may have of each, and answers with what it has done of each.
+        """Launches the next insertions and steps of each version with requests, and answers with the finished ones.
 
         Args:
-          wait: whether to wait until it has done something of each.
-        Returns: whether there is more to do at once: there was anything to read, or somebody may begin.
+          wait: whether to wait until the oldest launch of each version has finished.
+        Returns: whether there is more to do at once: a launch was to be read, or a request may begin.
         """
         pending = False
         for version, stepping in list(self.living.items()):
@@ -90,7 +90,7 @@ class SteppingRuns:
 
 
 class Stepping:
-    """Steps one version of a stepped model."""
+    """Runs the insertions and steps of one version of a stepped model."""
 
     def __init__(
         self,
@@ -109,20 +109,20 @@ class Stepping:
         self._page = page
         self._clock = clock
         self._check = check
-        #: A row goes into the record of a response.
+        #: Whether a row of outputs is small enough to go into the record of a response.
         self._small = self._model.rows.byte_size <= responses.inline_byte_size
         self._rows = StepRows(self._model.rules.slots, self._model.rows, responses, version.statistics)
-        #: What is on its way on the device, in order.
+        #: Insertions and steps that were launched and not read yet, in order.
         self.given: deque[_Given] = deque()
-        #: When the last thing was read: the device has worked on the next one since.
+        #: When the last launch was read: the device has worked on the next one since.
         self._read_ns = 0
 
     # -------------------------------------------------------------------------------------------------------- to the device
 
     def dispatch(self, now_ns: int) -> bool:
-        """Gives the device insertions of requests into free slots, and steps, as many as the planner allows.
+        """Launches insertions of requests into free slots, and steps, on the device, as many as the planner allows.
 
-        Returns: whether anything is to be read, or a request may begin.
+        Returns: whether a launch is to be read, or a waiting request may get a slot.
         """
         batcher, given = self._batcher, self.given
         if given and given[0].run.ready:
@@ -142,29 +142,29 @@ class Stepping:
         return bool(given) or batcher.due_ns() is not None
 
     def _parts(self, step: Step[Request]) -> list[Step[Request]]:
-        """Returns a step in parts, one for each parameter set that its requests go on with."""
+        """Splits a step into parts, one for each parameter set that its requests continue with."""
         groups: dict[ParameterSet | None, list[SlotHolder[Request]]] = {}
         for holder in step.holders:
             groups.setdefault(_held(holder.request), []).append(holder)
         if len(groups) > 1:
             return step.parts(list(groups.values()))
         if None in groups:
-            # Paused ones may go on with others yet.
+            # Paused requests may still go on with another parameter set.
             self._version.steps_hold = any(_held(request) is not None for request in self._batcher.with_slots())
         return [step]
 
     def _begin(self, requests: list[Request], now_ns: int) -> None:
-        """Opens senders for requests that have got slots, and inserts them."""
+        """Opens a sender for each request that has got a slot, and inserts the requests into the device's state."""
         self._responses.open(requests, now_ns)
         for request in requests:
-            # There is no function of the model that would have to see that nobody waits any more.
+            # No function of the model has to notice a cancellation, so the request may be ended at once.
             self._version.senders[request].returned = True
-            # Of who had the slot.
+            # The request that had the slot before leaves the shared answers.
             self._rows.leave(self._batcher.slot(request))
         self._insert(requests, now_ns)
 
     def _insert(self, requests: list[Request], now_ns: int) -> None:
-        """Inserts requests, one by one where they fail together, so that each failure ends one request only."""
+        """Inserts requests into their slots together, or one by one if that fails, so that a failure ends one request only."""
         try:
             sets = self._model.executables.sets
             chosen = sets.chosen_by(requests)
@@ -189,7 +189,7 @@ class Stepping:
     # ------------------------------------------------------------------------------------------------------ from the device
 
     def read(self, wait: bool) -> None:
-        """Answers with what the device has done. ``wait``: for the oldest at least."""
+        """Reads the launches that have finished, and answers their requests. ``wait``: waits at least for the oldest launch."""
         while self.given and (wait or self.given[0].run.ready):
             wait = False
             what, run, began_ns = self.given.popleft()
@@ -221,7 +221,12 @@ class Stepping:
             self._answer(answers, rows, now_ns, join=many)
 
     def _answer(self, answers: list[SlotAnswer[Request]], rows: Array, now_ns: int, join: bool = False) -> None:
-        """Answers requests one by one. ``join``: those that go on are answered together from now on; a row is a slot then."""
+        """Answers requests one by one.
+
+        Args:
+          rows: the outputs; each answer names its row.
+          join: whether requests that go on are answered together from the next step on; row numbers are slot numbers then.
+        """
         if not answers:
             return
         senders, layout = self._version.senders, self._model.rows
@@ -259,7 +264,10 @@ class Stepping:
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
-        """Ends all requests that had a slot, because the device's state of them is lost; waiting ones begin with a new state."""
+        """Ends all requests with a slot with an error, because their state on the device is lost after ``error``.
+
+        Requests that wait for a slot are not affected: they begin with a new state.
+        """
         cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
         _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
         self.given.clear()
@@ -283,5 +291,5 @@ class Stepping:
 
 
 def _held(request: Request) -> ParameterSet | None:
-    """Returns the parameters that a request with a slot goes on with, although they are not those of main; None: they are."""
+    """Returns the parameter set that a request with a slot continues with; None: the main set."""
     return request.chosen if isinstance(request.chosen, ParameterSet) else None
