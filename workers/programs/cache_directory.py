@@ -1,15 +1,15 @@
-"""A cache directory whose files are code, so it makes sure that only this user has written them.
+"""Keeps files in a cache directory and makes sure that only this user has written them, because the files are code.
 
     <name>         | magic 22 | HMAC-SHA256 of name and content 32 | content |
-    <name>.lock    | empty, and locked, while somebody makes that file |
+    <name>.lock    | empty, and locked, while a process makes that file |
     secret         | 32 random bytes, mode 0600, made with the first file |
 
-Three things have to hold before a byte is used. The directory is ours alone, and so is every one above it in that nobody else
-can put another in its place (a sticky /tmp will do). The file is a regular one of ours that nobody else can write. And its HMAC
-is right, which says at once that it is whole, that it was written under this name, and that somebody wrote it who can read our
-secret. Links are never followed. What fails is removed, said in the log, and made anew by whoever asked.
+Three conditions must hold before a byte of a file is used. First, the directory belongs to this user, nobody else may write to it,
+and no other user can replace one of the directories above it (a sticky /tmp is allowed). Second, the file is a regular file of this
+user that nobody else can write. Third, its HMAC is right: so the file is complete, was written under this name, and was written by
+a process that can read the secret. Links are never followed. A file that fails is removed and logged; the caller makes it anew.
 
-The directory is opened and judged anew at every use, so no descriptor is kept and no earlier judgement is relied upon.
+The directory is opened and checked again at every use, so no file descriptor is kept and no earlier check is relied upon.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LOCK = ".lock"
 _LOCK_SECONDS = 0.02
 #: Suffixes of the cache's files; no others are ever touched.
 SUFFIXES = (".executable", ".program")
-#: Others may list and enter it, but whoever can write here could run code as us.
+#: Permissions that other users must not have: a user who can write to the directory could run code as this user.
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 #: Errors of opening a link, a socket, and a file that this user may not read.
 _NOT_OURS = (errno.ELOOP, errno.ENXIO, errno.EACCES)
@@ -51,17 +51,23 @@ _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class CacheDirectory:
-    """Reads, writes and removes files by their names. Used by several threads and processes; the file system orders them."""
+    """Reads, writes and removes the files of a cache directory by name.
+
+    Several threads and processes may use a directory at the same time; the file system's atomic operations keep it consistent.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Makes the directory where it is missing. Raises OSError: it cannot be made, or others could change it."""
+        """Opens the directory, and makes it if it is missing. Empties it and closes it to others if others could write to it.
+
+        Raises OSError: the directory cannot be made, belongs to another user, or could be replaced by another user.
+        """
         self.path = Path(os.path.realpath(path))
         self._seldom = Seldom()
         if self.path.parent == self.path:
             raise PermissionError("the root directory cannot be a cache")
         with self._opened() as (place, mode):
             if mode & _WRITABLE:
-                # Emptied: what lies there could be anybody's. One that was only readable holds what we wrote.
+                # Emptied: any user may have written these files. A directory that was only readable holds this user's files.
                 _log.warning(
                     "cache directory %s was open to others (mode %04o): its files are removed and nobody else may enter it now",
                     self.path,
@@ -74,7 +80,7 @@ class CacheDirectory:
             _remove_old(place)
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a file; None where there is none, or it fails a check."""
+        """Returns the content of a file; None if there is no such file, it fails a check (then it is removed), or an error occurs."""
         try:
             with self._alone() as place:
                 secret = self._secret(place)
@@ -90,7 +96,7 @@ class CacheDirectory:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Replaces a file atomically. Raises OSError: no room, or others could change the directory."""
+        """Writes a file, atomically replacing an earlier one. Raises OSError: the disk is full, or others can change the directory."""
         with self._alone() as place:
             head = _MAGIC + _seal(self._secret(place), name, content)
             with _written(place, head, content) as new:
@@ -98,9 +104,12 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def sole(self, name: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Locks a file while it is made: other makers, also in other processes, wait. The lock ends with its holder.
+        """Holds the lock of a file during the ``with`` block, so that only one thread of all processes makes that file.
 
-        Where there can be no lock, two may make the same file. ``check`` is called while it waits; its error ends the wait.
+        The lock ends with its process. If locking is impossible the block runs without a lock.
+
+        Args:
+          check: called again and again while waiting for the lock; an error that it raises ends the wait.
         """
         try:
             lock = self._locked(f"{name}{_LOCK}", check)
@@ -117,7 +126,7 @@ class CacheDirectory:
             os.close(lock)
 
     def _locked(self, name: str, check: Callable[[], None]) -> int:
-        """Waits for the lock file ``name``, and returns its descriptor."""
+        """Waits until the lock file ``name`` is locked for the caller. Returns its file descriptor, which the caller closes."""
         while True:
             with self._alone() as place:
                 lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
@@ -135,9 +144,9 @@ class CacheDirectory:
             os.close(lock)
 
     def say_unusable(self, error: OSError) -> None:
-        """Logs that the cache cannot be used, once a minute at most: a full disk would be named with every program."""
+        """Logs that the cache cannot be used, at most once a minute, because a full disk would cause it for every program."""
         if self._seldom.is_due():
-            # An error of ours names what is wrong with which directory.
+            # An error without a number was raised here, and already names the directory.
             reason = f"directory {self.path}: {error.strerror}" if error.errno else error.strerror or error
             _log.warning("executables are not cached: %s", reason)
 
@@ -155,7 +164,7 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[int]:
-        """Opens the directory. Raises OSError: others can write to it."""
+        """Opens the directory; yields its file descriptor. Raises OSError: others can write to it, or it cannot be opened safely."""
         with self._opened() as (place, mode):
             if mode & _WRITABLE:
                 raise PermissionError(f"directory {self.path} is open to others (mode {mode:04o})")
@@ -163,9 +172,12 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[int, int]]:
-        """Opens the directory; yields descriptor and mode. Raises OSError: it is another user's, or a parent is not safe.
+        """Opens the directory, and makes it if it is missing; yields its file descriptor and its mode.
 
-        Links on the way were resolved once. Whoever can bend one leads us to another directory, which is judged like this one.
+        Raises OSError: it belongs to another user, or another user could replace a directory above it.
+
+        Links in the path were resolved once, when this object was made. If a link is changed later, the new directory is checked
+        in the same way.
         """
         *above, last = self.path.parts[1:]
         with contextlib.ExitStack() as stack:
@@ -182,7 +194,7 @@ class CacheDirectory:
             yield place, stat.S_IMODE(found.st_mode)
 
     def _secret(self, place: int) -> bytes:
-        """Returns the secret, which is made where there is none. Two who make one at the same time agree on the first."""
+        """Returns the secret of the directory; makes it if there is none. Of two made at the same time, both use the first."""
         try:
             return _read_secret(place)
         except FileNotFoundError:
@@ -196,7 +208,10 @@ class CacheDirectory:
 
 
 def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int:
-    """Opens a directory, made for this user alone where it is missing; its descriptor lives as long as ``stack``."""
+    """Opens a directory inside another one; makes it with mode 0700 if it is missing. ``stack`` closes the file descriptor.
+
+    ``above``: file descriptor of the outer directory.
+    """
     try:
         place = os.open(name, flags, dir_fd=above)
     except FileNotFoundError:
@@ -208,7 +223,7 @@ def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int
 
 
 def _check_above(place: int, path: Path) -> None:
-    """Raises PermissionError if another user could rename entries of a directory."""
+    """Checks a directory above the cache. Raises PermissionError: another user could rename or replace its entries."""
     found = os.fstat(place)
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()) or (mode & _WRITABLE and not mode & stat.S_ISVTX):
@@ -221,7 +236,11 @@ def _check_above(place: int, path: Path) -> None:
 
 
 def _content(place: int, name: str, secret: bytes) -> bytes:
-    """Returns a file's content. Raises OSError: there is none.  ValueError: it is another user's, or its HMAC is wrong."""
+    """Returns a file's content without its head.
+
+    Raises OSError: the file does not exist or cannot be read; ValueError: another user could have written it, or its HMAC is
+    wrong.
+    """
     whole = _bytes(place, name)
     content = whole[_HEAD:]
     if whole[: len(_MAGIC)] != _MAGIC or not hmac.compare_digest(
@@ -245,7 +264,12 @@ def _read_secret(place: int) -> bytes:
 
 
 def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
-    """Reads a regular file of this user of which others have no permission in ``others``. Raises OSError, ValueError."""
+    """Returns all bytes of a file.
+
+    ``others``: permission bits that the file must not have.
+
+    Raises OSError: the file cannot be read; ValueError: it is no regular file, belongs to another user, or has such a permission.
+    """
     try:
         # O_NONBLOCK, because opening a pipe would wait.
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
@@ -269,7 +293,7 @@ def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
 
 @contextlib.contextmanager
 def _written(place: int, *parts: bytes) -> Iterator[str]:
-    """Writes a new file and yields its name; it is removed after the block unless it was renamed."""
+    """Writes a new file with a random name and yields that name; removes the file after the block unless it was renamed."""
     name = _NEW + secrets.token_hex(16)
     try:
         with open(
@@ -284,7 +308,7 @@ def _written(place: int, *parts: bytes) -> Iterator[str]:
 
 
 def _locks(fd: int) -> bool:
-    """Tries to lock a file. Returns whether the caller holds the lock. Raises OSError: there are no locks."""
+    """Tries to lock a file without waiting. Returns whether that succeeded. Raises OSError: the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -293,7 +317,7 @@ def _locks(fd: int) -> bool:
 
 
 def _remove_all(place: int) -> None:
-    """Removes all files with the cache's names; others lie there for some other reason."""
+    """Removes all files whose names the cache uses; leaves other files in the directory untouched."""
     for name in os.listdir(place):
         if name == _SECRET or name.startswith(_NEW) or name.endswith((*SUFFIXES, _LOCK)):
             with contextlib.suppress(OSError):
@@ -301,7 +325,7 @@ def _remove_all(place: int) -> None:
 
 
 def _remove_old(place: int) -> None:
-    """Removes files that killed processes have left half written."""
+    """Removes temporary files and locks that are older than an hour: processes that were killed have left them behind."""
     for name in os.listdir(place):
         if name.startswith(_NEW) or name.endswith(_LOCK):
             with contextlib.suppress(OSError):

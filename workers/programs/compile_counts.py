@@ -1,4 +1,4 @@
-"""Counts what a worker compiles, whatever thread does it, for metrics."""
+"""Counts the programs that a worker compiles, in any thread, for its metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tensord.shm.figures import Compiles
 
 
 class CompileCounts:
-    """Counts programs that were compiled and those that were found in the cache."""
+    """Counts programs that were compiled and programs that were found in the cache; any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -19,7 +19,7 @@ class CompileCounts:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Counts one compilation, and the time spent within. One that fails is counted, too."""
+        """Counts one compilation, and the time spent in the ``with`` block. A compilation that fails is counted, too."""
         began_ns = time.monotonic_ns()
         try:
             yield
@@ -29,12 +29,12 @@ class CompileCounts:
                 self._ns += time.monotonic_ns() - began_ns
 
     def found(self) -> None:
-        """Counts a program that the cache had."""
+        """Counts a program that was found in the cache."""
         with self._lock:
             self._cache_hits += 1
 
     def figures(self) -> Compiles:
-        """Returns the counts so far."""
+        """Returns the counts so far: compilations, their time in ns, programs found in the cache."""
         with self._lock:
             return Compiles(self._count, self._ns, self._cache_hits)
 

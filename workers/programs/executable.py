@@ -1,6 +1,6 @@
-"""A compiled program of a model version, and the memory in which its batches are gathered.
+"""Runs a compiled program of a model version on batches, which are gathered in memory that belongs to the program.
 
-Where that is, and how outputs leave it, depends on the device: ``workers/processor/host_executable.py``,
+Where that memory is, and how outputs leave the device, depends on the device: ``workers/processor/host_executable.py``,
 ``workers/gpu/gpu_executable.py``.
 """
 
@@ -42,15 +42,15 @@ Content = Array | bytes
 
 
 class RunOutputs(NamedTuple):
-    """The outputs of a run."""
+    """The outputs of a run of an executable."""
 
     arrays: dict[str, Array]
-    #: The same in host memory, one by one; None: they stay on a GPU.
+    #: The same outputs in host memory, in the order of the signature or packed; None: they stay on a GPU.
     contents: Sequence[Content] | None
 
 
 class Wanted(NamedTuple):
-    """The shapes of one executable: how many rows (1 without a batch dimension) and the inputs' shapes without them."""
+    """The shapes of one executable: the batch size (1 without a batch dimension), and the inputs' shapes without the batch."""
 
     rows: int
     shapes: Shapes
@@ -61,7 +61,7 @@ class Wanted(NamedTuple):
 
 
 class Executable(ABC):
-    """A compiled program with the buffers that its batches are gathered in; one execution thread uses it."""
+    """A compiled program with the buffers in which its batches are gathered; used by one execution thread."""
 
     #: Whether a thread beside the loop may copy its outputs to their places.
     delivers = False
@@ -71,7 +71,12 @@ class Executable(ABC):
     def __init__(
         self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, inputs: Inputs
     ) -> None:
-        """``device``: the running thread's. ``inputs``: memory in which the host gathers its inputs."""
+        """
+        Args:
+          wanted: the batch size and shapes of the program.
+          device: the object for the device that belongs to the running thread.
+          inputs: the memory in which the host gathers the program's inputs.
+        """
         self.wanted = wanted
         #: The rows of its batch.
         self.rows = wanted.rows
@@ -98,43 +103,46 @@ class Executable(ABC):
         )
 
     def twin(self, device: ExecutionDevice) -> Executable:
-        """Returns the program for another thread, with buffers of its own. ``device``: that thread's."""
+        """Returns an executable of the same program, with separate buffers, for another thread.
+
+        ``device``: the object for the device that belongs to that thread.
+        """
         return device.executable(self.wanted, self._signature, self._compiled)
 
     @functools.cached_property
     def share(self) -> float:
-        """The program's ``weight.share_of``."""
+        """The work of a run as a fraction of a loop iteration; infinite: more than that, or not known."""
         return share_of(self.program)
 
     @functools.cached_property
     def memory_needed(self) -> int | None:
-        """The program's ``run_errors.memory_needed``."""
+        """The bytes that a run takes besides the parameters (``run_errors.memory_needed``); None: not known."""
         return memory_needed(self.program)
 
     # -------------------------------------------------------------------------------- gathered by whoever likes, in the host
 
     @property
     def gathers(self) -> bool:
-        """True where its inputs may be gathered in host memory: on a GPU, if they are small."""
+        """True if the program's inputs may be gathered in host memory: always on a processor, on a GPU if they are small."""
         return self._inputs.fit
 
     @functools.cached_property
     def gathered(self) -> dict[str, Array]:
-        """The arrays in ``memory``."""
+        """The arrays in which the host gathers the inputs, by input name."""
         return {spec.name: self._inputs.arrays[spec.name] for spec, _ in self._specs}
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """Name, address of the first row, and distance of rows, for each input's gather buffer."""
+        """For each input's gather buffer: the input's name, the address of its first row, and the bytes from row to row."""
         return [(name, address_of(array), array.nbytes // self.wanted.rows) for name, array in self.gathered.items()]
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the inputs in ``memory`` as arguments of the program."""
+        """Returns the inputs that were gathered in ``memory`` as arguments of the program."""
         with precision(self._signature):
             return self._inputs.send()
 
     def parameters(self, chosen: ParameterSet | BatchSets | None = None) -> Any:
-        """Returns the parameters of a set, as ``call`` takes them; None: those of requests that name no set."""
+        """Returns the parameters of a set in the form that ``call`` takes. ``chosen``: None: the main set."""
         sets = self._sets
         if chosen is None:
             chosen = sets.main
@@ -144,15 +152,20 @@ class Executable(ABC):
         return chosen.on(self._at)
 
     def named(self, name: str | None) -> Any:
-        """Returns the parameters of a set by its name, as ``parameters``. Raises NotFound: there is none of that name."""
+        """Returns the parameters of the set with a name, in the form that ``call`` takes. ``name``: None: the main set.
+
+        Raises NotFound: there is no set with that name.
+        """
         sets = self._sets
         chosen = sets.main if name is None else sets.find(name)
         return chosen.on(self._at) if sets.stack is None else sets.stack.arguments(sets, chosen, self.rows)
 
     def run(self, name: str | None = None) -> list[Content]:
-        """Computes the inputs in ``memory``. Returns the contents of its layout, once ``memory`` may be written again.
+        """Runs the program on the inputs in ``memory``. Returns the contents of the outputs in host memory.
 
-        ``name``: of the parameter set; None: requests name none. Raises NotFound: there is no set of that name any more.
+        Afterwards ``memory`` may be written again.
+
+        ``name``: of the parameter set; None: the main set. Raises NotFound: there is no set with that name any more.
         """
         parameters = self.named(name)
         with precision(self._signature):
@@ -160,19 +173,25 @@ class Executable(ABC):
         return self.read(made)
 
     def read(self, made: Mapping[str, Any]) -> list[Content]:
-        """Waits for a run. Returns the contents of its layout. Raises what the run raised."""
+        """Waits for a run and returns the contents of its outputs in host memory. Raises what the run raised.
+
+        ``made``: what ``call`` returned.
+        """
         return self.device.contents_of([made[name] for name in self._signature.outputs])
 
     # ---------------------------------------------------------------------------------------------------- batches of requests
 
     @abstractmethod
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
-        """Gathers a batch. Returns the arguments, and how many bytes were copied."""
+        """Gathers the inputs of a batch. Returns the arguments for ``compute``, and how many bytes were copied."""
 
     def compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
     ) -> RunOutputs:
-        """Runs the program. ``places``: of a single request's outputs, which it may write there. Raises what the run raises."""
+        """Runs the program and waits for its outputs. Raises what the run raises.
+
+        ``places``: where the outputs of a single request belong, so that the program may write them there; None: not known.
+        """
         if self._signature.wide:
             with precision(self._signature):
                 return self._compute(parameters, arguments, requests, places)
@@ -182,14 +201,17 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
     ) -> RunOutputs:
-        """Implements ``compute`` in the right precision."""
+        """Implements ``compute``, which has set JAX's 64-bit mode as the model needs it."""
 
     @abstractmethod
     def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
-        """Waits for a run. Returns its outputs, in host or device memory as the requests want them. Raises what that raised."""
+        """Waits for a run and returns its outputs, in host or device memory, depending on the requests.
+
+        Raises what the run raised.
+        """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
-        """Returns outputs as bytes that answers are cut from, or None where they are too large, or not in host memory."""
+        """Returns outputs as bytes from which answers are cut, or None if they are too large for that or not in host memory."""
         if outputs.contents is None:
             return None
         if self._layout is None:
@@ -198,35 +220,41 @@ class Executable(ABC):
 
     @abstractmethod
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """Returns output -> bytes, if places are worth finding before the run. ``whole``: one request gets them uncut."""
+        """Returns output name -> bytes if places for the outputs should be reserved before the run; None: they should not.
+
+        ``whole``: whether a single request gets the program's outputs as they are.
+        """
 
     @abstractmethod
     def offer(self, request: Request, places: Places) -> None:
-        """Prepares the next run to write outputs to their places by itself."""
+        """Prepares the next run to write the outputs of a request directly to their places."""
 
     @abstractmethod
     def settle(self, places: Places) -> None:
-        """Ends ``offer``: the answer is announced, or there is none, and no code here has the outputs any more."""
+        """Ends what ``offer`` began, after the answer was sent or given up and no code in the worker uses the outputs any more."""
 
     @abstractmethod
     def single_run(
         self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]
     ) -> SingleRun | None:
-        """Returns an object that runs further single requests of a prepared one's kind directly, or None.
+        """Returns an object that runs repeats of a prepared request directly, one at a time; None: that is not possible.
 
-        ``regions``: those that it names.
+        Args:
+          execution: the run of a request that was prepared so.
+          preparation: the prepared request.
+          regions: the regions that it names, by name.
         """
 
     @property
     def output_sizes(self) -> dict[str, int]:
-        """Output -> its bytes in the compiled program."""
+        """For each output name the bytes of the output in the compiled program, with rows that no request fills."""
         info: Any = self.program.out_info
         made = info[0] if self._signature.states else info
         return {name: math.prod(made[name].shape) * made[name].dtype.itemsize for name in self._signature.outputs}
 
     @functools.cached_property
     def plain(self) -> bool:
-        """True where its program only computes (``workers/programs/plain_program.py``)."""
+        """True if the program may write its outputs to a client's memory (``workers/programs/plain_program.py``)."""
         return is_plain(self.program)
 
     def _batch_input(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> Array:
@@ -235,14 +263,14 @@ class Executable(ABC):
 
 
 def specs_of(signature: Signature, wanted: Wanted) -> list[tuple[TensorSpec, tuple[int, ...]]]:
-    """Returns specification and shape of each input of a program, without optional ones that are left out."""
+    """Returns the specification and shape of each input of a program, without optional inputs that the program does not have."""
     return [
         (spec, shape) for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True) if shape is not None
     ]
 
 
 def arguments_of(signature: Signature, wanted: Wanted) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-    """Returns name, dtype and shape of each argument of a program."""
+    """Returns the name, dtype and shape, batch dimension included, of each argument of a program besides the parameters."""
     lead = (wanted.rows,) if signature.batches else ()
     return [
         (spec.name, spec.dtype, shape if spec.whole else (*lead, *shape)) for spec, shape in specs_of(signature, wanted)

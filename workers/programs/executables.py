@@ -1,10 +1,10 @@
-"""The executables of one model version: compiled ahead of time for its buckets, on demand for a few other shapes.
+"""Compiles and keeps the executables of a model version: at load for its buckets, on demand for a few other shapes.
 
     executable    one per (batch bucket, shapes): jit(apply).lower(parameters, inputs).compile()
                   on the worker's device; a small program on the single-thread device, which shares the parameters' memory
 
-The programs of a model with state share the carry (``state_program.py``), so all of them are on the one device or on the other.
-Those of a model whose batches mix parameter sets share the stack of these (``set_stack.py``).
+The programs of a model with state share the carry (``state_program.py``), so all of them are on the same device. The programs of
+a model whose batches mix parameter sets share the stack of these sets (``set_stack.py``).
 
 Parameters are arguments, never constants: a constant would be copied into every executable. Compiling may happen in any thread;
 ``find``, ``add`` and ``limit`` belong to the worker's loop.
@@ -48,7 +48,7 @@ Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 class Executables:
-    """Finds, compiles and forgets the executables of one model version."""
+    """Compiles, finds and evicts the executables of one model version."""
 
     def __init__(
         self,
@@ -69,13 +69,18 @@ class Executables:
     ) -> None:
         """
         Args:
-          device: the device, as the running thread uses it.
-          initial: the initial state, of a model with state.
-          several: the devices that programs run on, where that is not the worker's own.
-          names: names of the parameters' leaves; None: those that they have in ``parameters``.
-          room: for parameters that are pushed; None: there is none.
-          mixed: of a model whose batches mix parameter sets.
-          on_demand: whether the parameters leave the device for others while nobody asks.
+          signature: the model's inputs and outputs.
+          buckets: which batch sizes and shapes to compile at load.
+          apply: the model's function.
+          source: the model's source code, part of the cache's keys.
+          max_unexpected: how many executables of other shapes are kept.
+          device: the object for the device that belongs to the thread that runs the executables.
+          initial: the initial state of a model with state; None: the model has no state.
+          several: the devices of a model that runs on several; None: the worker's device.
+          names: names of the parameters' leaves; None: their paths in ``parameters``.
+          room: the device memory that pushed parameters may use; None: there is none.
+          mixed: which parameters differ between sets, for a model whose batches mix parameter sets; None: batches do not.
+          on_demand: whether the parameters may leave the device for other sets while no request needs them.
         Raises: Internal: there is no memory for the parameters.
         """
         self._initial = initial
@@ -102,11 +107,14 @@ class Executables:
 
     @property
     def several(self) -> SeveralDevices | None:
-        """The devices that programs run on, where that is not the worker's own."""
+        """The devices of a model that runs on several; None: it runs on the worker's device."""
         return self._usual.several
 
     def warm(self, progress: LoadProgress) -> None:
-        """Makes every planned executable: from the cache, or by compiling. Raises Internal: wrong outputs."""
+        """Makes the executable of every bucket, from the cache or by compiling, and runs the smallest one.
+
+        Raises Internal: the model's outputs are not as declared, or there is too little memory.
+        """
         planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
         if self._signature.states or self.sets.stack is not None:
             self._place(planned)
@@ -150,7 +158,10 @@ class Executables:
     def _kept(
         self, parts: tuple[str, ...], what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
     ) -> tuple[CompiledProgram, bool]:
-        """Returns a program, from the cache or made, and whether it was made. ``parts``: tell it from the version's others."""
+        """Returns a program from the cache, or made by ``make``, and whether it was made.
+
+        ``parts``: what distinguishes the program from the other programs of this version, in the cache's key.
+        """
         key = self._cache.key((*self._identity, *parts, f"{self._small} {self._usual.several}"))
         what = f"model '{self._signature.model}', {what}"
         return self._cache.found_or_made(key, self._usual, self._small, what, make, cancellation)
@@ -158,7 +169,7 @@ class Executables:
     def kept_grouped(
         self, cancellation: Cancellation
     ) -> Callable[[Shapes, int | None, Callable[[int | None], CompiledProgram]], CompiledProgram]:
-        """Returns a function that makes programs for grouped calls, or finds them in the cache."""
+        """Returns a function that takes programs for grouped calls from the cache, or makes them (see ``GroupedCalls``)."""
 
         def make(
             shapes: Shapes, number: int | None, compile_it: Callable[[int | None], CompiledProgram]
@@ -170,7 +181,7 @@ class Executables:
         return make
 
     def _place(self, planned: Sequence[Wanted]) -> None:
-        """Chooses one placement for all programs, because they share a carry or a stack: that of the largest one."""
+        """Chooses one placement for all programs, because they share a carry or a stack: the one that suits the largest program."""
         small, self._small = self._small, None
         if small is None or not planned or not small.suits(self._lowering.lower(*planned[-1], self._usual)):
             return
@@ -183,7 +194,7 @@ class Executables:
                 self._usual = placement
 
     def _open(self, stack: SetStack) -> None:
-        """Has the stack of parameter sets where the programs are. Raises Internal: there is no memory for it."""
+        """Opens the stack of parameter sets on the device of the programs. Raises Internal: there is no memory for it."""
         name, usual = self._signature.model, self._usual
         device_memory.check(name, "its parameter sets need", stack.byte_size, jax.local_devices()[:1])
         with precision(self._signature):
@@ -201,7 +212,7 @@ class Executables:
         stack.open(usual.at, made, written)
 
     def carry(self) -> Carry | None:
-        """Returns a new carry for an instance, or None where the model keeps no state."""
+        """Returns a new carry for an instance, or None if the model keeps no state."""
         if self._initial is None:
             return None
         return Carry(self._signature, self._initial, self._usual.device)
@@ -225,24 +236,27 @@ class Executables:
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:
-        """Makes an executable that was not planned. Raises Internal: wrong outputs; or whatever tracing raises."""
+        """Compiles an executable for a shape without a bucket.
+
+        Raises Internal: the model's outputs are not as declared; or whatever tracing raises.
+        """
         with self._cache.compiles.compiling():
             compiled = self._compile(wanted, None)
         return self.device.executable(wanted, self._signature, compiled)
 
     def find(self, wanted: Wanted) -> Executable | None:
-        """Returns a ready executable, or None."""
+        """Returns the executable for a shape, and marks it as used, or returns None if it is not compiled."""
         found = self._planned.get(wanted)
         if found is None and (found := self._unexpected.get(wanted)) is not None:
             self._unexpected.move_to_end(wanted)
         return found
 
     def planned(self, wanted: Wanted) -> Executable | None:
-        """Returns an executable that was made before the version was ready and stays, or None."""
+        """Returns the executable for a shape if it was made at load for a bucket; it is never evicted. None: there is none."""
         return self._planned.get(wanted)
 
     def add(self, executable: Executable) -> list[Wanted]:
-        """Adds an unplanned executable. Returns those that were evicted for it."""
+        """Adds an executable for a shape without a bucket. Returns the shapes of executables that were evicted for it."""
         self._unexpected[executable.wanted] = executable
         gone = []
         while len(self._unexpected) > self._max_unexpected:
@@ -251,11 +265,11 @@ class Executables:
 
     @property
     def unexpected(self) -> set[Shapes]:
-        """Shapes that were compiled for a request."""
+        """The shapes without a bucket that were compiled for a request and not evicted."""
         return {wanted.shapes for wanted in self._unexpected}
 
     def limit(self, shapes: Shapes) -> int:
-        """Returns the most rows of some shapes that a ready executable takes; 0: none is ready."""
+        """Returns the most rows that an executable takes for requests with these shapes; 0: no executable is ready."""
         ready = (
             wanted.rows for made in (self._planned, self._unexpected) for wanted in made if wanted.shapes == shapes
         )

@@ -1,9 +1,9 @@
-"""The interface of the device that programs run on, processor or GPU, for one thread: all in which the two differ.
+"""Defines the interface of the device that programs run on: everything in which a processor and a GPU differ.
 
     Processor    workers/processor/    arguments and outputs lie in the host's memory, large outputs where they are wanted
     Gpu          workers/gpu/          arguments are sent, outputs fetched, or delivered to a client's memory
 
-It is chosen once, as the worker starts. Each thread that runs programs has one of its own (``beside``).
+The device is chosen once, when the worker starts. Each thread that runs programs has a separate object for it (``beside``).
 """
 
 from __future__ import annotations
@@ -29,54 +29,57 @@ Argument = tuple[str, np.dtype[Any], tuple[int, ...]]
 
 
 class Inputs(Protocol):
-    """The arguments of a program, gathered by the host."""
+    """Interface of the memory in which the host gathers the arguments of a program."""
 
     @property
     def fit(self) -> bool:
-        """True where the gather memory has room for them."""
+        """True if the host's memory for gathering had room for the arguments; if not, they cannot be gathered here."""
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The memory that arguments are gathered in, by name."""
+        """The arrays in which the arguments are gathered, by argument name."""
 
     def send(self) -> dict[str, Any]:
-        """Returns the gathered inputs as arguments. Raises Unavailable: no memory on the device.  DeviceLost."""
+        """Returns the gathered inputs as arguments of the program, on the device.
+
+        Raises Unavailable: the device has no memory left; DeviceLost: the device has failed.
+        """
 
 
 class ExecutionDevice(ABC):
-    """A device that programs run on; belongs to one thread."""
+    """Interface of a device that programs run on; each object is used by one thread only."""
 
     #: Whether arguments have to be sent to the device, and outputs to be fetched.
     remote: bool
 
     @abstractmethod
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:
-        """Makes an executable of a compiled program, to be run by this thread."""
+        """Makes an executable from a compiled program, with buffers for its batches, to be run by this thread."""
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
-        """Makes memory for the host to gather arguments in."""
+        """Allocates the memory in which the host gathers arguments of a program."""
 
     @abstractmethod
     def contents_of(self, made: Sequence[Any]) -> list[Content]:
-        """Copies outputs of a program to host memory. Raises what the run raised."""
+        """Waits for outputs of a program and returns their contents in host memory. Raises what the run raised."""
 
     @abstractmethod
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
-        """Returns the placement of a version's small programs; None: that of all programs."""
+        """Returns what places and compiles the small programs of a model version; None: they are treated like all programs."""
 
     @abstractmethod
     def keeps(self, request: Request) -> bool:
-        """Returns whether a request's outputs may be wanted on the device, so that they should not be copied to the host."""
+        """Returns whether a request's outputs may be needed on the device, so that they should not be copied to the host."""
 
     @abstractmethod
     def beside(self) -> ExecutionDevice:
-        """Returns the device for another thread."""
+        """Returns an object for the same device, for use by another thread."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises DeviceLost if an error has made the device unusable."""
+        """Checks the device. Raises DeviceLost: an error has made it unusable for this process."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees this thread's memory of the device. Idempotent."""
+        """Frees the memory that this thread's object has allocated for the device. May be called more than once."""

@@ -1,6 +1,6 @@
-"""Buffers in which inputs of several requests are laid side by side for one run of a program.
+"""Provides buffers in which the inputs of several requests are laid side by side for one run of a program.
 
-slots    | request 0: its rows | request 1: its rows | ... | zeros |     one aligned buffer an input
+slots    | request 0: its rows | request 1: its rows | ... | zeros |     one aligned buffer for each input
 ragged   | request 0: its elements | request 1 | ... | zeros |
 """
 
@@ -27,13 +27,13 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 class HostInputs:
-    """The arguments of a program in host memory of its own; the execution thread alone uses it."""
+    """The arguments of a program, gathered in ordinary host memory; used by the execution thread only."""
 
-    #: Whether the memory has room for them.
+    #: Whether the memory has room for the arguments.
     fit = True
 
     def __init__(self, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """Allocates inputs: name, dtype, and shape in the program."""
+        """Allocates memory for each input. ``inputs``: name, dtype, and shape in the program."""
         self.arrays = {name: aligned(shape, dtype) for name, dtype, shape in inputs}
 
     def send(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class HostInputs:
 
 
 class GatherBuffer:
-    """The buffer for one input of one program; the execution thread alone uses it."""
+    """The buffer in which one input of one program is gathered; used by the execution thread only."""
 
     __slots__ = ("_bytes", "_name", "_slot_byte_size", "_slots", "array")
 
@@ -58,9 +58,12 @@ class GatherBuffer:
         lead: bool,
         memory: Array | None = None,
     ) -> None:
-        """Makes ``slots`` slots of a shape. ``lead``: whether they are the program's first dimension (else there is one slot).
+        """Makes a buffer of ``slots`` slots with a shape.
 
-        ``memory``: where they are to lie; None: memory of its own.
+        Args:
+          name: the input's.
+          lead: whether the slots are the first dimension of the program's input; if not, there is one slot.
+          memory: where the slots lie; None: newly allocated memory.
         """
         self._name = name
         self._slots = aligned((slots, *shape), dtype) if memory is None else memory.reshape((slots, *shape))
@@ -70,7 +73,7 @@ class GatherBuffer:
         self._bytes = self._slots.reshape(-1).view(np.uint8).data
 
     def fill(self, requests: Sequence[Request]) -> int:
-        """Lays out the requests' tensors, a slot for each row, and zeros the rest. Returns the bytes copied."""
+        """Copies the requests' tensors into the slots, one slot for each row, and zeros the rest. Returns the bytes copied."""
         name, size, flat = self._name, self._slot_byte_size, self._bytes
         row = at = copied = 0
         for request in requests:
@@ -95,7 +98,7 @@ class GatherBuffer:
 
 
 class RaggedBuffer:
-    """The buffer for one ragged input: elements of requests, one behind the other; the execution thread alone uses it."""
+    """The buffer for one ragged input: the elements of all requests in sequence; used by the execution thread only."""
 
     __slots__ = ("_name", "array")
 
@@ -105,7 +108,7 @@ class RaggedBuffer:
         self.array = aligned(shape, dtype)
 
     def fill(self, requests: Sequence[Request]) -> int:
-        """Lays out the requests' elements, and zeros the rest. Returns the bytes copied."""
+        """Copies the requests' elements into the buffer, one after the other, and zeros the rest. Returns the bytes copied."""
         at = 0
         for request in requests:
             array = flat(request.arrays[self._name])
@@ -119,7 +122,10 @@ class RaggedBuffer:
 
 
 def copy_into(part: Array, array: Array) -> None:
-    """Copies an array into a part of a buffer, and zeros the rest of it. Without a batch dimension the part is one slot."""
+    """Copies an array into part of a buffer, and zeros the elements of the part that the array does not cover.
+
+    An array without a batch dimension goes into the part's first slot.
+    """
     if len(array.shape) < part.ndim:
         part = part[0, ...]  # a view, also of a single number
     if array.shape != part.shape:

@@ -1,4 +1,4 @@
-"""Versions of the software that compiles and runs programs on a GPU: a stored executable is good for these only."""
+"""Finds the versions of the software that compiles and runs programs on a GPU: a stored executable is valid for these only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 @functools.cache
 def gpu_versions() -> tuple[str, ...]:
-    """Returns the versions of plugin, driver, cuDNN and NVIDIA's other libraries; none in a process without a GPU."""
+    """Returns the versions of JAX's GPU plugin, the driver, cuDNN and NVIDIA's other libraries; empty without a GPU."""
     if "cuda" not in backends():
         return ()
     found = {f"{name}=={one.version}" for one in metadata.distributions() if _PACKAGE.match(name := one.name or "")}

@@ -1,9 +1,9 @@
-"""Grouped calls: several requests of a model without a batch dimension share one call of a program.
+"""Groups calls: several requests to a model without a batch dimension share one call of a program.
 
-Nothing is batched inside the model: every request is computed by itself, as if it had come alone. What is saved is the cost of
-a call, which for small models is most of the work. So calls are grouped only for programs that have little to do (``weight.py``)
-with small inputs, and only of requests that wait anyhow. Programs are compiled for each shape, one for any number of requests or
-on a GPU one for each: at load where the shape is known then, else beside the serving, once the program for one request is made.
+The model still computes every request separately. What is saved is the cost of a call, which is most of the work of a small
+model. So calls are grouped only for programs with little work (``weight.py``) and small inputs, and only for requests that wait
+anyway. Programs are compiled for each shape, one for any number of requests or on a GPU one for each number: at load if the shape
+is known then, otherwise while the model serves, after the program for one request.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tensord.workers.programs.weight import Weight, weight_of
 from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.signature import Signature
 
-#: Numbers of requests that share a call, the most first. A call for one request saves nothing but arguments and results.
+#: Numbers of requests that share a call, descending. A call for one request saves only handling of arguments and results.
 LENGTHS = (MOST, 4, 2, 1)
-#: By the number of requests that wait: the most of them that share a call.
+#: For each number of waiting requests: how many of them share a call.
 _LONGEST = [max([length for length in LENGTHS if length <= waiting], default=0) for waiting in range(MOST + 1)]
 #: Requests with larger inputs gain little: what is saved is a call, and their inputs are better used where they lie.
 _SMALL_BYTE_SIZE = 48 << 10
@@ -37,7 +37,7 @@ class _Shape:
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
-        #: By the number of requests that wait: the program for them, once there is one.
+        #: For each number of waiting requests: the program for them; None: not compiled yet.
         self.fitting: list[GroupedProgram | None] = [None] * (MOST + 1)
 
     def add(self, programs: Sequence[GroupedProgram]) -> None:
@@ -47,7 +47,10 @@ class _Shape:
 
 
 class GroupedCalls:
-    """The programs for one model version's grouped calls. All but ``compile`` and ``prepare`` is for the execution thread."""
+    """Finds and makes the programs for grouped calls of one model version.
+
+    ``compile`` and ``prepare`` may be called in other threads, everything else in the execution thread only.
+    """
 
     def __init__(self, signature: Signature, apply: Apply) -> None:
         self._signature = signature
@@ -55,26 +58,29 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Makes the programs of shapes that are known while the model is loaded, before others use it.
+        """Makes the programs for the shapes that are known when the model is loaded, before it serves.
 
-        ``singles``: the executable for one request of each shape. Raises whatever tracing raises.
+        Args:
+          singles: the executable for one request of each shape.
+          make: makes a program or takes it from the cache.
+        Raises whatever tracing the model raises.
         """
         for single in singles:
             if self.wants(single):
                 self.add(single, self.compile(single, make))
 
     def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
-        """Returns the program for waiting requests of a shape, or for the first of them; None: the first runs by itself.
+        """Returns the program that runs the first of ``waiting`` requests of a shape; None: the first request runs by itself.
 
-        It may be for more than there are.
+        The program may have room for more requests than are waiting.
         """
         shape = self._shapes.get(key)
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether an executable's requests should share calls, and the program for that is still to be made.
+        """Returns whether the caller should have programs made for grouped calls of an executable's shape.
 
-        It returns True once for a shape: the caller has the program made.
+        Returns True only once for each shape, and only if its program has little work and small inputs.
         """
         shapes = single.wanted.shapes
         if shapes in self._shapes:
@@ -94,9 +100,12 @@ class GroupedCalls:
         make: Make = lambda _, number, compile_it: compile_it(number),
         lengths: Sequence[int] = LENGTHS,
     ) -> list[GroupedProgram]:
-        """Makes the programs for an executable's requests, in any thread. Empty: the model's calls cannot be grouped.
+        """Makes the programs for grouped calls of an executable's shape; for any thread. Returns none if grouping is impossible.
 
-        Raises whatever tracing raises.
+        Args:
+          make: makes a program or takes it from the cache.
+          lengths: numbers of requests in a call.
+        Raises whatever tracing the model raises.
         """
         maker = GroupedProgramMaker(single, self._signature, self._apply)
         numbers, shapes = maker.numbers(lengths), single.wanted.shapes
@@ -107,7 +116,7 @@ class GroupedCalls:
         return maker.programs({length: compiled[number] for length, number in numbers.items()})
 
     def add(self, single: Executable, programs: Sequence[GroupedProgram]) -> None:
-        """Adds the programs for an executable's shape."""
+        """Adds the programs that ``compile`` has made for an executable's shape, so that ``find`` returns them."""
         shape = self._shapes.get(single.wanted.shapes)
         if shape is not None and programs:
             shape.add(programs)
@@ -121,7 +130,7 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns for how many requests a program is looked up when ``waiting`` ones wait."""
+    """Returns the number of requests whose program runs ``waiting`` requests: ``MOST`` also for fewer, if computing is cheap."""
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST
     return waiting

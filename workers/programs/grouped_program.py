@@ -1,21 +1,19 @@
-"""The program of grouped calls: applies a model to several requests, to each as if it had come alone.
+"""Compiles and runs programs for grouped calls: one call applies a model to several requests, to each of them separately.
 
     argument   | request 0: its inputs | request 1: its inputs | ... |      one for each dtype among the inputs (``Packing``)
                | how many requests there are |
     program    loop, so many times: unpack ▸ apply ▸ pack
     result     | request 0: its outputs | request 1: its outputs | ... |    one for each dtype among the outputs
 
-One program is compiled for each shape, with room for ``MOST`` requests; how many there are is said with each call. On a GPU each
-number of requests has a program of its own, without the loop: XLA asks the host there after each round whether another follows,
+One program is compiled for each shape, with room for ``MOST`` requests; each call says how many there are. On a GPU each number
+of requests has a separate program, without the loop: there XLA asks the host after each round whether another round follows,
 which takes longer than a small model (``docs/measurements.md``).
 
-``apply`` stays a computation of its own inside the loop, or on a GPU apart from what is around it. Were it compiled together with
-that, XLA would put other operations into one kernel than it does for a request alone, and a product that is added to something
-would be rounded, or not.
-With numbers of 16 bits or fewer that happens all the same on processors that compute with them, so such models have
-no grouped calls.
-From JAX 0.11 on, it also happens to small loops on a CPU, which XLA compiles with what is in them as one function: that is turned
-off for the loop here, and models with loops of their own, which keep it when they run alone, have none.
+``apply`` remains a separate computation inside the loop. Otherwise XLA would fuse its operations with those around it and round
+differently than for a single request (a product that is added to something is rounded, or not).
+With floats of 16 bits or fewer that still happens on processors that compute with them, so such models have no grouped calls.
+From JAX 0.11 on, XLA compiles small loops on a CPU together with their content as one function, with the same effect: this is
+turned off for the loop here. Models that contain loops have no grouped calls then, because a single request runs with it.
 """
 
 from __future__ import annotations
@@ -57,11 +55,11 @@ _OPTIONS = {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if _JOINS_SMA
 
 
 class NotGroupable(Exception):
-    """Raised where a program for several requests might not compute what each of them gets alone."""
+    """Raised if a program for several requests might compute other results than the program for a single request."""
 
 
 class _Place(NamedTuple):
-    """The place of one input of one request."""
+    """The memory for one input of one request."""
 
     name: str
     array: Array
@@ -70,7 +68,7 @@ class _Place(NamedTuple):
 
 
 class GroupedMemory:
-    """The memory that the requests of one compiled program are stacked in. Used by the execution thread only."""
+    """The memory in which the inputs of requests are laid side by side for one program. Used by the execution thread only."""
 
     def __init__(self, packing: Packing, inputs: Inputs) -> None:
         self._packing = packing
@@ -78,13 +76,13 @@ class GroupedMemory:
 
     @functools.cached_property
     def stacks(self) -> list[Array]:
-        """The stacks of requests: arrays with a row for each request."""
+        """One array for each dtype among the inputs, with one row for each request."""
         arrays = self._inputs.arrays
         return [arrays[str(number)] for number in range(len(self._packing.rows))]
 
     @functools.cached_property
     def places(self) -> list[list[_Place]]:
-        """The places of inputs, for each request in turn."""
+        """For each request in turn, the memory for each of its inputs."""
         return [
             [
                 _Place(name, array, array.reshape(-1).view(np.uint8).data)
@@ -98,13 +96,16 @@ class GroupedMemory:
         return self._inputs.arrays[_COUNT]
 
     def send(self, count: int) -> dict[str, Any]:
-        """Returns the arguments for the first ``count`` stacked requests."""
+        """Returns the program's arguments for the first ``count`` requests in this memory."""
         self._count[...] = count
         return self._inputs.send()
 
 
 class GroupedProgram:
-    """A compiled program for ``rows`` requests; those of one shape share its memory. The execution thread alone uses it."""
+    """A compiled program that computes ``rows`` requests in one call; used by the execution thread only.
+
+    The programs for different numbers of requests of one shape share their input memory.
+    """
 
     __slots__ = ("_at", "_layout", "_memory", "_outputs", "_program", "_read", "_room", "_sets", "_signature", "rows")
 
@@ -120,10 +121,12 @@ class GroupedProgram:
     ) -> None:
         """
         Args:
-          rows: the number of requests that it is for.
-          room: the number of requests that its results have room for.
+          rows: the number of requests in a call.
           program: the compiled program.
-          read: copies its results to host memory.
+          memory: where the requests' inputs are gathered.
+          outputs: the layout of a request's outputs in the results.
+          read: copies results to host memory.
+          room: the number of requests for which the results have room.
         """
         self.rows = rows
         self._signature = signature
@@ -137,7 +140,7 @@ class GroupedProgram:
 
     @property
     def memory_needed(self) -> int | None:
-        """The program's ``run_errors.memory_needed``."""
+        """The bytes that a run takes besides its parameters (``run_errors.memory_needed``); None: not known."""
         return memory_needed(self._program.call)
 
     #: Rows of earlier requests behind the present ones are not read.
@@ -145,12 +148,12 @@ class GroupedProgram:
 
     @property
     def share(self) -> float:
-        """Its share of an iteration (``weight.share_of``), which is bounded here because XLA does not count its loop."""
+        """The estimated work of a call as a fraction of a loop iteration. Not by ``weight.share_of``, which ignores loops."""
         return self.rows / 64
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """Name, address in the first request, and distance of requests, for each input."""
+        """For each input: its name, its address for the first request, and the bytes from request to request."""
         stacks = self._memory.stacks
         steps = [stack.strides[0] for stack in stacks]
         starts = [address_of(stack) for stack in stacks]
@@ -162,9 +165,9 @@ class GroupedProgram:
         return found
 
     def gather(self, requests: Sequence[Request]) -> int:
-        """Stacks the inputs of at most ``rows`` requests; returns the bytes copied.
+        """Copies the inputs of at most ``rows`` requests into the memory. Returns the bytes copied.
 
-        Raises: ValueError: there are more requests than that.
+        Raises: ValueError: there are more requests than ``rows``.
         """
         if len(requests) > self.rows:
             raise ValueError(f"{len(requests)} requests for a program of {self.rows}")
@@ -181,14 +184,14 @@ class GroupedProgram:
         return copied
 
     def run(self, name: str | None = None) -> list[Content]:
-        """Computes the gathered requests, and waits for it. The results' first dimension counts the requests.
+        """Computes the gathered requests and waits for the results, whose first dimension counts the requests.
 
-        ``name``: as for ``Executable.run``.
+        ``name``: of the parameter set; None: the main set. Raises NotFound: there is no set with that name any more.
         """
         return self.compute(self._sets.main if name is None else self._sets.find(name))
 
     def compute(self, chosen: ParameterSet) -> list[Content]:
-        """Computes the gathered requests with the parameters of a set. Otherwise as ``run``."""
+        """Computes the gathered requests with the parameters of a set. Waits for the results, and returns them as ``run``."""
         parameters = chosen.on(self._at)
         if self._signature.wide:
             with precision(self._signature):
@@ -196,11 +199,11 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Returns ``run``'s results as bytes that answers are cut from, or None where they are too large."""
+        """Returns the results of ``run`` as bytes from which answers are cut, or None if they are too large for that."""
         return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Content]) -> list[Result]:
-        """Splits ``run``'s results into one for each request that there was room for."""
+        """Splits the results of ``run`` into the outputs of each of the ``rows`` requests."""
         arrays = [
             np.frombuffer(stack, dtype).reshape(self._room, size) if isinstance(stack, bytes) else stack
             for stack, (dtype, size) in zip(stacks, self._outputs.rows, strict=True)
@@ -212,10 +215,10 @@ class GroupedProgram:
 
 
 class GroupedProgramMaker:
-    """Makes the programs for grouped calls of one shape; any thread may use it."""
+    """Compiles the programs for grouped calls of requests with one shape; any thread may use it."""
 
     def __init__(self, single: Executable, signature: Signature, apply: Apply) -> None:
-        """``single``: the executable for one request, whose placement is used: another one might round differently."""
+        """``single``: the executable for one request. Its placement is used, because another device might round differently."""
         self._single = single
         self._signature = signature
         self._apply = apply
@@ -228,7 +231,7 @@ class GroupedProgramMaker:
         self._inputs = Packing(given)
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns by the number of requests for how many its program is compiled; None: for any number."""
+        """Returns for each number of requests in a call the number for which its program is compiled; None: for any number."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property
@@ -237,12 +240,15 @@ class GroupedProgramMaker:
 
     @property
     def arguments(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-        """Name, dtype and shape of each argument of the program."""
+        """Name, dtype and shape of each argument of the program, without the parameters."""
         stacks = [(str(number), dtype, (MOST, size)) for number, (dtype, size) in enumerate(self._inputs.rows)]
         return [*stacks, (_COUNT, np.dtype(np.uint32), ())]
 
     def compile(self, number: int | None) -> CompiledProgram:
-        """Compiles the program for so many requests, None: for any number. Raises NotGroupable; or whatever tracing raises."""
+        """Compiles the program for ``number`` requests; None: for any number up to ``MOST``.
+
+        Raises NotGroupable: the program might compute other results than for a single request; or whatever tracing raises.
+        """
         signature, placement, inputs = self._signature, self._placement, self._inputs
 
         def inner(parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -290,7 +296,10 @@ class GroupedProgramMaker:
             return CompiledProgram(placement.compile(traced.lower(), options), placement)
 
     def programs(self, compiled: Mapping[int, CompiledProgram]) -> list[GroupedProgram]:
-        """Returns the grouped programs of compiled ones by the number of requests. They share their memory."""
+        """Makes grouped programs, which share their input memory. Returns none if there is no room for that memory.
+
+        ``compiled``: number of requests in a call -> compiled program.
+        """
         inputs = self._single.device.inputs(self.arguments)
         if not inputs.fit:
             return []
@@ -309,7 +318,7 @@ class GroupedProgramMaker:
 
 
 def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Applies the model to tensors such that XLA fuses none of its operations with others of the program."""
+    """Applies the model to tensors so that XLA does not fuse its operations with other operations of the program."""
     if jax.default_backend() == "cpu":
         with set_xla_metadata(inlineable="false"):
             made: dict[str, Any] = alone(parameters, tensors)
@@ -320,5 +329,5 @@ def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) 
 
 
 def _packing(signature: Signature, made: Any) -> Packing:
-    """Returns the layout of outputs side by side."""
+    """Returns the layout in which the outputs of a request lie side by side."""
     return Packing([(name, made[name].shape, made[name].dtype) for name in signature.outputs])

@@ -1,8 +1,9 @@
-"""Packs a program's outputs into one further output, so that they leave a GPU in one transfer.
+"""Adds an output to a program that holds all its small outputs, so that they are copied from a GPU in one transfer.
 
     packed    | output 0: row 0 | row 1 | ... | zeros | output 1: row 0 | row 1 | ...        each begins at a multiple of 64
 
-A program has it where its outputs are several and small. They are made as ever, and their bytes copied afterwards.
+Only programs with several outputs get it, if these are small together. The outputs are computed as usual, and their bytes copied
+afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _LINE = 64
 
 
 def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """Wraps a function such that it also returns ``PACKED`` where that pays. Undeclared outputs are left as they are."""
+    """Wraps a model's function so that it also returns the packed output ``PACKED``, if its outputs are several and small.
+
+    All other outputs, also undeclared ones, are returned unchanged.
+    """
 
     @functools.wraps(apply, updated=())
     def packed(*arguments: Any) -> Any:
@@ -38,7 +42,7 @@ def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., An
 
 
 def starts(arrays: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the offset of each output among the packed ones."""
+    """Returns the byte offset of each output in the packed output. ``arrays``: the outputs in the order of the signature."""
     found, at = dict[str, int](), 0
     for name, array in arrays.items():
         found[name] = at

@@ -1,8 +1,8 @@
-"""Runs programs of several models one after the other over one batch, as if they were one: a pipeline.
+"""Runs the programs of several models one after the other on one batch: a pipeline.
 
-    requests ─▶ gathered once ─▶ program ─▶ program ─▶ program ─▶ cut once       what lies between is XLA's, whole batches of it
+    requests ─▶ gathered once ─▶ program ─▶ program ─▶ program ─▶ cut once       in between: XLA's arrays for the complete batch
 
-Rows of the bucket that no request fills are zeros for the first program, and its outputs of these for the next.
+Rows of the bucket that no request fills are zeros for the first program; the next one gets what the first computed from them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_WORK = 1 << 28
 
 
 class Link(NamedTuple):
-    """One program of a pipeline."""
+    """One program of a pipeline, and which of the pipeline's tensors are its inputs and outputs."""
 
     executable: Executable
     #: (input of the model, tensor of the pipeline, whether that was made on another device).
@@ -42,7 +42,7 @@ class Link(NamedTuple):
 
 
 class PipelineProgram:
-    """A pipeline's programs for one bucket; belongs to the worker's loop. It can stand for an ``Executable``."""
+    """Runs a pipeline's programs for one bucket; has the members of ``Executable`` that the worker's loop needs for batches."""
 
     #: Rows that no request fills are zero.
     clears = True
@@ -59,9 +59,10 @@ class PipelineProgram:
     ) -> None:
         """
         Args:
-          signature: the pipeline's as a model.
-          outputs: tensors of the pipeline that are wanted.
-          wide: whether any of the programs speaks of 64-bit elements.
+          signature: inputs and outputs of the pipeline, as if it were one model.
+          outputs: names of the pipeline's tensors that are its outputs.
+          rows: the batch size of the bucket.
+          wide: whether any of the programs has 64-bit elements.
           device: the device of all programs.
         """
         self.rows = rows
@@ -87,7 +88,7 @@ class PipelineProgram:
 
     @property
     def gathers(self) -> bool:
-        """True where the host's gather memory has room for its inputs."""
+        """True if the host's memory for gathering has room for the inputs of the pipeline."""
         return self._inputs.fit
 
     @functools.cached_property
@@ -99,18 +100,21 @@ class PipelineProgram:
         }
 
     def takes(self, requests: Sequence[Request]) -> bool:
-        """Returns whether the host should gather these requests: on a GPU, if they are small and their outputs leave it."""
+        """Returns whether the host should gather these requests.
+
+        On a GPU only if their inputs are small and no output has to stay on the GPU; on a processor always.
+        """
         return not self._device.remote or all(request.small and not self._device.keeps(request) for request in requests)
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """Name, address of the first row, and distance of rows, for each input's gather buffer."""
+        """For each input's gather buffer: the input's name, the address of its first row, and the bytes from row to row."""
         return [
             (name, address_of(buffer.array), buffer.array.nbytes // self.rows) for name, buffer in self._buffers.items()
         ]
 
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
-        """Gathers a batch. Returns the arguments, and how many bytes were copied."""
+        """Gathers the inputs of a batch. Returns the arguments for ``compute``, and how many bytes were copied."""
         lying: dict[str, Any] = {}
         copied = 0
         alone = len(requests) == 1 and requests[0].rows == self.rows and not requests[0].small
@@ -128,15 +132,18 @@ class PipelineProgram:
             return self._inputs.send()
 
     def run(self) -> list[Content]:
-        """Computes the inputs in ``memory``. Returns the outputs in host memory, once ``memory`` may be written again."""
+        """Runs the pipeline on the inputs that lie in ``memory``. Returns the outputs in host memory.
+
+        Afterwards ``memory`` may be written again.
+        """
         return self.contents_of(self.compute(self._sent()))
 
     def contents_of(self, made: Sequence[Any]) -> list[Content]:
-        """Returns outputs in host memory. Raises what a run raised."""
+        """Waits for the arrays that ``compute`` returned and returns them in host memory. Raises what the run raised."""
         return self._device.contents_of(made)
 
     def compute(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """Begins to compute the outputs. Raises whatever a program raises."""
+        """Calls all programs in order. Returns the outputs, which may not be computed yet. Raises what a program raises."""
         tensors = dict(arguments)
         with enable_x64(True) if self._wide else contextlib.nullcontext():
             began = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""Places the parameters of a model version: those that it is loaded with, and those that are pushed later."""
+"""Places the parameters of a model version on devices: the parameters that it is loaded with, and those pushed later."""
 
 from __future__ import annotations
 
@@ -38,15 +38,18 @@ def placed_sets(
     remote: bool = False,
     on_demand: bool = False,
 ) -> ParameterSets:
-    """Places parameters on the worker's device; on several ones they stay where they are until the first program is there.
+    """Places a model's parameters on the worker's device and returns its parameter sets.
+
+    With several devices the parameters stay where they are until the first program is compiled, which decides their places.
 
     Args:
-      names: of the leaves; None: those that they have in ``parameters``.
-      room: for parameters that are pushed.
-      remote: the device has memory of its own.
-      on_demand: main leaves the device for others while nobody asks for it.
-      mixed: says which leaves lie in a stack, of a model whose batches mix sets.
-    Raises: InvalidArgument: ``mixed`` names a leaf that is not there; what is on demand has more bytes than there is room for.
+      names: names of the leaves; None: their paths in ``parameters``.
+      several: the devices of a model that runs on several; None: the worker's device.
+      room: the device memory that pushed parameters may use.
+      mixed: which leaves differ between sets, for a model whose batches mix parameter sets; None: batches do not.
+      remote: whether the device has its own memory.
+      on_demand: whether the main set may leave the device for other sets while no request needs it.
+    Raises: InvalidArgument: ``mixed`` names a leaf that does not exist, or parameters on demand do not fit into ``room``.
     """
     names = names_of(parameters) if names is None else names
     if mixed is not None:
@@ -60,7 +63,7 @@ def placed_sets(
     fixed = [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
 
     def lay(host: Sequence[Array | None]) -> Any:
-        """Copies what is not aligned, or of another datatype: XLA takes three times as long for that."""
+        """Copies arrays that are not aligned or have another datatype, because XLA's own copy takes three times as long."""
         whole = zip(host, fixed, described, strict=True)
         laid = [own if given is None else _aligned(given, leaf.placed) for given, own, leaf in whole]
         return jax.tree.unflatten(structure, laid)
@@ -81,7 +84,7 @@ def placed_sets(
                         signature.model, "pushed parameters need", described.byte_size_of(named=False), here
                     )
             if pinned:
-                # They go back to where they came from.
+                # Page-locked copies go back to the devices that they came from.
                 placed = jax.device_put(arrays, [_on_device(array.sharding) for array in arrays])
             elif several is None:
                 # On a processor they are used where they lie.
@@ -93,14 +96,14 @@ def placed_sets(
             return jax.tree.unflatten(structure, jax.block_until_ready(placed))
 
     def lying(host: Sequence[Array | None]) -> int:
-        """Returns the bytes that XLA uses where they lie: on a processor, where they are aligned and of its datatype."""
+        """Returns the bytes of the arrays that XLA uses without a copy: on a processor, if aligned and of the right datatype."""
         if not on_processor:
             return 0
         pairs = zip(host, described, strict=True)
         return sum([given.nbytes for given, leaf in pairs if given is not None and _lies(given, leaf.placed)])
 
     def pin(tree: Any) -> list[jax.Array | None] | None:
-        """Copies leaves to page-locked memory, each piece near the device that has it."""
+        """Copies leaves to page-locked host memory, each part near the device that has it. Returns None if that fails."""
         arrays = [array if leaf.plain else None for array, leaf in zip(jax.tree.leaves(tree), described, strict=True)]
         try:
             with precision(signature):
@@ -137,12 +140,12 @@ def placed_sets(
 
 
 def _lies(array: Array, dtype: Any) -> bool:
-    """Returns whether XLA uses an array where it lies."""
+    """Returns whether XLA uses an array's memory without a copy: it has the datatype and is aligned."""
     return array.dtype == dtype and not address_of(array) % ALIGNMENT
 
 
 def _aligned(array: Array, dtype: Any) -> Array:
-    """Returns an array that XLA uses where it lies: the very one, or a copy."""
+    """Returns an array that XLA uses without a copy: the given array, or an aligned copy of it."""
     if _lies(array, dtype) and array.flags.c_contiguous:
         return array
     made = aligned(array.shape, np.dtype(dtype))
@@ -155,7 +158,7 @@ def _has_pinned_memory() -> bool:
 
 
 def _on_device(sharding: Sharding) -> Sharding:
-    """Returns where an array in page-locked memory lies on the device."""
+    """Returns the sharding that brings an array from page-locked host memory back to its devices."""
     kind = jax.local_devices()[0].default_memory().kind
     return sharding.with_memory_kind(kind)
 
@@ -163,7 +166,10 @@ def _on_device(sharding: Sharding) -> Sharding:
 def _stacked(
     signature: Signature, parameters: Any, names: Sequence[str], mixed: SetDeclaration, room: DeviceRoom | None
 ) -> ParameterSets:
-    """Places the leaves that all sets share; those of each set wait in the host's memory for a slot of the stack."""
+    """Places the parameters of a model whose batches mix parameter sets.
+
+    Leaves that all sets share go to the device; the other leaves stay in host memory until their set gets a slot of the stack.
+    """
     mixed.check(signature.model, names)
     leaves, structure = jax.tree.flatten(parameters)
     room = room or DeviceRoom(0)

@@ -1,7 +1,7 @@
-"""Explains a failed run: the device is lost, or had no memory left for it.
+"""Explains why a run failed: the device has failed, or it had no memory left for the run.
 
-The cause of any error may be the device, at the call as well as when outputs are waited for, in a model's thread as well as on
-the loop: so the device is checked after every failure.
+Any error may come from the device: at the call or when outputs are waited for, in a model's thread or in the worker's loop. So
+the device is checked after every failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tensord.workers.requests.request import Request
 
 _log = logging.getLogger(__name__)
 
-#: Checks the device. Raises DeviceLost: it is of no use to this process any more.
+#: Checks the device. Raises DeviceLost: the device has failed and this process cannot use it any more.
 CheckDevice = Callable[[], None]
 _EXHAUSTED = "RESOURCE_EXHAUSTED"
 #: Characters of XLA's message that are passed on; the rest are tables of its allocations.
@@ -25,16 +25,16 @@ _SHOWN = 300
 
 
 def works() -> None:
-    """Does nothing: ``CheckDevice`` for a device that cannot be lost."""
+    """Does nothing: the ``CheckDevice`` for a device that cannot fail."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error of XLA says that the device has no memory, for a run or for compiling."""
+    """Returns whether an error is XLA's report that the device has too little memory, for a run or a compilation."""
     return isinstance(error, jax.errors.JaxRuntimeError) and _EXHAUSTED in str(error)
 
 
 def memory_needed(program: Any) -> int | None:
-    """Returns the bytes that a ``jax.stages.Compiled`` takes for outputs and while it runs; None: not known."""
+    """Returns the bytes of a ``jax.stages.Compiled``'s outputs and temporary memory together; None: not known."""
     try:
         found: Any = program.memory_analysis()
         return int(found.temp_size_in_bytes + found.output_size_in_bytes)
@@ -43,7 +43,10 @@ def memory_needed(program: Any) -> int | None:
 
 
 def out_of_memory(error: BaseException, requests: Sequence[Request], program: int | None) -> Unavailable:
-    """Returns the error for requests: what they needed, and what XLA says. ``program``: its bytes, if they are known."""
+    """Makes the error for requests for which the device has no memory: says what they needed, and quotes XLA's message.
+
+    ``program``: the bytes that their program needs besides its parameters; None: not known.
+    """
     byte_size = sum([array.nbytes for request in requests for array in request.arrays.values()])
     rows = sum([request.rows for request in requests])
     needed = "" if program is None else f", a program that needs {program} bytes besides its parameters"
@@ -55,7 +58,7 @@ def out_of_memory(error: BaseException, requests: Sequence[Request], program: in
 
 
 def compile_error(error: Exception, requests: Sequence[Request], version: int) -> ServingError:
-    """Returns the error for requests whose program could not be compiled."""
+    """Makes the error for requests whose program could not be compiled, and logs its cause."""
     if isinstance(error, ServingError):
         return error
     if is_out_of_memory(error):

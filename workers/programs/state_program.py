@@ -1,4 +1,4 @@
-"""The program of a JAX model with state: it takes rows of sequences out of the carry, and puts the new ones back.
+"""Wraps a JAX model with state as a program, which takes the state of sequences out of the carry and puts the new state back.
 
     carry    | slot 0 | slot 1 | ... | slot S-1 | where sequences begin |     one array for each state, one row for each slot
                  └──────────┬──────┘                      │ start
@@ -7,8 +7,8 @@
                  ┌──────────┴──────┐
     carry    | slot 0 | slot 1 | ...     the same memory: the carry is donated
 
-Slots and starts are data, so one program serves whichever sequences come. Rows of a batch that no request fills begin with the
-initial state, and their new state is dropped: their slot lies outside.
+Slots and starts are inputs, so one program serves all sequences. Rows of a batch that no request fills begin with the initial
+state, and their new state is dropped, because their slot lies outside of the carry.
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import Internal
 from tensord.workers.tensors.signature import Signature
 
-#: Number of the carry among a program's arguments after the parameters.
+#: Index of the carry among a program's arguments after the parameters.
 CARRY = 2
 
 
 def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, bool]]) -> Array:
-    """Returns a batch's slots and starts as a program takes them. ``used``: (slot, start) of the first rows."""
+    """Returns the argument that tells a program the slot of each row, and whether its sequence begins: INT32[2, rows].
+
+    Args:
+      rows: of the batch.
+      used: (slot, start) of the first rows; no request fills the others.
+    """
     nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
     return np.array(
         [[*(slot for slot, _ in used), *nobody], [*(start for _, start in used), *(True for _ in nobody)]], np.int32
@@ -37,12 +42,12 @@ def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, boo
 
 
 def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of the carry."""
+    """Returns the shape and dtype of each array of the carry, by the state's name."""
     return {spec.name: jax.ShapeDtypeStruct((signature.slots + 1, *spec.dims), spec.dtype) for spec in signature.states}
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Wraps a function as the program to trace: (parameters, inputs, rows, carry) -> (outputs, carry)."""
+    """Wraps a model's function with state as the function to trace: (parameters, inputs, rows, carry) -> (outputs, carry)."""
 
     def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         slots, starts = rows[0], rows[1]
@@ -62,7 +67,10 @@ def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., t
 
 
 def checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns outputs and new state, while the program is traced. Raises Internal: they are not as declared."""
+    """Checks what a model's function with state has returned; returns its outputs and its new state. Called during tracing.
+
+    Raises Internal: they are not as declared.
+    """
     what = f"model '{signature.model}'"
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise Internal(f"{what}: apply returned {type(returned).__name__}, a pair (outputs, state) is expected")

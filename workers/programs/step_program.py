@@ -1,13 +1,13 @@
-"""The programs of a stepped model: wraps the author's three functions with the worker's bookkeeping.
+"""Wraps the three functions of a stepped model's author with the worker's bookkeeping, to be compiled as programs.
 
     init     (parameters)                         ->        carry     one row for each slot in every array of it
     insert   (parameters, inputs, slots, carry)   -> rows,  carry     requests begin, each in its slot
     step     (parameters, unmasked, carry)        -> rows,  carry     all requests go on, or those in the first slots
-    carry    (the author's, live)                 live: a request is in the slot and has not finished
+    carry    (the author's carry, live)           live: whether a request is in the slot and has not finished
     rows     UINT8[n, size]                       the outputs of each row side by side, then ``EMITS`` and ``FINISHED``
 
-The carry is donated, so it stays in the same memory. The device knows at once that a request has finished, and so a step that is
-on its way already leaves its slot alone. A step costs one transfer to the host, whatever the model's outputs are.
+The carry is donated, so it stays in the same memory. The device itself notes that a request has finished, so a step that was
+launched before the worker knew of it does not touch the slot. A step costs one transfer to the host for all outputs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tensord.shm.errors import Internal
 from tensord.workers.scheduling.step_batcher import EMITS, FINISHED
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
-#: Number of the carry among the arguments of insert and step.
+#: Index of the carry among the arguments of insert and step.
 INSERT_CARRY, STEP_CARRY = 3, 2
 
 
 class StepFunctions(NamedTuple):
-    """The functions that ``create`` of a stepped model returns."""
+    """The three functions that the ``create`` function of a stepped model returns."""
 
     init: Callable[..., Any]
     insert: Callable[..., Any]
@@ -38,7 +38,7 @@ class StepFunctions(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The place of an output in a row."""
+    """The place of an output in a row: bytes ``start`` to ``stop``, without ``stop``."""
 
     spec: TensorSpec
     start: int
@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 
 
 class Rows:
-    """The layout of a row, in which outputs lie side by side."""
+    """The layout of a row of results: the bytes of all outputs side by side, and then one byte of flags."""
 
     def __init__(self, signature: Signature) -> None:
         self._parts: list[_Part] = []
@@ -62,12 +62,12 @@ class Rows:
         self.byte_size = at + 1
 
     def pack(self, outputs: dict[str, Any], emits: Any, finished: Any) -> Any:
-        """Packs outputs, whose first axis is rows, as UINT8[rows, size]; to be traced."""
+        """Packs outputs and flags, whose first axis is rows, as UINT8[rows, size]. Called while JAX traces a program."""
         says = (emits * jnp.uint8(EMITS) | finished * jnp.uint8(FINISHED)).astype(jnp.uint8)
         return jnp.concatenate([*(_bytes(outputs[part.spec.name]) for part in self._parts), says[:, None]], axis=1)
 
     def cut(self, row: Array) -> dict[str, Array]:
-        """Returns the outputs of one row, in the client's shapes, as views of it."""
+        """Returns the outputs in one row, in the client's shapes, as views of the row's memory."""
         return {spec.name: row[start:stop].view(spec.dtype).reshape(spec.dims) for spec, start, stop in self._parts}
 
 
@@ -78,12 +78,18 @@ def _bytes(array: Any) -> Any:
 
 
 class StepPrograms:
-    """The functions to compile, with checks of what the author's functions return. Errors name the model."""
+    """The functions that are compiled for a stepped model: they call the author's functions and check what these return."""
 
     def __init__(
         self, functions: StepFunctions, signature: Signature, slots: int, rows: Rows, insert_rows: int
     ) -> None:
-        """Wraps the functions. ``insert_rows``: 0: the author's ``insert`` takes one request, without an axis for it."""
+        """
+        Args:
+          functions: the author's.
+          slots: how many requests the carry has room for.
+          rows: the layout of a row of results.
+          insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
+        """
         self._functions = functions
         self._signature = signature
         self._slots = slots
@@ -91,7 +97,7 @@ class StepPrograms:
         self._insert_rows = insert_rows
 
     def init(self, parameters: Any) -> Any:
-        """Makes the carry. Raises Internal: an array has no row for each slot."""
+        """Calls the author's ``init`` and returns the carry. Raises Internal: an array does not have one row for each slot."""
         own = self._functions.init(parameters, self._slots)
         for path, leaf in jax.tree_util.tree_leaves_with_path(own):
             shape = jnp.shape(leaf)
@@ -103,7 +109,10 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Inserts requests. Raises Internal: the author's function did not return what is declared."""
+        """Calls the author's ``insert`` for new requests. Returns rows of results and the carry.
+
+        Raises Internal: the function did not return what is declared.
+        """
         own, live = carry
         returned = self._functions.insert(parameters, own, slots, inputs)
         if not isinstance(returned, tuple) or len(returned) not in (2, 4):
@@ -122,7 +131,12 @@ class StepPrograms:
         return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Steps the requests. Raises Internal: the author's function did not return what is declared."""
+        """Calls the author's ``step`` for the first slots. Returns rows of results and the carry.
+
+        Args:
+          unmasked: BOOL, one for each slot of the step: whether the slot's request takes part.
+        Raises Internal: the function did not return what is declared.
+        """
         own, live = carry
         count = unmasked.shape[0]
         first = live[:count]
@@ -151,7 +165,7 @@ class StepPrograms:
         return Internal(f"model '{self._signature.model}': {which} returned {what}, {expected} expected")
 
     def _check_carry(self, which: str, given: Any, made: Any) -> None:
-        """Raises Internal if a returned carry is not like the given one."""
+        """Checks a returned carry. Raises Internal: its structure, shapes or datatypes differ from the carry that was passed."""
         what = f"model '{self._signature.model}': {which} returned"
         before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
         structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(made)]
@@ -165,7 +179,7 @@ class StepPrograms:
                 raise Internal(f"{what} {_named(path)} as {_kind(new_leaf)}, init made it as {_kind(old)}")
 
     def _checked(self, which: str, outputs: Any, lead: tuple[int, ...]) -> dict[str, Any]:
-        """Returns the outputs. Raises Internal: they are not as declared."""
+        """Returns the outputs as arrays. Raises Internal: their names, shapes or datatypes are not the declared ones."""
         what = f"model '{self._signature.model}': {which} returned"
         if not isinstance(outputs, dict):
             raise Internal(f"{what} {type(outputs).__name__} as its outputs, a dict of arrays is expected")
@@ -183,7 +197,7 @@ class StepPrograms:
         return made
 
     def _flags(self, which: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns flags as an array. Raises Internal: they are not one BOOL for each row."""
+        """Returns flags as an array. Raises Internal: they are not BOOL with one element for each row."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(
@@ -193,7 +207,7 @@ class StepPrograms:
 
 
 def _strong(leaf: Any) -> Any:
-    """Returns a leaf as an array without JAX's weak type."""
+    """Returns an array, or a value as an array, without JAX's weak type."""
     array = jnp.asarray(leaf)
     return jax.lax.convert_element_type(array, array.dtype) if isinstance(array.dtype, np.dtype) else array
 
