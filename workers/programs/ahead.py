@@ -1,4 +1,4 @@
-"""Makes programs several at a time, and yields them in their order."""
+"""Makes programs in several threads at a time, and yields them in their order."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ S = TypeVar("S")
 
 
 def ahead(make: Callable[[S], tuple[T, bool]], wanted: Iterable[S], threads: int) -> Iterator[tuple[T, bool]]:
-    """Yields ``make``'s result for each, in order; up to ``threads`` are under way. Raises what one of them raised.
+    """Calls ``make`` for each wanted program in up to ``threads`` threads, and yields the results in order. Raises what one raised.
 
-    The first one is made alone, in the caller's thread. If it did not have to be compiled, as ``make`` says beside it, the
-    others most likely have not either, and one after the other is quickest. Then, and with one thread, nothing is begun before
-    it is asked for.
+    The first program is made in the caller's thread, before any other. If it did not have to be compiled, the others probably do
+    not have to be either, and to make them one after the other is fastest. Then, and with one thread, each program is made only
+    when the caller asks for it.
+
+    Args:
+      make: returns a program and whether it had to be compiled.
     """
     rest = iter(wanted)
     for first in rest:

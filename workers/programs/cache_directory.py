@@ -4,10 +4,11 @@
     <name>.lock    | empty, and locked, while a process makes that file |
     secret         | 32 random bytes, mode 0600, made with the first file |
 
-Three conditions must hold before a byte of a file is used. First, the directory belongs to this user, nobody else may write to it,
-and no other user can replace one of the directories above it (a sticky /tmp is allowed). Second, the file is a regular file of this
-user that nobody else can write. Third, its HMAC is right: so the file is complete, was written under this name, and was written by
-a process that can read the secret. Links are never followed. A file that fails is removed and logged; the caller makes it anew.
+Three conditions must hold before a byte of a file is used. First, the directory belongs to this user, nobody else may write to
+it, and no other user can replace one of the directories above it (a sticky /tmp is allowed). Second, the file is a regular file
+of this user that nobody else can write. Third, its HMAC is right: so the file is complete, was written under this name, and was
+written by a process that can read the secret. Links are never followed. A file that fails is removed and logged; the caller makes
+it anew.
 
 The directory is opened and checked again at every use, so no file descriptor is kept and no earlier check is relied upon.
 """
@@ -80,7 +81,7 @@ class CacheDirectory:
             _remove_old(place)
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a file; None if there is no such file, it fails a check (then it is removed), or an error occurs."""
+        """Returns the content of a file; None if it does not exist, cannot be read, or fails a check (it is removed then)."""
         try:
             with self._alone() as place:
                 secret = self._secret(place)
@@ -96,7 +97,10 @@ class CacheDirectory:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file, atomically replacing an earlier one. Raises OSError: the disk is full, or others can change the directory."""
+        """Writes a file, atomically in place of an earlier one.
+
+        Raises OSError: the file cannot be written, or others can change the directory.
+        """
         with self._alone() as place:
             head = _MAGIC + _seal(self._secret(place), name, content)
             with _written(place, head, content) as new:
@@ -164,7 +168,7 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[int]:
-        """Opens the directory; yields its file descriptor. Raises OSError: others can write to it, or it cannot be opened safely."""
+        """Opens the directory and yields its file descriptor. Raises OSError: others can write to it or replace it."""
         with self._opened() as (place, mode):
             if mode & _WRITABLE:
                 raise PermissionError(f"directory {self.path} is open to others (mode {mode:04o})")

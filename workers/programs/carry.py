@@ -1,9 +1,9 @@
-"""The carry: state of all sequences of one instance, on the device, which each run passes on to the next.
+"""Holds the carry: the state of all sequences of an instance, on the device, which each run passes to the next run.
 
-    run n ── carry ──▶ run n+1 ── carry ──▶ run n+2        a run may be given to the device before the one before it has ended
+    run n ── carry ──▶ run n+1 ── carry ──▶ run n+2        a run may be launched before the run before it has ended
 
-A run that fails before the device has the carry leaves every sequence as it was. After that the carry is gone, and every sequence
-of the instance with it: their clients get an error, and a new carry is made. Nothing is ever run again.
+If a run fails before the device has taken the carry, every sequence is as it was. If it fails later the carry is lost, and with it
+the state of every sequence of the instance: their clients get an error, and a new carry is made. No run is repeated.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ Step = Callable[..., Any]
 
 
 class StateLost(Exception):
-    """Raised where a failed run has lost the state of all sequences; its cause says why."""
+    """Raised if a failed run has lost the state of all sequences of an instance; ``__cause__`` is the error of the run."""
 
 
 class Carry:
-    """The state of one instance's sequences; belongs to its thread."""
+    """Holds the state of one instance's sequences on the device; used by the instance's thread only."""
 
     def __init__(self, signature: Signature, initial: InitialState, device: jax.Device | None = None) -> None:
-        """Makes no arrays yet. ``device``: where the programs run; None: JAX's usual one."""
+        """
+        Args:
+          initial: the state with which a sequence begins.
+          device: the device of the programs; None: JAX's default device.
+        """
         self._signature = signature
         self._initial = initial
         self._device = device
@@ -45,17 +49,20 @@ class Carry:
         self.losses = 0
 
     def run(self, step: Step, inputs: dict[str, Any], rows: int, requests: Sequence[Request]) -> dict[str, Any]:
-        """Gives a batch to the device; returns its outputs, which may not be computed yet (``failed`` is for what comes then).
+        """Launches a batch on the device. Returns its outputs, which may not be computed yet.
 
-        ``requests``: one for each of the first rows; of a sample, which is of no sequence, none.
+        If waiting for the outputs fails, the caller calls ``failed``.
 
-        Raises: StateLost: the run failed and the state is gone.  Or whatever else fails, while all state is as it was.
+        Args:
+          rows: the batch size.
+          requests: one for each of the first rows; none for a test run.
+        Raises StateLost: the run failed and the state of all sequences is lost. After any other error all state is as before.
         """
         used = [(request.slot.number, request.controls.start) for request in requests if request.version is not None]
         return self.run_rows(step, inputs, rows_argument(self._signature, rows, used))
 
     def run_rows(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
-        """Runs a batch whose rows' sequences are given (``argument``: ``state_program.rows_argument``). Else as ``run``."""
+        """Launches a batch as ``run`` does. ``argument``: the slot and start of each row (``state_program.rows_argument``)."""
         with precision(self._signature):
             carry = self._open()
             try:
@@ -69,7 +76,7 @@ class Carry:
         return made
 
     def failed(self) -> StateLost:
-        """Drops the carry after a failed run. Returns the error to raise."""
+        """Drops the carry after a run has failed; the next run makes a new one. Returns the error that the caller raises."""
         self._arrays = None
         self.losses += 1
         return StateLost()
@@ -80,7 +87,7 @@ class Carry:
         return self._arrays
 
     def _begun(self, spec: StateSpec) -> jax.Array:
-        """Returns one array of a new carry: its last row is the initial state, the others are written before they are read."""
+        """Makes one array of a new carry. Its last row is the initial state; other rows are written before they are read."""
         array = np.zeros((self._signature.slots + 1, *spec.dims), spec.dtype)
         array[-1] = self._initial.row(spec)
         made: jax.Array = jax.device_put(array, self._device)
@@ -91,7 +98,7 @@ class Carry:
 
 
 def check_state_size(signature: Signature, instances: int, limit: int) -> None:
-    """Raises InvalidArgument if the state of all instances would take more bytes than ``limit``."""
+    """Checks the size of a model's state. Raises InvalidArgument: all instances together need more than ``limit`` bytes."""
     needed = instances * carry_byte_size(signature)
     if signature.states and needed > limit:
         raise InvalidArgument(
@@ -101,5 +108,5 @@ def check_state_size(signature: Signature, instances: int, limit: int) -> None:
 
 
 def carry_byte_size(signature: Signature) -> int:
-    """Returns the bytes of one instance's state on the device."""
+    """Returns the bytes of the carry of one instance on the device."""
     return (signature.slots + 1) * sum(spec.dtype.itemsize * math.prod(spec.dims) for spec in signature.states)

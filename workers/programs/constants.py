@@ -1,6 +1,6 @@
-"""Finds arrays that a model's function closes over: each of its programs has them as constants, where parameters exist once.
+"""Finds arrays that a model's function closes over: each program contains them as constants, while parameters exist once.
 
-They make compiling slow and executables large, in memory and in the cache.
+Such arrays make compiling slow and executables large, in memory and in the cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ _MIN_BYTE_SIZE = 1 << 20
 
 
 def constant_byte_size(traced: jax.stages.Traced) -> int:
-    """Returns the bytes of arrays in a program that are none of its arguments."""
+    """Returns the bytes of a traced program's constant arrays, which are not arguments of the program."""
     return sum(int(getattr(array, "nbytes", 0)) for array in traced.jaxpr.consts)
 
 
 def warn_of_constants(model: str, byte_size: int, programs: int) -> None:
-    """Logs what large constants cost, and what to do."""
+    """Logs a warning if a model's constants are large: what they cost, and that they should be parameters.
+
+    Args:
+      byte_size: of the constants in one program.
+      programs: how many programs the model has.
+    """
     if byte_size < _MIN_BYTE_SIZE:
         return
     _log.warning(

@@ -263,7 +263,7 @@ class Executable(ABC):
 
 
 def specs_of(signature: Signature, wanted: Wanted) -> list[tuple[TensorSpec, tuple[int, ...]]]:
-    """Returns the specification and shape of each input of a program, without optional inputs that the program does not have."""
+    """Returns the specification and shape of each input of a program; optional inputs that the program lacks are left out."""
     return [
         (spec, shape) for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True) if shape is not None
     ]

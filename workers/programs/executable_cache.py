@@ -1,12 +1,12 @@
 """Caches compiled executables on disk, so that a second start neither traces nor compiles.
 
-    <key>.executable    whole executables as JAX serialises them: pickle of (where, payload, input tree, output tree)
+    <key>.executable    complete executables as JAX serialises them: pickle of (where, payload, input tree, output tree)
                         where: whether on the single-thread device; or the ids of several devices, in the program's order
     <digest>.program    an entry of JAX's own persistent cache, which saves XLA's work but not the tracing (``jax_cache``)
 
 An entry says on which of a worker's devices its program runs, because only compilation decides that.
 
-A pickle is code, and so is a compiled program: both are only ever read from a directory and from files that nobody else can have
+A pickle is code, and so is a compiled program: both are only read from a directory and from files that no other user can have
 written (``cache_directory``).
 """
 
@@ -46,10 +46,10 @@ _LOADS_FOR_DEVICES = "execution_devices" in inspect.signature(serialize_executab
 
 
 def cache_directory(configured: str) -> CacheDirectory | None:
-    """Opens the directory for executables, this user's alone; returns None, with a warning, where there can be none.
+    """Opens the directory for executables, which only this user may access. Logs a warning and returns None if that fails.
 
     Args:
-      configured: ``executables.cache_directory``; "" means systemd's cache directory, else the user's.
+      configured: ``executables.cache_directory``; "": systemd's cache directory (CACHE_DIRECTORY), or else the user's.
     """
     if configured:
         path = Path(configured)
@@ -66,7 +66,7 @@ def cache_directory(configured: str) -> CacheDirectory | None:
 
 @functools.cache
 def _platform() -> str:
-    """Returns a text of all that an executable depends on besides its program."""
+    """Returns a text with everything besides the program that an executable depends on: versions, device, processor, flags."""
     device = jax.devices()[0]
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -80,7 +80,7 @@ def _platform() -> str:
 
 
 class ExecutableCache:
-    """Finds executables by the digest of all that they depend on. Threads may share it; the file system orders them."""
+    """Stores executables in a cache directory, and finds them by a digest of everything that they depend on; for any thread."""
 
     def __init__(
         self,
@@ -88,13 +88,18 @@ class ExecutableCache:
         programs: JaxCache | None = None,
         outside: OutsideCompiler | None = None,
     ) -> None:
-        """``programs``: JAX's own cache, where there is one. ``outside``: has other processes compile."""
+        """
+        Args:
+          directory: where executables are stored; None: nothing is stored.
+          programs: JAX's own cache; None: JAX does not use one.
+          outside: has programs compiled in other processes; None: they are compiled in this process.
+        """
         self._directory = directory
         self._programs = programs
         self._outside = outside
         #: How many programs are made at a time: one is prepared here while others are compiled outside.
         self.threads = 1 if outside is None else outside.count + 1
-        #: What was compiled here, and by whoever has this cache without asking it.
+        #: Counts compilations through this cache, and others that its users report.
         self.compiles = CompileCounts()
         #: For tests.
         self.hits = 0
@@ -109,11 +114,17 @@ class ExecutableCache:
         make: Callable[[], CompiledProgram],
         cancellation: Cancellation,
     ) -> tuple[CompiledProgram, bool]:
-        """Returns the executable of a key, and whether ``make`` had to make it.
+        """Returns the executable for a key from the cache, or made by ``make``, and whether it was made.
 
-        Workers that share the directory make each program once: one does, the others wait and find it.
+        Of several workers that share the directory only one makes a program; the others wait for it and then find it.
 
-        Raises: as ``make``; Cancelled: the load was given up.
+        Args:
+          usual: the placement of the program.
+          small: offers the single-thread device, on which a stored program may run; None: it is not used.
+          what: names the program in the log.
+          make: compiles the program.
+          cancellation: tells whether the load was given up.
+        Raises Cancelled: the load was given up; or whatever ``make`` raises.
         """
         cancellation.check()
         if (found := self.load(key, usual, small)) is not None:
@@ -129,12 +140,15 @@ class ExecutableCache:
     def make(
         self, key: str, what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
     ) -> CompiledProgram:
-        """Runs a compilation and stores the executable. Returns it with its size.
+        """Compiles a program with ``make``, in another process if possible, and stores it. Returns it with its size in the cache.
 
         JAX's own cache is bypassed: an executable from there can be serialised again and loaded, but then lacks functions when it
         is run (measured with jaxlib 0.10.2 on CPU).
 
-        Raises: Internal: the process that compiled it died.  Cancelled: the load was given up.  Whatever ``make`` raises.
+        ``what``: names the program in the log.
+
+        Raises Internal: the process that compiled the program died; Cancelled: the load was given up; or whatever ``make``
+        raises.
         """
         with contextlib.ExitStack() as stack:
             if self._programs is not None:
@@ -146,7 +160,10 @@ class ExecutableCache:
 
     @staticmethod
     def key(parts: Iterable[str | bytes]) -> str:
-        """Returns a file name for the executable that these parts, and this platform, determine."""
+        """Returns the key of an executable: a digest of the parts and of this platform.
+
+        ``parts``: texts that together determine the program.
+        """
         digest = hashlib.sha256(_platform().encode())
         for part in parts:
             content = part.encode() if isinstance(part, str) else part
@@ -155,7 +172,10 @@ class ExecutableCache:
         return digest.hexdigest()
 
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
-        """Returns the executable of a key, or None; also where it is for the single-thread device, and ``small`` has none."""
+        """Loads the executable for a key from the cache, and counts a hit or a miss.
+
+        Returns None if there is none, or if it runs on the single-thread device and ``small`` does not offer that device.
+        """
         found = self._found(key, usual, small)
         if found is None:
             self.misses += 1
@@ -187,10 +207,10 @@ class ExecutableCache:
         known: Sequence[tuple[object, bytes]] = (),
         what: str = "a program",
     ) -> CompiledProgram:
-        """Stores an executable. Returns it with its size. Failures are logged, and only cost the next start.
+        """Stores an executable in the cache. Returns it with its size there; unchanged if it could not be stored, which is logged.
 
         Args:
-          known: XLA's executables and their bytes, of which compile processes have made them.
+          known: XLA executables that other processes have compiled, each with its bytes.
           what: names the program in the log.
         """
         if self._directory is None:

@@ -181,7 +181,7 @@ class Executables:
         return make
 
     def _place(self, planned: Sequence[Wanted]) -> None:
-        """Chooses one placement for all programs, because they share a carry or a stack: the one that suits the largest program."""
+        """Chooses one placement, suited to the largest program, for all programs, because they share a carry or a stack."""
         small, self._small = self._small, None
         if small is None or not planned or not small.suits(self._lowering.lower(*planned[-1], self._usual)):
             return

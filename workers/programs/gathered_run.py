@@ -1,7 +1,6 @@
-"""Runs a program with state over requests that are gathered already, with arguments that are made once.
+"""Runs a program with state on requests whose inputs are already gathered; reuses its arguments from run to run.
 
-For ``tensord.workers.dispatch.sequence_runs``, which runs one batch after the other and reads what each has made before the
-next begins.
+Used by ``tensord.workers.dispatch.sequence_runs``, which reads the outputs of each batch before the next batch begins.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class GatheredRun:
-    """Runs one program on one carry; belongs to their thread."""
+    """Runs one program with one carry; used only by the thread of this program and carry."""
 
     def __init__(self, executable: Executable, carry: Carry, signature: Signature) -> None:
         self._executable = executable
@@ -29,7 +28,13 @@ class GatheredRun:
         self._used = 0
 
     def __call__(self, slots: Sequence[int], starts: Sequence[bool]) -> list[Content]:
-        """Runs the gathered batch as ``Executable.run``. Raises as ``Carry.run``; StateLost also where reading fails."""
+        """Runs the batch that was gathered in the executable's memory. Returns the contents of the outputs in host memory.
+
+        Args:
+          slots: the slot of the sequence of each of the first rows; no request fills the other rows.
+          starts: whether each of these sequences begins.
+        Raises StateLost: the run failed and the state is gone, also when reading fails; or what else ``Carry.run`` raises.
+        """
         rows, used = self._rows, len(slots)
         rows[0, :used] = slots
         rows[1, :used] = starts

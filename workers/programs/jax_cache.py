@@ -1,8 +1,9 @@
-"""Keeps JAX's persistent compilation cache in our directory, for programs that are not stored as whole executables.
+"""Stores JAX's persistent compilation cache in the worker's cache directory.
 
-These are programs of unplanned shapes, and those that a model runs while it is made. JAX reads its own files without checking who
-wrote them, and a program is code; so its cache is given our files to read and write. JAX has no public hook for that: where its
-private attribute has moved (``PERSISTENT_CACHE``), such programs are compiled at every start.
+It serves programs that ``executable_cache`` does not store: programs for shapes without a bucket, and programs that a model runs
+while it is loaded. JAX reads the files of its cache without checking who wrote them, and a program is code; so JAX is given this
+cache, which checks its files. JAX has no public hook for that: if a JAX version has moved its private attribute
+(``PERSISTENT_CACHE``), such programs are compiled at every start.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class JaxCache:
-    """Answers JAX by its own keys (``jax._src.compilation_cache_interface``). Several threads may use it."""
+    """Stores and returns compiled programs by JAX's keys (``jax._src.compilation_cache_interface``); for any thread."""
 
     def __init__(self, directory: CacheDirectory) -> None:
         self._directory = directory
@@ -34,7 +35,7 @@ class JaxCache:
 
     @contextlib.contextmanager
     def passed_over(self) -> Iterator[None]:
-        """Bypasses the cache for programs that this thread compiles within the block."""
+        """Bypasses the cache for programs that the calling thread compiles in the ``with`` block."""
         self._thread.passed_over = True
         try:
             yield
@@ -57,12 +58,15 @@ class JaxCache:
         return getattr(self._thread, "passed_over", False)
 
     def _name(self, key: str) -> str:
-        """Returns the file for a key, which is hashed because it begins with a function's name, of any length."""
+        """Returns the file name for a key of JAX. The key is hashed because it begins with a function's name of any length."""
         return hashlib.sha256(f"{self._variant}\n{key}".encode()).hexdigest() + ".program"
 
 
 def use_persistent_cache(directory: CacheDirectory | None) -> JaxCache | None:
-    """Has JAX keep every compilation in a directory, however short. Returns None where it cannot."""
+    """Has JAX store every compiled program in a directory, however short the compilation was.
+
+    Returns the cache; None if there is no directory or this JAX version does not allow it.
+    """
     if directory is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The progress of a load: reported to the supervisor while it goes on, logged for compilations, and summed up."""
+"""Reports the progress of a model's load to the supervisor, logs its compilations, and sums up what the model takes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from tensord.workers.threads.cancellation import Cancellation
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-#: ``tell(number, total, compiled)``: executable ``number`` of ``total`` is begun, so many were compiled by now.
+#: ``tell(number, total, compiled)``: executable ``number`` of ``total`` is begun, ``compiled`` were compiled by now.
 Tell = Callable[[int, int, int], None]
 
 
 def nobody(number: int, total: int, compiled: int) -> None:
-    """Reports to nobody."""
+    """Does nothing: the ``Tell`` function for a load whose progress is not reported."""
 
 
 class LoadProgress:
-    """The progress of one load; belongs to the thread that loads."""
+    """Tracks the progress of one model's load; used by the loading thread only."""
 
     def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
-        """``cancellation``: None: the load cannot be cancelled."""
+        """
+        Args:
+          name, version: of the model that is loaded.
+          tell: reports the progress.
+          cancellation: tells whether the load was given up; None: it cannot be given up.
+        """
         self.cancellation = cancellation or Cancellation()
         #: Called when the next executable is begun.
         self.renew: Callable[[], None] = lambda: None
@@ -47,7 +52,7 @@ class LoadProgress:
         self._largest: tuple[int, float, str] = (0, -1.0, "")
 
     def through(self, wanted: Sequence[T]) -> Iterator[T]:
-        """Iterates over executables that are to be made, reports each, and logs a summary in the end.
+        """Yields the executables that are to be made, one by one; reports each before, and logs a summary at the end.
 
         Raises Cancelled: the load was given up.
         """
@@ -65,13 +70,18 @@ class LoadProgress:
         )
 
     def parameters(self, parameters: Any) -> None:
-        """Counts parameters that are on the device."""
+        """Notes how many bytes the model's parameters have, in total and on each device."""
         leaves = jax.tree.leaves(parameters)
         self._parameter_byte_size = sum(leaf.nbytes for leaf in leaves)
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)
 
     def made(self, what: object, program: CompiledProgram, compiled: bool) -> None:
-        """Counts the program that was begun last. ``compiled``: it was not in the cache."""
+        """Counts the program that ``through`` yielded last, now that it is made.
+
+        Args:
+          what: describes the program in the log.
+          compiled: whether it was compiled, not found in the cache.
+        """
         if compiled:
             self._compiled += 1
             seconds = (time.monotonic_ns() - self._began_ns) / 1e9
@@ -81,7 +91,7 @@ class LoadProgress:
         self._largest = max(self._largest, (byte_size, flops, str(what)))
 
     def footprint(self) -> Footprint:
-        """Returns the sums: time, programs, bytes."""
+        """Returns the load's time, its numbers of programs, the bytes of parameters and programs, and its largest program."""
         byte_size, flops, what = self._largest
         return Footprint(
             (time.monotonic_ns() - self._started_ns) / 1e9,
@@ -96,17 +106,19 @@ class LoadProgress:
 
 
 def _part(leaf: Any) -> int:
-    """Returns the bytes of an array on one of its devices."""
+    """Returns the bytes of an array that lie on one of its devices."""
     if not isinstance(leaf, jax.Array):
         return int(leaf.nbytes)
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def _takes(program: Any, parameter_byte_size: int) -> tuple[int, float]:
-    """Returns one run's bytes on a device besides the parameters, and floating-point operations; 0 and -1 if not known.
+    """Returns the bytes that a run of a program takes on a device besides the parameters, and its floating-point operations.
+
+    Returns 0 and -1 if they are not known.
 
     Args:
-      parameter_byte_size: on one device.
+      parameter_byte_size: bytes of the parameters on one device.
     """
     try:
         found: Any = program.memory_analysis()

@@ -29,10 +29,10 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Lowering:
-    """Lowers the function of one model version; any thread may use it."""
+    """Lowers the function of one model version for given shapes; any thread may use it."""
 
     def __init__(self, signature: Signature, apply: Callable[..., Any], pack: bool = False) -> None:
-        """``pack``: whether small outputs leave the device together (``packed_outputs.py``)."""
+        """``pack``: whether programs also return their small outputs packed in one array (``packed_outputs.py``)."""
         self._signature = signature
         if signature.states:
             apply = stepping(apply, signature)
@@ -45,7 +45,7 @@ class Lowering:
         self.constant_byte_size = 0
 
     def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
-        """Lowers the program of some shapes for a placement. Raises whatever tracing raises."""
+        """Lowers the program for a batch size and input shapes on a placement's device. Raises whatever tracing raises."""
         arguments: tuple[Any, ...] = (self.zeros(rows, shapes),)
         if self._signature.states:
             arguments = (*arguments, rows_argument(self._signature, rows, ()), carry_specs(self._signature))
@@ -63,7 +63,7 @@ class Lowering:
             raise LookupError(f"apply failed with {error!r}; the inputs of the model are: {names}") from error
 
     def _jitted(self) -> Any:
-        """Returns a new jitted function, for one program: JAX keeps megabytes for as long as the function lives (measured)."""
+        """Returns a new jitted function for one program. It is not reused, because JAX keeps megabytes while it lives (measured)."""
 
         @functools.wraps(self._apply)
         def apply(*arguments: Any) -> Any:
@@ -73,7 +73,7 @@ class Lowering:
         return jax.jit(apply, donate_argnums=1 + CARRY if self._signature.states else ())
 
     def zeros(self, rows: int, shapes: Shapes) -> dict[str, Any]:
-        """Returns zeros as inputs for a test run."""
+        """Returns zeros as the inputs of a test run, by input name."""
         lead = (rows,) if self._signature.batches else ()
         return {
             spec.name: np.zeros(shape if spec.whole else (*lead, *shape), spec.dtype)
@@ -82,7 +82,7 @@ class Lowering:
         }
 
     def check(self, rows: int, shapes: Shapes, lowered: jax.stages.Lowered) -> None:
-        """Checks a program's outputs, before the model serves. Raises Internal: they are not as declared."""
+        """Checks the outputs of a lowered program, before the model serves. Raises Internal: they are not as declared."""
         made = lowered.out_info[0] if self._signature.states else lowered.out_info
         name = self._signature.model
         if not isinstance(made, dict):
@@ -109,14 +109,20 @@ class Lowering:
 
 
 def _kind(made: Any) -> str:
-    """Returns a returned value's kind in words; JAX's tracers are arrays to the function's author."""
+    """Describes the type of a value that a model's function returned, for an error message; a tracer of JAX is "an array"."""
     return "an array" if hasattr(made, "shape") and hasattr(made, "dtype") else f"a {type(made).__name__}"
 
 
 def check_output(
     model: str, spec: TensorSpec, batches: bool, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> None:
-    """Raises Internal, naming both, if datatype or shape are not the declared ones."""
+    """Checks the datatype and shape of a computed output. Raises Internal: they are not the declared ones.
+
+    Args:
+      batches: whether the model has a batch dimension.
+      rows: the expected batch size.
+      shape: of the computed output, with the batch.
+    """
     inner = shape[1:] if batches else shape
     fits = spec.fits_model(inner) and (not batches or (len(shape) > 0 and shape[0] == rows))
     if dtype == spec.dtype and fits:
@@ -132,7 +138,10 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raises Internal if an output that is cut like an input has another number of elements, or another datatype."""
+    """Checks an output that is split among the requests as an input is.
+
+    Raises Internal: its number of elements is not ``elements``, the input's, or its datatype is not the declared one.
+    """
     if dtype == spec.dtype and math.prod(shape) == elements:
         return
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"
@@ -143,5 +152,5 @@ def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...
 
 
 def is_numeric(spec: TensorSpec) -> bool:
-    """Returns whether a jitted function can take or return a tensor."""
+    """Returns whether a jitted function can take or return a tensor of this datatype: any but BYTES."""
     return DTYPES[spec.datatype].kind != "O"

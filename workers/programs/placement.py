@@ -1,4 +1,4 @@
-"""Placements of a model version's programs: the worker's device, or for small ones the single-thread device."""
+"""Describes on which device a model version's programs run: the worker's, or for small programs the single-thread device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tensord.workers.parameters.parameter_set import ParameterSets
 
 
 class Placement(NamedTuple):
-    """A device with a version's parameters on it."""
+    """A device, and the parameters of a model version on it."""
 
-    #: The version's parameter sets; which one programs run with is said with each run.
+    #: The version's parameter sets; each run says which of them it uses.
     sets: ParameterSets
     #: Device for ``jax.device_put``; None: the worker's own.
     device: jax.Device | None = None
-    #: The devices of a model that runs on several; a program decides where its parameters lie.
+    #: The devices of a model that runs on several, None: it runs on one; the program decides where its parameters lie.
     several: SeveralDevices | None = None
     #: Sharding with which programs are lowered; None: JAX's default.
     sharding: SingleDeviceSharding | None = None
@@ -31,26 +31,26 @@ class Placement(NamedTuple):
     client: Any = None
 
     def spec(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
-        """Returns an argument's shape and dtype, for lowering."""
+        """Describes an argument with this shape and dtype on the placement's device, for lowering."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
     @property
     def at(self) -> int:
-        """Returns the index at which each parameter set keeps its arrays for this placement (``ParameterSet.on``)."""
+        """The index by which ``ParameterSet.on`` returns a set's arrays for this placement: 1 on the single-thread device, else 0."""
         return int(self.is_single_thread)
 
     @property
     def parameters(self) -> Any:
-        """The parameters that requests get which name no set."""
+        """The arrays of the main parameter set, which requests get that name no set."""
         return self.sets.main.on(self.at)
 
     @property
     def is_single_thread(self) -> bool:
-        """True for the placement on the single-thread device."""
+        """True if this is the placement on the single-thread device."""
         return bool(self.options)
 
     def parameter_specs(self, rows: int) -> Any:
-        """Returns shapes and dtypes of what a program of so many rows takes as parameters, for lowering."""
+        """Describes the parameters that a program for ``rows`` rows takes, for lowering: shapes, dtypes and shardings."""
         several, stack = self.several, self.sets.stack
         if stack is not None:
             return stack.specs(self.spec, rows)
@@ -65,12 +65,12 @@ class Placement(NamedTuple):
     def compile(
         self, lowered: jax.stages.Lowered, options: Mapping[str, str | bool] = MappingProxyType({})
     ) -> jax.stages.Compiled:
-        """Compiles a program that was lowered for this placement. ``options``: XLA's, besides those of the placement."""
+        """Compiles a program that was lowered for this placement. ``options``: XLA options added to the placement's options."""
         return lowered.compile({**self.options, **options} or None)
 
 
 class CompiledProgram(NamedTuple):
-    """A program from a compilation or from the cache."""
+    """A program that was compiled or loaded from the cache, with its placement."""
 
     #: Takes parameters and inputs.
     call: jax.stages.Compiled

@@ -1,9 +1,9 @@
-"""Recognises programs that may write to a client's memory: they only compute, and leave nothing there but outputs.
+"""Recognises programs that may safely write their outputs to a client's memory: they only compute, and write nothing else there.
 
-The memory that an output is written to may be a client's, who can change it at any moment, and read it. In a plain program what
-that changes are numbers, the client's own: no value decides what is read, written or run, so there is no index to be made wrong,
-and no sort to be upset that trusts its data to hold still. And what the client reads is never anything but its outputs: XLA likes
-to put intermediate results where an output will be, and those may tell of a model's parameters.
+The client can read and change the memory of an output at any moment, also during a run. In such a plain program this can change
+only the client's own numbers: no value decides what is read, written or run, so no index and no sort can be made to go wrong. And
+the client can read nothing but its outputs: XLA may also use an output's memory for intermediate results, which may reveal a
+model's parameters; programs where it does so are not plain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALLOCATIONS, _LIVE_OUT, _ASSIGNED = 3, 7, 9
 
 
 def is_plain(compiled: Any) -> bool:
-    """Returns whether a ``jax.stages.Compiled`` is known to only compute, and to leave only outputs in their memory."""
+    """Returns whether a ``jax.stages.Compiled`` is known to only compute, and to use its outputs' memory for nothing else."""
     try:
         text = compiled.as_text()
         assignment = compiled.runtime_executable().get_compiled_memory_stats().serialized_buffer_assignment_proto
@@ -50,7 +50,7 @@ def _only_computes(text: str) -> bool:
 
 
 def _leaves_only_outputs(assignment: bytes) -> bool:
-    """Returns whether the memory of outputs never holds other values."""
+    """Returns whether the memory of a program's outputs never holds other values, by XLA's serialised buffer assignment."""
     outputs = 0
     for number, allocation in _fields(assignment):
         if number == _ALLOCATIONS:
@@ -62,7 +62,7 @@ def _leaves_only_outputs(assignment: bytes) -> bool:
 
 
 def _fields(message: Any) -> Iterator[tuple[int, Any]]:
-    """Iterates over number and content of the fields of a serialised message whose declaration is not at hand."""
+    """Yields the number and content of each field of a serialised protobuf message, without its declaration."""
     fields: Any = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(message))
     for field in fields:
         yield field.field_number, field.data

@@ -1,4 +1,4 @@
-"""Sets JAX's 64-bit mode, which holds for a thread, for models that want it."""
+"""Sets JAX's 64-bit mode, which is set for each thread, for models that need it."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tensord.workers.tensors.signature import Signature
 
 
 def precision(signature: Signature) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in 64-bit mode for a model with 64-bit elements; others are traced and called without."""
+    """Returns a context in which JAX's 64-bit mode is on if the model has 64-bit elements; otherwise it changes nothing."""
     return enable_x64(True) if signature.wide else contextlib.nullcontext()

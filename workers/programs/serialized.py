@@ -1,7 +1,8 @@
-"""Serialises compiled programs: with JAX's own pickler, and the bytes of XLA's executable as they were made once.
+"""Serialises compiled programs for the cache, also programs that were compiled in another process.
 
-The second is no public part of JAX (``PICKLER``, ``UNLOADED_EXECUTABLE``). Where the first of these has moved nothing is
-compiled in other processes (``outside_compiler``), because what they give could not be kept.
+For the latter JAX's own pickler is used with the bytes of XLA's executable from that process. This is not a public part of JAX
+(``PICKLER``, ``UNLOADED_EXECUTABLE``). If a JAX version has moved ``PICKLER``, nothing is compiled in other processes
+(``outside_compiler``), because such programs could not be stored.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from tensord.workers.jax_internals.interfaces import PICKLER
 
 
 def serialize(compiled: jax.stages.Compiled, executable: bytes | None = None) -> tuple[Any, ...]:
-    """Serialises a program as ``jax.experimental.serialize_executable`` does. Raises whatever that raises.
+    """Serialises a program as ``jax.experimental.serialize_executable`` does. Raises whatever that function raises.
 
     Args:
-      executable: XLA's bytes, of a program that another process compiled, which cannot be serialised again; else None.
+      executable: the bytes of XLA's executable if another process compiled the program, because it cannot be serialised
+        again; None: this process compiled it.
     """
     if executable is None:
         return tuple(serialize_executable.serialize(compiled))

@@ -1,10 +1,10 @@
-"""The programs of one version of a stepped model: made before it is ready, from the cache or by compiling.
+"""Makes the programs of a stepped model version before it is ready, from the cache or by compiling.
 
     init      one
     insert    one for each combination of buckets
-    step      one for each number of slots that a step may be for; all programs are where the largest of these belongs
+    step      one for each number of slots that a step may have; all programs run on the device that suits the largest step
 
-A stepped model has no shapes but those of its buckets: nothing is compiled for a request.
+A stepped model takes only the shapes of its buckets: nothing is compiled for a request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DeviceCall = Callable[..., Any]
 
 
 class _Wanted(NamedTuple):
-    """Names one of a stepped model's programs."""
+    """Identifies one program of a stepped model."""
 
     name: str
     #: Number of slots that a step is for.
@@ -53,7 +53,7 @@ class _Wanted(NamedTuple):
 
 
 class StepExecutables:
-    """The programs of one stepped model version; ``warm`` makes them."""
+    """Makes and holds the programs of one stepped model version; ``warm`` makes them."""
 
     def __init__(
         self,
@@ -71,9 +71,16 @@ class StepExecutables:
         room: DeviceRoom | None = None,
         on_demand: bool = False,
     ) -> None:
-        """``step_slots``: ascending, the last one is ``slots``. ``insert_rows``: as in ``StepPrograms``.
-
-        ``names``, ``room``, ``on_demand``: as in ``Executables``.
+        """
+        Args:
+          buckets: the input shapes that ``insert`` is compiled for.
+          programs: the functions to compile.
+          slots: how many requests the carry has room for.
+          step_slots: numbers of slots that ``step`` is compiled for, ascending; the last is ``slots``.
+          insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
+          source: the model's source code, part of the cache's keys.
+          device: the object for the device that belongs to the running thread.
+          names, room, on_demand: as for ``Executables``.
         """
         self._step_slots = step_slots
         self._signature = signature
@@ -101,7 +108,7 @@ class StepExecutables:
         self.steps: dict[int, DeviceCall] = {}
 
     def parameters(self, chosen: ParameterSet | None = None) -> Any:
-        """Returns the parameters of a set as the programs take them; None: those of requests that name no set."""
+        """Returns the parameters of a set in the form that the programs take. ``chosen``: None: the main set."""
         return (self.sets.main if chosen is None else chosen).on(self._at)
 
     @property
@@ -110,7 +117,10 @@ class StepExecutables:
         return self._place.device
 
     def check_size(self, limit: int) -> None:
-        """Traces ``init``. Raises InvalidArgument: the carry would take more bytes than ``limit``; or whatever it raises."""
+        """Checks the size of the carry, by tracing ``init``.
+
+        Raises InvalidArgument: the carry would have more than ``limit`` bytes; or whatever ``init`` raises.
+        """
         with precision(self._signature):
             made = jax.eval_shape(self._init, self._place.parameter_specs(1))
         byte_size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
@@ -121,7 +131,7 @@ class StepExecutables:
             )
 
     def warm(self, progress: LoadProgress) -> None:
-        """Makes all programs and runs each once. Raises Internal: a function does not return what is declared."""
+        """Makes all programs and runs each of them once. Raises Internal: a function does not return what is declared."""
         step = self._lower(_Wanted("step", self._slots), self._place)
         if self._small is not None and self._small.suits(step) and (placement := self._small.open()) is not None:
             try:
@@ -175,7 +185,7 @@ class StepExecutables:
             self.inserts[what.shapes] = call
 
     def _lower(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
-        """Lowers one program, in one thread at a time. Raises whatever tracing raises."""
+        """Lowers one program; only one thread at a time traces the model's functions. Raises whatever tracing raises."""
         with self._tracing:
             return self._traced(what, place)
 
@@ -199,7 +209,7 @@ class StepExecutables:
         return lowered
 
     def zeros(self, shapes: Shapes) -> tuple[dict[str, Array], Array]:
-        """Returns zeros as inputs for ``insert``, with sizes of named axes, and slots that lie outside of the carry."""
+        """Returns arguments for a test run of ``insert``: inputs of zeros, sizes of named axes, and slots outside of the carry."""
         lead = (self._insert_rows,) if self._insert_rows else ()
         arrays: dict[str, Array] = {}
         for spec, shape in zip(self._signature.inputs.values(), shapes, strict=True):
@@ -209,7 +219,7 @@ class StepExecutables:
         return arrays, np.full(lead, self._slots, np.int32)
 
     def _run_once(self) -> None:
-        """Runs each program once: a model that fails does not serve, and no request pays for a first run."""
+        """Runs each program once, so that a model that fails does not serve, and no request has to wait for a slow first run."""
         parameters = self.parameters()
         with precision(self._signature):
             carry = self.init(parameters)

@@ -1,8 +1,8 @@
-"""Estimates a compiled program's work, compared with the cost of a call, before it ever runs.
+"""Estimates a compiled program's work before it runs, in relation to the cost of a call.
 
-XLA knows a program's floating-point operations and the bytes that they read and write. It counts one iteration of a loop, and
-nothing of calls outside of XLA: a program with either may take any time. No time is measured, so a program weighs the same on
-every host, on a busy one too.
+XLA knows a program's floating-point operations and the bytes that they read and write. For a loop it counts one iteration, and
+for calls outside of XLA nothing, so a program with loops or such calls may take any time. No time is measured, so the estimate is
+the same on every host, also on a busy one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Weight(enum.IntEnum):
 
 
 class Most(NamedTuple):
-    """A bound on a program's work."""
+    """An upper bound on a program's work: floating-point operations, and bytes that they read and write."""
 
     flops: int
     byte_size: int
@@ -48,7 +48,7 @@ _ITERATION = 1 << 22
 
 
 def work_of(program: Program) -> tuple[float, float]:
-    """Returns the floating-point operations of a program and the bytes they read and write; -1: not known."""
+    """Returns the floating-point operations of a program, and the bytes that they read and write; -1 for what is not known."""
     cost = program.cost_analysis() or {}
     flops = cost.get("flops", -1.0)
     if flops >= 0:
@@ -68,13 +68,16 @@ def is_within(program: Program, most: Most, text: Program | None = None) -> bool
 
 
 def share_of(program: Program) -> float:
-    """Returns a program's work as a fraction of one loop iteration's; infinite: more than that, or not known."""
+    """Returns a program's work as a fraction of what may run in one iteration of the worker's loop (about 1 ms of a core).
+
+    Infinite: it is more than one iteration's, or not known.
+    """
     share = sum(work_of(program)) / _ITERATION
     return share if share <= 1 and is_within(program, Most(_ITERATION, _ITERATION)) else math.inf
 
 
 def weight_of(program: Program) -> Weight:
-    """Returns the weight of a program; heavy where XLA does not know its cost."""
+    """Returns the weight class of a program; HEAVY if XLA does not know its cost."""
     if not is_within(program, _LIGHT):
         return Weight.HEAVY
     flops, byte_size = work_of(program)
