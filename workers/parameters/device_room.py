@@ -1,8 +1,8 @@
-"""The room that pushed parameters have on a worker's device, all models' together.
+"""Limits the memory that the pushed parameter sets of all models take on a worker's device.
 
-What is asked stays, or comes back; the set that was not asked for the longest time leaves for it. ``main`` of a model never
-leaves, nor does what is staged. What has left a GPU lies in page-locked host memory, as far as there is some
-(``workers.pinned_byte_size``), and comes back at the speed of the bus.
+A set that a batch needs stays on the device, or is brought back. If there is no room, the set that was not used for the longest
+time leaves the device. A set that is staged never leaves, nor does a model's ``main`` (unless it is on demand). A set that has
+left a GPU lies in page-locked host memory, as far as ``workers.pinned_byte_size`` allows, and comes back at the speed of the bus.
 """
 
 from __future__ import annotations
@@ -23,28 +23,35 @@ if TYPE_CHECKING:
 
 
 class DeviceRoom:
-    """Counts the pushed sets that are on a device. Any thread may use it; ``lock`` is held while sets come and leave."""
+    """Tracks the parameter sets on a device and evicts sets when the memory for them is used up; any thread may use it.
+
+    ``lock`` is held while sets are brought to the device or leave it.
+    """
 
     def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
-        """``byte_size``: what all of them may take. ``pinned``: what may be page-locked of those that leave; None: nothing."""
+        """
+        Args:
+          byte_size: how many bytes all sets together may take on the device.
+          pinned: how many bytes of page-locked memory sets that left the device may take; None: none.
+        """
         self._limit = byte_size
         self.pinned = pinned or PinnedBudget(0)
         self.lock = threading.RLock()
-        #: Those that are on the device, for as long as anybody has them.
+        #: The sets that are on the device; a set that nothing else refers to any more disappears.
         self._resident: weakref.WeakSet[ParameterSet] = weakref.WeakSet()
-        #: Those of models that compute several sets in one batch.
+        #: The stacks of models whose batches mix sets.
         self._stacks: weakref.WeakSet[SetStack] = weakref.WeakSet()
         self._uses = itertools.count(1)
         #: Sets that are not in use any more and are kept in the host's memory, oldest first.
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Returns a number that grows with each use of any set."""
+        """Returns the next number of a counter of uses: the set with the lowest number was not used for the longest time."""
         return next(self._uses)
 
     @property
     def byte_size(self) -> int:
-        """The bytes of all sets that are on the device."""
+        """The bytes that all sets and stacks take on the device now."""
         with self.lock:
             return sum([each.placed_byte_size for each in self._resident], self._stacked)
 
@@ -53,7 +60,10 @@ class DeviceRoom:
         return sum([each.byte_size for each in self._stacks])
 
     def join_stack(self, stack: SetStack, model: str) -> None:
-        """Counts a stack until its load has ended. Raises InvalidArgument: there is no room for it."""
+        """Reserves memory on the device for a model's stack of sets, until ``leave_stack``.
+
+        Raises InvalidArgument: the stacks together would have more bytes than all sets may take.
+        """
         with self.lock:
             taken = self._stacked
             if taken + stack.byte_size > self._limit:
@@ -65,12 +75,15 @@ class DeviceRoom:
             self._stacks.add(stack)
 
     def leave_stack(self, stack: SetStack) -> None:
-        """Counts a stack no longer. Idempotent."""
+        """Frees the memory that ``join_stack`` reserved for a stack. May be called more than once."""
         with self.lock:
             self._stacks.discard(stack)
 
     def admit(self, parameters: ParameterSet) -> None:
-        """Makes room for a set, which is about to be placed; ``lock`` is held. Raises Unavailable: there is none."""
+        """Counts a set that is about to be placed on the device, and evicts others for it if necessary.
+
+        The caller holds ``lock``. Raises Unavailable: the sets that cannot leave the device take too much memory.
+        """
         resident = [each for each in self._resident if each is not parameters]
         needed, taken = parameters.placed_byte_size, sum([each.placed_byte_size for each in resident], self._stacked)
         if needed and taken + needed > self._limit:
@@ -90,22 +103,22 @@ class DeviceRoom:
         self._resident.add(parameters)
 
     def may_keep(self, parameters: ParameterSet) -> bool:
-        """Returns whether a set may be kept in the host's memory when it is not in use any more."""
+        """Returns whether a set is small enough to be kept in host memory after a newer version has replaced it."""
         return parameters.byte_size <= self._limit
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps a set that is not in use any more; what was kept longest goes for it."""
+        """Keeps a replaced set in host memory. While such sets take too many bytes the one kept longest is forgotten."""
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
             oldest, _ = self._former.popitem(last=False)
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Keeps a set no longer, if it was kept."""
+        """Ends the keeping of a replaced set, if it is kept."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:
-        """Notes that a set has left the device, or was not placed; ``lock`` is held."""
+        """Counts a set no longer, because it has left the device or could not be placed. The caller holds ``lock``."""
         self._resident.discard(parameters)
 
     def __repr__(self) -> str:

@@ -1,10 +1,11 @@
-"""Parameters in memory as they travel between processes: safetensors' layout in a memfd that nobody can change any more.
+"""Reads and writes parameters in the form in which processes pass them on: safetensors' layout in a sealed memfd.
 
     | length of the header u64 | header: JSON, padded with spaces | tensors, one behind the other, without holes |
     header   {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ..., "__metadata__": {...}}
 
-The header is read as if an enemy had written it. What is written here begins at a multiple of ``ALIGNMENT``, and so does each
-tensor but the few small ones behind the first whose size is no multiple of it: XLA uses aligned ones where they lie.
+The seals ensure that no process can change the memory any more. The header is checked as if an attacker had written it. In memory
+that is written here the tensors begin at a multiple of ``ALIGNMENT``, and so does each tensor except the few behind the first
+whose size is not a multiple: XLA uses aligned tensors without a copy.
 
 Source: safetensors' format, https://github.com/huggingface/safetensors#format
 """
@@ -78,7 +79,7 @@ _metadata_decoder = msgspec.json.Decoder(dict[str, str])
 
 
 class LaidLeaf(NamedTuple):
-    """A leaf that is to be laid out."""
+    """A leaf (an array of a model's parameters) for which a place in memory is needed."""
 
     name: str
     dtype: np.dtype[Any]
@@ -91,11 +92,12 @@ class LaidLeaf(NamedTuple):
 
 
 def read(content: memoryview, what: str) -> dict[str, Array]:
-    """Returns the leaves in memory that does not change, by name, as arrays that lie there.
+    """Reads parameters in safetensors' layout. Returns leaf name -> array; the arrays lie in the given memory, without a copy.
 
     Args:
+      content: the memory, which must not change any more.
       what: names the parameters in errors.
-    Raises: InvalidArgument: it is not safetensors' layout.
+    Raises: InvalidArgument: the memory is not in safetensors' layout, or a leaf has an unsupported type.
     """
     begin, entries = _header(content, what)
     at, found = begin, dict[str, Array]()
@@ -126,7 +128,10 @@ def read(content: memoryview, what: str) -> dict[str, Array]:
 
 
 def _header(content: memoryview, what: str) -> tuple[int, dict[str, _Entry]]:
-    """Returns where the tensors begin, and the entries of the header. Raises InvalidArgument."""
+    """Reads the header. Returns the offset at which the tensors begin, and leaf name -> entry.
+
+    Raises InvalidArgument: the header is not that of safetensors' layout.
+    """
     if len(content) < LENGTH:
         raise InvalidArgument(f"{what}: {len(content)} bytes are too few for safetensors' layout")
     length = int.from_bytes(content[:LENGTH], "little")
@@ -147,11 +152,14 @@ def _header(content: memoryview, what: str) -> tuple[int, dict[str, _Entry]]:
 
 
 class _Unreadable(Exception):
-    """Raised where bytes are not there any more: the memory of a region has shrunk."""
+    """Raised if bytes that were to be written cannot be read any more, because the memory of a region has shrunk."""
 
 
 def _written(fd: int, content: memoryview, at: int) -> int:
-    """Writes bytes to a file, and returns how many. Raises _Unreadable, OSError."""
+    """Writes bytes to a file at offset ``at``. Returns how many were written, at least one.
+
+    Raises _Unreadable: ``content`` cannot be read; OSError: the write failed, for instance because there is no memory.
+    """
     try:
         count = os.pwrite(fd, content, at)
     except OSError as error:
@@ -164,9 +172,13 @@ def _written(fd: int, content: memoryview, at: int) -> int:
 
 
 def padding(head: bytes, byte_size: int) -> int:
-    """Returns how many spaces behind their header have the tensors of so many bytes begin at a multiple of ``ALIGNMENT``.
+    """Returns how many spaces have to follow the header so that the tensors begin at a multiple of ``ALIGNMENT``.
 
-    ``head``: the first bytes. Where they are no such layout, which is found out later, the answer is 0.
+    Returns 0 for content that is not in safetensors' layout, which is reported later.
+
+    Args:
+      head: the first bytes of the content, with the length of its header.
+      byte_size: of the complete content.
     """
     length = int.from_bytes(head, "little")
     if len(head) < LENGTH or length > min(_MAX_HEADER, byte_size - LENGTH):
@@ -175,13 +187,13 @@ def padding(head: bytes, byte_size: int) -> int:
 
 
 class SealedMemory:
-    """Memory that nobody can change any more, mapped for reading. Arrays in it keep the mapping."""
+    """Sealed memory, which no process can change any more, mapped for reading. It stays mapped while arrays in it exist."""
 
     def __init__(self, fd: int) -> None:
-        """Maps sealed memory; the descriptor stays the caller's, and the mapping has one of its own.
+        """Maps sealed memory. The caller keeps the file descriptor ``fd`` and may close it; the mapping does not depend on it.
 
-        Raises: InvalidArgument: it may still change.  Unavailable: it cannot be mapped now, or so many files are open that the
-          rest is kept for requests.
+        Raises InvalidArgument: the memory is not sealed, or empty; Unavailable: it cannot be mapped now, or so many files are
+        open that the remaining file descriptors are reserved for requests.
         """
         if not is_sealed(fd):
             raise InvalidArgument("the memory of parameters is not sealed against changes")
@@ -202,7 +214,7 @@ class SealedMemory:
 
 
 def is_sealed(fd: int) -> bool:
-    """Returns whether a descriptor is memory that nobody can change any more."""
+    """Returns whether a file descriptor is memory that is sealed, so that no process can change it any more."""
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FIXED == _FIXED
     except OSError:  # no memfd
@@ -210,12 +222,14 @@ def is_sealed(fd: int) -> bool:
 
 
 class NewMemory:
-    """Memory of ours that parameters are written to, and that is sealed then. Closes its descriptor where it is not taken."""
+    """New memory that parameters are written to and that is then sealed. The user calls ``sealed``, and ``close`` in any case."""
 
     def __init__(self, byte_size: int, parts: Sequence[memoryview] = ()) -> None:
-        """Allocates so many bytes. Raises Unavailable: the host has no memory left for them, or this process no descriptor.
+        """Allocates memory. Raises Unavailable: the host has no memory left, or the process no file descriptor.
 
-        ``parts``: as many bytes together, with which it is filled, one part behind the other.
+        Args:
+          byte_size: of the memory.
+          parts: bytes to fill the memory with, one part behind the other, ``byte_size`` in total; empty: it is filled later.
         """
         self.byte_size = byte_size
         with descriptors.needed("pushed parameters"):
@@ -236,9 +250,11 @@ class NewMemory:
             at += len(part)
 
     def _write(self, parts: Sequence[memoryview]) -> int:
-        """Writes bytes from the beginning, and returns how many: fewer where the others cannot be read. Raises OSError.
+        """Writes parts into the memory, from its beginning. Returns the bytes written; the rest could not be read.
 
-        The kernel copies them into new pages in one pass; memory that is allocated before it is copied to is cleared first.
+        The kernel copies the bytes into new pages in one pass, whereas memory that was allocated before is cleared first.
+
+        Raises OSError: there is no memory.
         """
         os.truncate(self._fd, self.byte_size)
         at = 0
@@ -252,9 +268,13 @@ class NewMemory:
 
     @classmethod
     def laid_out(cls, leaves: list[LaidLeaf], limit: int, what: str) -> tuple[NewMemory, dict[str, Array]]:
-        """Makes memory with a header for leaves. Returns it, and the place of each leaf, to be filled.
+        """Makes memory with the header for some leaves. Returns it, and leaf name -> array in it, which the caller fills.
 
-        Raises: InvalidArgument: they have more bytes than ``limit``, or elements that have no name.  Unavailable.
+        Args:
+          limit: how many bytes the memory may have.
+          what: names the parameters in errors.
+        Raises InvalidArgument: the leaves need more bytes, or have an element type without a name in the layout; Unavailable:
+        the host has no memory left.
         """
         # Whole multiples of the alignment come first, so that all of them are aligned.
         ordered = sorted(leaves, key=lambda leaf: leaf.byte_size % ALIGNMENT != 0)
@@ -281,7 +301,7 @@ class NewMemory:
         return memory, places
 
     def sealed(self) -> int:
-        """Seals the memory, which must not be referred to any more. Returns its descriptor, which is the caller's."""
+        """Seals the memory; no array may refer to it any more. Returns its file descriptor, which the caller closes."""
         self._unmap()
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _ALL)
         fd, self._fd = self._fd, -1
@@ -294,7 +314,7 @@ class NewMemory:
             self._mapping = None
 
     def close(self) -> None:
-        """Frees the memory, unless it was sealed. Idempotent."""
+        """Frees the memory, unless it was sealed. May be called more than once."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -304,6 +324,9 @@ class NewMemory:
 
 
 def check_size(byte_size: int, limit: int, what: str) -> None:
-    """Raises InvalidArgument if parameters have more bytes than one push may have."""
+    """Checks the size of pushed parameters. Raises InvalidArgument: they have more than ``limit`` bytes.
+
+    ``what``: names the parameters in the error.
+    """
     if byte_size > limit:
         raise InvalidArgument(f"{what} would have {byte_size} bytes, workers.max_parameter_byte_size allows {limit}")

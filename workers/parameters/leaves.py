@@ -1,4 +1,4 @@
-"""The leaves of a model's parameters: names, datatypes and shapes, which parameters that are pushed must have as well."""
+"""Describes the leaves (arrays) of a model's parameters: the names, datatypes and shapes that pushed parameters must have."""
 
 from __future__ import annotations
 
@@ -17,37 +17,41 @@ _PIECE = 1 << 18
 
 
 class Leaf(NamedTuple):
-    """One array of a model's parameters."""
+    """Describes one array of a model's parameters."""
 
-    #: The keys on the way to it, joined by dots.
+    #: The keys on the path to the array in the tree of parameters, joined by dots.
     name: str
-    #: As the model made it, and as it is on the device: without JAX's 64-bit mode it may be half as wide there.
+    #: The dtype that the model made it with, and the dtype on the device, which may be half as wide without JAX's 64-bit mode.
     made: Any
     placed: Any
     shape: tuple[int, ...]
-    #: Whether all sets have it of ``main`` (``batch_sets`` of a model that names the others).
+    #: Whether all sets use this leaf of ``main`` (the model's ``batch_sets`` names the leaves that differ).
     shared: bool = False
 
     @property
     def byte_size(self) -> int:
-        """The bytes of it on the device."""
+        """The bytes of the array on the device."""
         return int(self.placed.itemsize) * math.prod(self.shape)
 
     @property
     def plain(self) -> bool:
-        """Whether it can be pushed: the elements of a random key cannot."""
+        """True if the array has an ordinary dtype and can be pushed; False for a JAX random key."""
         return isinstance(self.placed, np.dtype)
 
 
 class Leaves:
-    """The leaves of one model version's parameters, in the order of its tree."""
+    """Describes all leaves of a model version's parameters, in the order of their tree, and checks pushed parameters."""
 
     def __init__(
         self, model: str, names: Sequence[str], made: Sequence[Any], shared: Callable[[str], bool] = lambda _: False
     ) -> None:
-        """Describes leaves as ``create`` returned them; JAX is in the precision of their model.
+        """Describes leaves. The caller has set JAX's 64-bit mode as the model needs it.
 
-        ``shared``: whether all sets have the leaf of a name in common.
+        Args:
+          model: its name, for errors.
+          names: the names of the leaves.
+          made: the leaves as the model's ``create`` function returned them.
+          shared: returns whether all sets share the leaf with a name.
         """
         self.model = model
         self._leaves = [
@@ -55,29 +59,32 @@ class Leaves:
             for name, leaf in zip(names, made, strict=True)
         ]
         seen: set[str] = set()
-        #: A name that several of them have.
+        #: A name that several leaves have; None: all names differ.
         self._twice = next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
 
     def __iter__(self) -> Any:
         return iter(self._leaves)
 
     def byte_size_of(self, named: bool) -> int:
-        """Returns the bytes on the device of all of them, or of those that a ``named`` set has of its own."""
+        """Returns the bytes on the device of all leaves, or with ``named`` of the leaves that are not shared between sets."""
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:
-        """Raises Unsupported if the parameters of the model cannot be pushed, because they have no names of their own."""
+        """Checks if the model's parameters can be pushed. Raises Unsupported: two have the same name, or none is an array."""
         if self._twice is not None:
             raise Unsupported(f"model '{self.model}': two of its parameters are called '{self._twice}'")
         if not any(leaf.plain for leaf in self._leaves):
             raise Unsupported(f"model '{self.model}' has no parameters that are arrays: there is nothing to push")
 
     def fitted(self, found: Mapping[str, Array], what: str, named: bool = False) -> list[Array | None]:
-        """Returns the arrays of pushed parameters in the order of the tree; None for leaves that cannot be pushed.
+        """Checks pushed parameters. Returns their arrays in the order of the tree; None for leaves that cannot be pushed.
 
-        ``named``: they are for a set other than main, which has no shared leaves.
-
-        Raises: InvalidArgument: one is missing, unknown, or of another datatype or shape.  Unsupported.
+        Args:
+          found: leaf name -> array.
+          what: names the parameters in errors.
+          named: whether they are for a set other than main, which does not have the shared leaves.
+        Raises InvalidArgument: a leaf is missing, unknown, or has another datatype or shape than the model's; Unsupported: the
+        model's parameters cannot be pushed.
         """
         self.check_named()
         self.check_known(found, what)
@@ -104,13 +111,13 @@ class Leaves:
         return fitting
 
     def check_known(self, found: Mapping[str, Any], what: str) -> None:
-        """Raises InvalidArgument if a name is that of no leaf."""
+        """Checks the names of pushed arrays. Raises InvalidArgument: the model has no leaf with such a name."""
         known = {leaf.name for leaf in self._leaves}
         if unknown := sorted(name for name in found if name not in known):
             raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")
 
     def check(self, leaf: Leaf, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> None:
-        """Raises InvalidArgument if an array is not like a leaf."""
+        """Checks a pushed array. Raises InvalidArgument: its dtype or shape is not that of the leaf."""
         if dtype not in (leaf.placed, leaf.made) or shape != leaf.shape:
             raise InvalidArgument(
                 f"{what}: leaf '{leaf.name}' is {_kind(dtype, shape)}, model '{self.model}' has "
@@ -126,12 +133,12 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _placed(dtype: Any) -> Any:
-    """Returns the type of elements on the device."""
+    """Returns the dtype that an array has on the device, which depends on JAX's 64-bit mode."""
     return jax.dtypes.canonicalize_dtype(dtype) if isinstance(dtype, np.dtype) else dtype
 
 
 def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
-    """Returns the names of those leaves of a tree that are of some types: the keys on the way to each, joined by dots."""
+    """Returns the names of the leaves of a tree: the keys on the path to each, joined by dots. ``kinds``: types of leaves."""
     return [
         jax.tree_util.keystr(path, simple=True, separator=".")
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
@@ -140,7 +147,7 @@ def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
 
 
 def check_finite(leaves: Leaves, arrays: Sequence[Array | None], what: str) -> None:
-    """Raises InvalidArgument, naming leaf and element, if a value is not finite."""
+    """Checks the values of pushed parameters. Raises InvalidArgument: a value is infinite or NaN; names its leaf and index."""
     for leaf, array in zip(leaves, arrays, strict=True):
         if array is None or array.dtype.kind in "biu":
             continue

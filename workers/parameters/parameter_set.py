@@ -1,13 +1,14 @@
-"""The parameter sets of one load of a model version: which is in use under which name, and where it lies.
+"""Manages the parameter sets of one loaded model version: which version of a set is in use, and where its arrays are.
 
-    staged ──commit──▶ newest of its name ──the next commit──▶ the one before ──one more──▶ gone
+    staged ──commit──▶ newest of its name ──next commit──▶ the version before ──another commit──▶ gone
                           │  ▲
-                   evicted│  │a batch asks for it
+                   evicted│  │a batch needs it
                           ▼  │
-                     in the host's memory, that of a GPU's page-locked
+                     in host memory, page-locked if it comes from a GPU
 
-Whoever begins a run asks for a set once, and its answers are of that set, whatever is committed meanwhile. A set that is not in
-use any more is freed when the last run with it has ended. The worker's loop changes what is in use; every thread may ask.
+Each run looks a set up once, and its answers are of that version, whatever is committed meanwhile. A version that is not used any
+more is freed when the last run with it has ended. Only the worker's loop changes which versions are in use; any thread may look
+one up. In the code "number" is the version of a set.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.parameters.leaves import Leaves
 from tensord.workers.parameters.set_stack import BatchSets, SetStack
 
-#: In place of parameters that are not there.
+#: Stands for the tree of parameters that are not on the device.
 _ABSENT: Any = object()
-#: Places leaves, in the order of the model's tree, on the device; None for those that every set has of the model.
+#: Places leaves, in the order of the model's tree, on the device; None in place of a leaf that cannot be pushed.
 Place = Callable[[Sequence[Any]], Any]
 #: Copies a tree from a GPU to page-locked memory. Returns the leaves, as ``Place`` takes them; None: there is no memory.
 Pin = Callable[[Any], "Sequence[Any] | None"]
-#: Returns the bytes of leaves that are used where they lie, so that they take no room on the device.
+#: Returns the bytes of leaves that programs use without a copy, so that they take no memory on the device.
 Lying = Callable[[Sequence[Array | None]], int]
-#: Returns leaves as a tree in memory that programs on the processor use where it lies.
+#: Returns leaves as a tree in memory that programs on the processor use without a copy.
 Lay = Callable[["Sequence[Array | None]"], Any]
 
 
 class ParameterSet:
-    """The parameters of one push, or those that the model was loaded with. What they are never changes, where they lie may."""
+    """The parameters of one push, or those that the model was loaded with. Their values never change; where they lie may."""
 
     __slots__ = (
         "__weakref__",
@@ -59,7 +60,14 @@ class ParameterSet:
     def __init__(
         self, sets: ParameterSets, name: str, number: int, host: Sequence[Array | None] | None, tree: Any = _ABSENT
     ) -> None:
-        """``host``: the leaves in the host's memory, if they are there; ``tree``: on the device, likewise."""
+        """
+        Args:
+          sets: the sets of the loaded model version.
+          name: of the set.
+          number: the version of the set.
+          host: the leaves in host memory; None: they are not there.
+          tree: the leaves on the device; ``_ABSENT``: they are not there.
+        """
         self.sets = sets
         self.name = name
         self.number = number
@@ -67,24 +75,26 @@ class ParameterSet:
         #: Its leaves in page-locked memory, once it has left a GPU.
         self._pinned: Sequence[Any] | None = None
         named = name != MAIN_SET
-        #: Bytes of its leaves, and of those that take room on the device for it alone: others lie in a stack, or where the host
-        #: has them in any case.
+        #: Bytes of its leaves, and of the leaves that take memory on the device for this set alone: others lie in a stack, or are
+        #: used in the host's memory without a copy.
         self.byte_size = self.placed_byte_size = sets.leaves.byte_size_of(named)
         if sets.stack is not None:
             self.placed_byte_size -= sets.leaves.byte_size_of(named=True)
         if host is not None:
             self.fill(host)
-        #: On the worker's device, and on the one for small programs.
+        #: The parameters on the worker's device, and on the device for small programs.
         self._trees = [tree, _ABSENT]
-        #: Grows with each use, over all sets of a worker.
+        #: The number of its last use, which grows with each use of any set of the worker.
         self.used = 0
-        #: Stands for it, without keeping it, where answers are kept.
+        #: Identifies the set in the response cache, which does not hold the set itself.
         self.stamp = object()
 
     def on(self, placement: int) -> Any:
-        """Returns the parameters as programs of a placement take them: 0: on the worker's device, 1: on that of small ones.
+        """Returns the parameters on a device, and brings them there first if they are not there.
 
-        Raises: Unavailable: they had left the device, and there is no room for them.
+        ``placement``: 0: the worker's device; 1: the device for small programs.
+
+        Raises: Unavailable: they are not on the device and there is no room for them.
         """
         if self.sets.on_demand:
             self.used = self.sets.room.use()
@@ -113,7 +123,7 @@ class ParameterSet:
         return any(tree is not _ABSENT for tree in self._trees)
 
     def _placed(self, placement: int) -> Any:
-        """Brings its leaves to a placement; to that of small programs only where they can be laid for it."""
+        """Brings the leaves to a placement's device. Placement 1 (small programs) requires that ``sets.lay`` is set."""
         if placement:
             assert self.sets.share is not None
             assert self.sets.lay is not None
@@ -121,7 +131,7 @@ class ParameterSet:
         return self.sets.place(self.hosted() if self._pinned is None else self._pinned)
 
     def _shared(self, placement: int) -> Any:
-        """Returns the leaves of the other placement in the same memory."""
+        """Returns the parameters for a placement, in the memory in which they lie for the other placement."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
@@ -129,30 +139,33 @@ class ParameterSet:
 
     @property
     def on_device(self) -> bool:
-        """True while it need not be brought there."""
+        """True while the parameters are on the device, so that a run need not bring them there."""
         stack = self.sets.stack
         return self._is_placed if stack is None else stack.holds(self)
 
     @property
     def is_newest(self) -> bool:
-        """True while requests that name its set get it."""
+        """True while new requests that name this set get this version of it."""
         return self.sets.newest(self.name) is self
 
     @property
     def may_leave(self) -> bool:
-        """True where it may leave the device for others."""
+        """True if the set may leave the device to make room for others: it is in host memory, and not staged or a fixed main."""
         moves = self._host is not None and self.placed_byte_size > 0
         return moves and (self.sets.main is not self or self.sets.on_demand) and self not in self.sets.staged
 
     def hosted(self) -> Sequence[Array | None]:
-        """Returns its leaves in the host's memory; those that it was loaded with are fetched once."""
+        """Returns the leaves in host memory. If they are only on the device they are fetched from there, once."""
         if self._host is None:
             leaves = zip(jax.tree.leaves(self._trees[0]), self.sets.leaves, strict=True)
             self._host = [np.asarray(leaf) if described.plain else None for leaf, described in leaves]
         return self._host
 
     def leave(self) -> object:
-        """Leaves the device, but for runs that have it, if it is in the host's memory. Returns what was there, to be freed."""
+        """Removes the parameters from the device, if they are also in host memory. Runs that use them already are not affected.
+
+        Returns what was on the device: the memory is freed when the caller drops the result.
+        """
         with self.sets.room.lock:
             trees: list[Any] = []
             if self._host is not None:
@@ -163,7 +176,10 @@ class ParameterSet:
             return trees
 
     def evict(self) -> None:
-        """Leaves the device for others, by way of page-locked memory where there is some; the room's lock is held."""
+        """Removes the parameters from the device to make room for others, after a copy to page-locked memory if there is some.
+
+        The caller holds the lock of ``sets.room``.
+        """
         pin, pinned, tree = self.sets.pin, self.sets.room.pinned, self._trees[0]
         kept = self.sets.keeps(self) and self._pinned is None and tree is not _ABSENT
         if pin is not None and kept and pinned.take(self.placed_byte_size):
@@ -173,21 +189,21 @@ class ParameterSet:
         self.leave()
 
     def unpin(self) -> None:
-        """Gives its page-locked memory back. Idempotent."""
+        """Gives the set's page-locked memory back. May be called more than once."""
         with self.sets.room.lock:
             if self._pinned is not None:
                 self._pinned = None
                 self.sets.room.pinned.give_back(self.placed_byte_size)
 
     def fill(self, host: Sequence[Array | None]) -> None:
-        """Sets its leaves, before it is in use."""
+        """Sets the leaves of the set, in host memory, before it is in use."""
         self._host = host
         self.placed_byte_size -= self.sets.lying(host)
 
     def prepare(self) -> None:
-        """Has it on the device, for all programs. Raises as ``on``; or whatever placing it raises.
+        """Brings the parameters to the device, for all programs, before they are in use. No lock is held while they are copied.
 
-        Nobody waits for the lock meanwhile: it is not in use yet.
+        Raises Unavailable: there is no room for them on the device; or whatever placing them raises.
         """
         room = self.sets.room
         if not self._is_placed:
@@ -203,11 +219,11 @@ class ParameterSet:
             self.on(1)
 
     def moved(self, tree: Any) -> None:
-        """Notes that its arrays are elsewhere now, while its model is loaded."""
+        """Replaces the arrays on the device by the same arrays at other places, while the model is loaded."""
         self._trees = [tree, _ABSENT]
 
     def said(self) -> dict[str, Parameter]:
-        """Returns what answers say of it that are asked to."""
+        """Returns the parameters of an answer that say which parameter set and version it was computed with."""
         return {"parameter_set": self.name, "parameter_version": self.number}
 
     def __str__(self) -> str:
@@ -218,17 +234,17 @@ class ParameterSet:
 
 
 class Asking(Protocol):
-    """A request, as far as parameter sets know it."""
+    """The part of a request that parameter sets need to know."""
 
-    #: The name of the set that it is for, or the very set; None: main.
+    #: The name of the set that the request names, or the set that its sequence continues with; None: main.
     chosen: str | ParameterSet | None
-    #: Whether its answer says which set it is of, and what it says.
+    #: Whether the answer says which set it was computed with, and what it says.
     tells: bool
     told: Mapping[str, Parameter]
 
 
 class ParameterSets:
-    """The parameter sets of one load. ``main`` is what requests get that name none."""
+    """All parameter sets of one loaded model version. Requests that name no set get ``main``."""
 
     def __init__(
         self,
@@ -245,15 +261,17 @@ class ParameterSets:
     ) -> None:
         """
         Args:
-          tree: the parameters that the model was loaded with, on the device, where ``place`` puts others; those that lie in
-            ``stack`` are None there.
-          room: on the device, for parameters that are pushed; None: there is none.
-          host: the leaves of ``tree`` in the host's memory, if they are there.
-          stack: of a model that computes several sets in one batch.
-          lying: says what of a set is used where it lies.
-          on_demand: whether main leaves the device as the others do; then ``tree`` is placed by ``prepare``.
-          pin: copies what leaves the device to page-locked memory; None: that is no faster there.
-          lay: of programs that run on the processor, large ones and small ones (``share_by``).
+          leaves: describes the model's parameters.
+          tree: the parameters that the model was loaded with, on the device; leaves that lie in ``stack`` are None there.
+          place: places pushed parameters on the device.
+          room: the device memory that pushed parameters may use; None: there is none.
+          host: the leaves of ``tree`` in host memory; None: they are not there.
+          stack: the stack of a model whose batches mix sets; None: batches do not.
+          lying: returns the bytes of a set that are used in the host's memory without a copy.
+          on_demand: whether main may leave the device like other sets; then the caller calls ``main.prepare``, not passing
+            ``tree``.
+          pin: copies parameters that leave the device to page-locked memory; None: this would not be faster.
+          lay: lays leaves out so that all programs on the processor use them without a copy; None: programs run on a GPU.
         """
         self.leaves = leaves
         self.lying = lying
@@ -268,11 +286,11 @@ class ParameterSets:
         self.room = room or DeviceRoom(0)
         self.main = ParameterSet(self, MAIN_SET, 0, host, _ABSENT if on_demand else tree)
         self._named: dict[str, ParameterSet] = {}
-        #: Name -> the one that was in use before.
+        #: Name -> the version of the set that was in use before the newest.
         self._before: dict[str, ParameterSet] = {}
-        #: Sets that are checked and placed, and not in use.
+        #: Sets that were checked and placed, and are not in use yet.
         self.staged: set[ParameterSet] = set()
-        #: Whether any answer has said which set it is of.
+        #: Whether a request has asked for the set that its answer was computed with.
         self.told = False
         #: Counters: pushes that were committed; sets that came back to the device, and that left it for others.
         self.pushes = 0
@@ -280,7 +298,10 @@ class ParameterSets:
         self.evictions = 0
 
     def share_by(self, share: Callable[[Any], Any]) -> None:
-        """Has small programs use the memory of the parameters from now on. Raises whatever ``share`` raises for main's."""
+        """Sets how small programs get the parameters from now on: in the same memory as other programs.
+
+        ``share``: returns parameters for the small programs' device. Raises whatever ``share`` raises for the main set.
+        """
         self.share = share
         try:
             self.main.on(1)
@@ -289,11 +310,14 @@ class ParameterSets:
             raise
 
     def newest(self, name: str) -> ParameterSet | None:
-        """Returns the set of a name that is in use, or None."""
+        """Returns the version of the set with a name that is in use, or None if there is no such set."""
         return self.main if name == MAIN_SET else self._named.get(name)
 
     def find(self, name: str) -> ParameterSet:
-        """Returns the set of a name, whose turn among those on the device begins anew. Raises NotFound."""
+        """Returns the set with a name, and marks it as just used, so that it is evicted late.
+
+        Raises NotFound: there is no set with that name.
+        """
         found = self._named.get(name)
         if found is None:
             if name == MAIN_SET:
@@ -303,9 +327,11 @@ class ParameterSets:
         return found
 
     def chosen_by(self, requests: Sequence[Asking]) -> ParameterSet:
-        """Returns the set that a batch is to be computed with, and notes it for answers that are asked to say it.
+        """Returns the set that a batch is to be computed with: the set that its first request names.
 
-        Raises: NotFound: there is no set of that name any more.
+        Notes it in the requests whose answers say which set they were computed with.
+
+        Raises: NotFound: there is no set with that name any more.
         """
         chosen = requests[0].chosen
         found = self.main if chosen is None else chosen if isinstance(chosen, ParameterSet) else self.find(chosen)
@@ -316,11 +342,11 @@ class ParameterSets:
         return found
 
     def each_chosen_by(self, requests: Sequence[Asking]) -> BatchSets:
-        """Returns the set of each request of a batch that may mix them, where there is a stack. Otherwise as ``chosen_by``."""
+        """Returns the set of each request of a batch that may mix sets; for models with a stack. Otherwise as ``chosen_by``."""
         return BatchSets({request: self.chosen_by([request]) for request in requests})
 
     def check_count(self, name: str, limit: int) -> None:
-        """Raises InvalidArgument if a new name would be one too many."""
+        """Checks the number of sets. Raises InvalidArgument: ``name`` is new, and there are ``limit`` sets already."""
         names = {MAIN_SET, *self._named, *(each.name for each in self.staged)}
         if name not in names and len(names) >= limit:
             raise InvalidArgument(
@@ -328,9 +354,11 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> list[object]:
-        """Puts a staged set into use. Returns what is not used any more, but by runs that have begun.
+        """Puts a staged set into use.
 
-        ``stays``: the one before it stays on the device, because what has begun goes on with it.
+        Returns objects that only runs that have begun still use: their memory is freed when the caller drops them.
+
+        ``stays``: whether the version before stays on the device, because requests that have begun continue with it.
         """
         former = self.newest(parameters.name)
         if parameters.name == MAIN_SET:
@@ -355,7 +383,10 @@ class ParameterSets:
         return unused
 
     def drop(self, name: str) -> list[object]:
-        """Forgets a set. Returns as ``commit``. Raises NotFound; InvalidArgument: it is main."""
+        """Forgets the set with a name, and the version before. Returns objects to be dropped by the caller, as ``commit``.
+
+        Raises NotFound: there is no set with that name; InvalidArgument: it is main.
+        """
         if name == MAIN_SET:
             raise InvalidArgument(f"parameter set '{MAIN_SET}' of model '{self.leaves.model}' cannot be dropped")
         self.find(name)
@@ -368,19 +399,19 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Forgets what was in use before the newest of its name."""
+        """Forgets a version of a set that was in use before the newest one. Does nothing for None and for other versions."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()
             self.room.forget(before)
 
     def keeps(self, parameters: ParameterSet) -> bool:
-        """Returns whether a set may be asked for, or put into use, again."""
+        """Returns whether a version of a set may be used again: it is the newest or the one before, and the model is loaded."""
         newest, before = self.newest(parameters.name), self._before.get(parameters.name)
         return not self._closed and (parameters is newest or parameters is before)
 
     def close(self) -> None:
-        """Forgets all that is kept beside what is in use, because the load has ended."""
+        """Frees page-locked memory, former versions and the stack, because the model version was unloaded."""
         with self.room.lock:
             self._closed = True
         for each in (self.main, *self._named.values()):
@@ -392,14 +423,17 @@ class ParameterSets:
             self.room.leave_stack(self.stack)
 
     def kept(self, name: str, number: int) -> ParameterSet:
-        """Returns the set of a name and number that is in use, or was before the newest. Raises NotFound."""
+        """Returns version ``number`` of the set with a name, which is the newest or the one before.
+
+        Raises NotFound: that version is not kept.
+        """
         for found in (self.newest(name), self._before.get(name)):
             if found is not None and found.number == number:
                 return found
         raise NotFound(f"number {number} of parameter set '{name}' of model '{self.leaves.model}' is not kept")
 
     def figures(self) -> ParameterFigures:
-        """Returns its sets and counters."""
+        """Returns the sets that are in use, and the counters, for metrics."""
         sets = [self.main, *self._named.values()]
         return ParameterFigures(
             tuple([SetFigures(each.name, each.number, each.byte_size, each.on_device) for each in sets]),

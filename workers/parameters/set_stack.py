@@ -1,11 +1,11 @@
-"""The stack of a model whose batches mix parameter sets (``batch_sets``): its sets lie side by side on the device.
+"""Holds several parameter sets of a model side by side on the device, so that a batch can mix sets (``batch_sets``).
 
-    leaf      | slot 0: main | slot 1: customer-7 | slot 2: customer-9 | ...    an array for each leaf that sets have of their own
+    leaf      | slot 0: main | slot 1: customer-7 | slot 2: customer-9 | ...    an array for each leaf that differs between sets
     index     | 1 | 1 | 2 | 0 |                                                  the slot of each row of a batch
 
-A set gets a slot when a batch first needs it; the one that was not asked for the longest time gives its slot up. So one program
-serves whichever sets come, and a batch whose sets have slots copies nothing of them. A set's arrays also lie in the host's
-memory. The execution thread owns the stack, as it owns the model.
+A set gets a slot when a batch first needs it; if none is free, it takes the slot of the set that was not used for the longest
+time. So one program serves all combinations of sets, and nothing is copied for a batch whose sets have slots. The arrays of all
+sets also lie in host memory. Only the execution thread of the model uses the stack.
 """
 
 from __future__ import annotations
@@ -31,26 +31,29 @@ Open = Callable[[Sequence[Array]], list[jax.Array]]
 
 
 def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
-    """Implements ``Put``, as the function to compile; the arrays are donated."""
+    """Writes the leaves of a set into a slot of the stack's arrays; the function to compile for ``Put``, with donated arrays."""
     return [
         jax.lax.dynamic_update_index_in_dim(array, leaf, slot, 0) for array, leaf in zip(arrays, leaves, strict=True)
     ]
 
 
 class SetDeclaration(NamedTuple):
-    """What a model says of its parameter sets."""
+    """What a model's configuration says about batches that mix parameter sets."""
 
-    #: Names of leaves that sets have of their own, and whatever lies below them; empty: all.
+    #: Names of leaves, or of subtrees of leaves, that differ between sets; empty: all leaves.
     names: tuple[str, ...]
     #: How many sets lie side by side on the device.
     resident: int
 
     def is_shared(self, name: str) -> bool:
-        """Returns whether all sets have a leaf in common."""
+        """Returns whether all sets share the leaf with this name."""
         return bool(self.names) and not any(_is_in(name, own) for own in self.names)
 
     def check(self, model: str, names: Sequence[str]) -> None:
-        """Raises InvalidArgument if a declared name is that of no parameter. ``names``: of the model's leaves."""
+        """Checks the declared names. Raises InvalidArgument: no parameter has such a name, or the model has no parameters.
+
+        ``names``: the names of the model's leaves.
+        """
         for own in self.names:
             if not any(_is_in(name, own) for name in names):
                 raise InvalidArgument(
@@ -65,20 +68,20 @@ def _is_in(name: str, own: str) -> bool:
 
 
 class BatchSets:
-    """The parameter sets of the requests of one batch."""
+    """The parameter set of each request of a batch that may mix sets."""
 
     __slots__ = ("_sets",)
 
     def __init__(self, sets: Mapping[Any, ParameterSet]) -> None:
-        """``sets``: request -> its set, in the order of their rows."""
+        """``sets``: request -> its set, in the order of the requests' rows in the batch."""
         self._sets = sets
 
     def of(self, request: Any) -> ParameterSet:
-        """Returns a request's set."""
+        """Returns the parameter set of a request of the batch."""
         return self._sets[request]
 
     def rows(self) -> list[tuple[ParameterSet, int]]:
-        """Returns set and number of rows of each request, in order."""
+        """Returns the parameter set and the number of rows of each request, in the order of the batch."""
         return [(each, request.rows) for request, each in self._sets.items()]
 
     def __repr__(self) -> str:
@@ -86,14 +89,14 @@ class BatchSets:
 
 
 class SetStack:
-    """The sets of one load of a model version, side by side."""
+    """Holds parameter sets of one loaded model version side by side on the device."""
 
     def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
-        """Makes no arrays yet.
+        """Prepares a stack; the first batch makes its arrays.
 
         Args:
-          structure: of the model's tree of parameters.
-          slots: the sets that there is room for; a batch has at most as many rows.
+          structure: the structure of the model's tree of parameters.
+          slots: how many sets have room; a batch has at most as many rows.
         """
         self.slots = slots
         self._structure = structure
@@ -104,7 +107,7 @@ class SetStack:
         self._at = 0
         self._open: Open | None = None
         self._put: Put | None = None
-        #: None: the next batch makes them.
+        #: The arrays, one for each leaf that differs between sets; None: the next batch makes them.
         self._arrays: list[jax.Array] | None = None
         #: Set -> slot; least recently used first.
         self._slots: OrderedDict[ParameterSet, int] = OrderedDict()
@@ -114,17 +117,23 @@ class SetStack:
         self._tree_of: ParameterSet | None = None
 
     def open(self, at: int, open: Open, put: Put) -> None:
-        """Sets where it is: the number of the placement of its model's programs, and what makes and writes its arrays there."""
+        """Sets the device of the stack.
+
+        Args:
+          at: the placement of the model's programs (``Placement.at``).
+          open: makes the arrays there.
+          put: writes a set into a slot of the arrays.
+        """
         self._at, self._open, self._put = at, open, put
 
     def specs(self, spec: Callable[[tuple[int, ...], Any], Any], rows: int) -> tuple[Any, Any]:
-        """Returns shapes and dtypes of what ``arguments`` returns, made by ``spec``."""
+        """Describes what ``arguments`` returns for a program with ``rows`` rows; ``spec`` makes the description of an array."""
         shapes = [leaf.shape if leaf.shared else (self.slots, *leaf.shape) for leaf in self._leaves]
         tree = [spec(shape, leaf.placed) for shape, leaf in zip(shapes, self._leaves, strict=True)]
         return jax.tree.unflatten(self._structure, tree), spec((rows,), np.dtype(np.int32))
 
     def put_specs(self, spec: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
-        """Returns shapes and dtypes of the arguments of ``put``, made by ``spec``."""
+        """Describes the arguments of ``put``; ``spec`` makes the description of an array from its shape and dtype."""
         return (
             [spec((self.slots, *leaf.shape), leaf.placed) for leaf in self._own],
             [spec(leaf.shape, leaf.placed) for leaf in self._own],
@@ -132,18 +141,18 @@ class SetStack:
         )
 
     def holds(self, parameters: ParameterSet) -> bool:
-        """Returns whether a set has a slot."""
+        """Returns whether a parameter set has a slot of the stack."""
         return parameters in self._slots
 
     def arguments(self, sets: ParameterSets, chosen: ParameterSet | BatchSets, rows: int) -> tuple[Any, Array]:
-        """Returns what a program takes as parameters: the tree with its stacked leaves, and each row's slot.
+        """Returns what a program takes as parameters: the tree with its stacked leaves, and the slot of each row, INT32[rows].
 
-        Sets without a slot get one. They hold for the very next call of a program.
+        Sets without a slot get one. The result is valid only for the next call of a program.
 
         Args:
-          chosen: the set of all rows, or the requests' own; rows that no request fills are of the first one's.
-          rows: of the program.
-        Raises: whatever the device raises; then no set has a slot.
+          chosen: one set for all rows, or the set of each request; rows that no request fills get the first request's set.
+          rows: the batch size of the program.
+        Raises: whatever the device raises; then no set has a slot any more.
         """
         if not isinstance(chosen, BatchSets):
             (slot,) = self._found(sets, [chosen])
@@ -158,7 +167,7 @@ class SetStack:
         return self._whole(sets), index
 
     def _found(self, sets: ParameterSets, wanted: Sequence[ParameterSet]) -> list[int]:
-        """Returns the slots of sets, of which there are as many as slots at most."""
+        """Returns the slot of each wanted set; sets without a slot get one. At most ``slots`` different sets may be wanted."""
         missing = []
         for each in wanted:
             if each in self._slots:
@@ -192,7 +201,7 @@ class SetStack:
         sets.misses += 1
 
     def _whole(self, sets: ParameterSets) -> Any:
-        """Returns the tree with the stacked leaves, and the shared ones of main."""
+        """Returns the complete tree of parameters: the stacked leaves, and the shared leaves from the main set."""
         if self._tree is None or self._tree_of is not sets.main:
             assert self._arrays is not None
             stacked, shared = iter(self._arrays), iter(jax.tree.leaves(sets.main.on(self._at)))
@@ -203,13 +212,13 @@ class SetStack:
         return self._tree
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Frees a set's slot, if it has one."""
+        """Frees the slot of a parameter set, if it has one."""
         slot = self._slots.pop(parameters, None)
         if slot is not None:
             self._free.append(slot)
 
     def clear(self) -> None:
-        """Lets go of all arrays; the next batch makes them anew."""
+        """Frees all arrays and slots; the next batch makes new arrays."""
         self._arrays = self._tree = self._tree_of = None
         self._slots.clear()
         self._free = []

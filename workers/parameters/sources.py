@@ -1,9 +1,9 @@
-"""Makes one sealed memory of pushed parameters, whatever they come from (``tensord.shm.operations.ParameterSource``).
+"""Copies pushed parameters from any source (``tensord.shm.operations.ParameterSource``) into one sealed memory.
 
-    file, region, memory, leaves ─▶ copied: nobody can change it any more ─▶ checked ─▶ sealed, whole, in safetensors' layout
+    file, region, memory, leaves ─▶ copied, so that no client can change them ─▶ checked ─▶ sealed, in safetensors' layout
 
-A client may write to its region at any time, and take it away: what is looked at is always the copy. ``plan`` finds what a source
-names, on the worker's loop; ``Making.make`` is for another thread.
+A client may write to its region or remove it at any time: so only the copy is ever checked. ``plan`` finds what a source names,
+in the worker's loop; ``Making.make`` copies, in another thread.
 """
 
 from __future__ import annotations
@@ -43,40 +43,45 @@ from tensord.workers.regions.region_tensor import RegionTensor
 #: Bytes that are copied in one piece: other threads may go on between two of them.
 _PIECE = 4 << 20
 _BYTES = np.dtype(np.uint8)
-#: Copies bytes of a source, from one on, into an array of as many.
+#: ``copy(at, target)``: fills a UINT8 array with the bytes of a source from offset ``at`` on.
 Copy = Callable[[int, Array], None]
 
 
 class _Digest(Protocol):
-    """A checksum under way."""
+    """Interface of an object that computes a checksum, as in ``hashlib``."""
 
     def update(self, content: Any) -> None:
-        """Adds bytes."""
+        """Adds bytes to the checksum."""
 
     def hexdigest(self) -> str:
-        """Returns the digits of it."""
+        """Returns the checksum of all bytes so far in hexadecimal digits."""
 
 
 class _Crc32:
-    """CRC-32 as zlib counts it."""
+    """Computes a CRC-32 checksum with zlib."""
 
     def __init__(self) -> None:
         self._value = 0
 
     def update(self, content: Any) -> None:
-        """Adds bytes."""
+        """Adds bytes to the checksum."""
         self._value = zlib.crc32(content, self._value)
 
     def hexdigest(self) -> str:
-        """Returns its eight digits."""
+        """Returns the checksum of all bytes so far in eight hexadecimal digits."""
         return f"{self._value:08x}"
 
 
 class Making:
-    """Makes the sealed memory of one push. Whoever has it closes it, on the loop."""
+    """Makes the sealed memory for the parameters of one push. Its owner calls ``close`` at the end, in the worker's loop."""
 
     def __init__(self, operation: MakeParameters, limit: int, base: ParameterSet | None) -> None:
-        """``base``: what has the leaves that the source lacks; None: the source is whole."""
+        """
+        Args:
+          operation: describes the push.
+          limit: how many bytes one push may have.
+          base: the set from which leaves are taken that the source does not have; None: the source has all leaves.
+        """
         self._limit = limit
         self._base = base
         self._checksum = operation.checksum
@@ -84,22 +89,30 @@ class Making:
         #: Names the parameters in errors.
         self.what = f"parameters for set '{operation.set}' of model '{operation.model}'"
         self._regions: list[AnyRegion] = []
-        #: Reads the source whole, or leaf by leaf.
+        #: Reads the source. Returns leaf name -> array, or the file descriptor of sealed memory with all its leaves.
         self._read: Callable[[], Mapping[str, Array] | int] = dict
         self._fd = -1
 
     def lease(self, region: AnyRegion) -> None:
-        """Notes a region that is read."""
+        """Leases a region that is read, until ``close``."""
         region.lease()
         self._regions.append(region)
 
     def reads(self, read: Callable[[Making], Mapping[str, Array] | int], fd: int = -1) -> None:
-        """Sets what reads the source; ``fd`` is this object's from now on."""
+        """Sets the function that reads the source.
+
+        Args:
+          read: returns leaf name -> array, or the file descriptor of sealed memory.
+          fd: a file descriptor that this object owns and closes from now on; -1: none.
+        """
         self._read = functools.partial(read, self)
         self._fd = fd
 
     def make(self) -> int:
-        """Returns the descriptor of the sealed memory, the caller's. Raises ServingError: what is wrong."""
+        """Reads the source and makes the sealed memory. Returns its file descriptor, which the caller closes.
+
+        Raises ServingError: the source cannot be read, or is not valid.
+        """
         made = self._read()
         if isinstance(made, int):
             if self._base is None:
@@ -113,7 +126,7 @@ class Making:
         return self._laid_out({**self._missing(leaves), **leaves})
 
     def _missing(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the base's leaves that a source lacks."""
+        """Returns the leaves of the base set (name -> array) that a source does not have."""
         base = self._base
         if base is None:
             return {}
@@ -139,11 +152,16 @@ class Making:
             memory.close()
 
     def copied(self, byte_size: int, copy: Copy, lies: memoryview | None = None) -> int:
-        """Copies a whole source of so many bytes. Returns the descriptor of the sealed memory. Raises ServingError.
+        """Copies a source that is in safetensors' layout as a single piece. Returns the file descriptor of the sealed memory.
 
-        Its header gets spaces behind it, so that its tensors are aligned: XLA then uses them there on a processor.
+        Adds spaces behind the header so that the tensors are aligned: XLA then uses them without a copy on a processor.
 
-        ``lies``: the bytes, where they are in this process' memory.
+        Args:
+          byte_size: of the source.
+          copy: copies bytes of the source.
+          lies: the bytes of the source in this process' memory; None: they are not mapped.
+        Raises InvalidArgument: the source is empty, too large, too short by now, or its checksum is wrong; Unavailable: there is
+        no memory.
         """
         layout.check_size(byte_size, self._limit, self.what)
         if not byte_size:
@@ -174,7 +192,12 @@ class Making:
             memory.close()
 
     def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> Mapping[str, Array]:
-        """Copies leaves one by one. Raises ServingError."""
+        """Copies leaves one by one. Returns leaf name -> array.
+
+        ``places``: each leaf, and what copies its bytes.
+
+        Raises InvalidArgument: the leaves are too large, not valid or not there any more, or their checksum is wrong.
+        """
         found: dict[str, Array] = {}
         layout.check_size(sum([leaf.byte_size for leaf, _ in places]), self._limit, self.what)
         for leaf, copy in places:
@@ -189,7 +212,10 @@ class Making:
         return found
 
     def check_sum(self, contents: Iterable[Any]) -> None:
-        """Raises InvalidArgument if a checksum was given, and is another one. ``contents``: the bytes, in their order."""
+        """Compares the checksum of the parameters with the given one, if one was given. Raises InvalidArgument: it differs.
+
+        ``contents``: the bytes of the source, in their order.
+        """
         kind, _, wanted = self._checksum.partition(":")
         if not kind:
             return
@@ -206,7 +232,7 @@ class Making:
             raise InvalidArgument(f"{self.what}: their {kind} is {found}, {wanted[:128]} was given")
 
     def close(self) -> None:
-        """Ends the use of regions, and closes the descriptor. Idempotent."""
+        """Ends the leases of regions, and closes the file descriptor. May be called more than once."""
         for region in self._regions:
             region.unlease()
         self._regions = []
@@ -226,14 +252,15 @@ def plan(
     limit: int,
     base: ParameterSet | None,
 ) -> Making:
-    """Finds what a source names.
+    """Finds the file, region or memory that a push names. Returns an object that copies its parameters.
 
     Args:
-      folders: of the model's version, and of the model.
-      fd: of a MemorySource; taken over where this returns.
-      limit: bytes that one push may have.
-      base: as in ``Making``.
-    Raises: NotFound: no such region or file.  InvalidArgument: a range outside of it, or a path that leads elsewhere.
+      folders: the folders of the model's version and of the model.
+      fd: the file descriptor of a MemorySource; the returned object closes it.
+      limit: how many bytes one push may have.
+      base: the set from which leaves are taken that the source does not have; None: the source has all leaves.
+    Raises NotFound: there is no such region or file; InvalidArgument: a range lies outside of its region, or a path leads out of
+    the model's folder.
     """
     making, source = Making(operation, limit, base), operation.source
     try:
@@ -262,7 +289,10 @@ def plan(
 
 
 def _path(given: str, folders: tuple[Path, Path]) -> Path:
-    """Returns a file or folder inside the model's folder. Raises InvalidArgument, NotFound."""
+    """Finds a file or folder inside the folder of a model's version, or of the model.
+
+    Raises InvalidArgument: the path leads out of the model's folder; NotFound: there is no such file.
+    """
     asked = Path(given)
     if asked.is_absolute() or ".." in asked.parts or not asked.parts or "\0" in given:
         raise InvalidArgument(f"'{given[:256]}' is no path inside the model's folder")
@@ -292,7 +322,7 @@ def _from_file(making: Making, path: Path, limit: int) -> Mapping[str, Array] | 
 
 
 def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
-    """Copies memory that may still change; what is sealed, and is to be kept as it is, is only checked."""
+    """Returns the file descriptor of sealed memory with the content of ``fd``: a copy, or the same memory if it is sealed."""
     found = os.fstat(fd).st_size
     if found != source.byte_size:
         raise InvalidArgument(f"{making.what}: their memory has {found} bytes, {source.byte_size} were announced")
@@ -304,7 +334,7 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
 
 
 def _reading(fd: int, what: str) -> Copy:
-    """Returns a function that copies a part of a file. It raises InvalidArgument: the file is too short by now."""
+    """Returns a function that copies part of a file. The function raises InvalidArgument: the file has become too short."""
 
     def copy(at: int, target: Array) -> None:
         content, done = target.data, 0
@@ -318,7 +348,10 @@ def _reading(fd: int, what: str) -> Copy:
 
 
 def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) -> tuple[LaidLeaf, Copy]:
-    """Returns a leaf in a region, and what copies it. Raises InvalidArgument, NotFound."""
+    """Describes a leaf that lies in a region. Returns the leaf, and a function that copies its bytes.
+
+    Raises InvalidArgument: its datatype, shape or range is not valid; NotFound: there is no such region.
+    """
     dtype = DTYPES.get(place.datatype)
     if dtype is None or dtype.hasobject:
         raise InvalidArgument(f"{making.what}: leaf '{name[:256]}' has datatype '{place.datatype[:32]}'")
@@ -334,7 +367,10 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
 
 
 def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> Copy:
-    """Returns a function that copies from a range of a region, which is leased. Raises InvalidArgument: it is not inside."""
+    """Leases a region, and returns a function that copies bytes from a range of it.
+
+    Raises InvalidArgument: the range is not inside the region.
+    """
     check_range(offset, byte_size, region.byte_size, region.name)
     making.lease(region)
     if isinstance(region, Region):

@@ -1,1 +1,1 @@
-"""Code for programs that run on a processor only: in host memory, some with one thread, compiled in other processes."""
+"""Runs programs on a processor (CPU): in host memory, small programs with one thread, compiled in other processes."""

@@ -1,4 +1,4 @@
-"""A program on the processor: takes arguments from host memory, and leaves outputs there, if it can at their places."""
+"""Runs a compiled program on the processor: its arguments and outputs lie in host memory, outputs at their places if possible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Range = tuple[tuple[int, int], int, int]
 
 
 class _Buffers(dict[str, GatherBuffer | RaggedBuffer]):
-    """The gather buffers of an executable by input, each made when it is first needed."""
+    """The gather buffers of an executable, input name -> buffer; each is made when it is first needed."""
 
     #: Whether the inputs can be gathered here.
     fit = True
@@ -55,16 +55,16 @@ class _Buffers(dict[str, GatherBuffer | RaggedBuffer]):
 
     @functools.cached_property
     def arrays(self) -> dict[str, Array]:
-        """The arrays of all buffers, by input."""
+        """The arrays of all buffers, by input name."""
         return {name: self[name].array for name in self._specs}
 
     def send(self) -> dict[str, Any]:
-        """Returns the gathered inputs as arguments."""
+        """Returns the gathered inputs as arguments of the program."""
         return self.arrays
 
 
 class HostExecutable(Executable):
-    """A compiled program that runs on the processor."""
+    """A compiled program that runs on the processor, with the buffers in which its batches are gathered."""
 
     def __init__(self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice) -> None:
         self._buffers = _Buffers(wanted, signature)
@@ -75,10 +75,10 @@ class HostExecutable(Executable):
         self.memory_of_outputs: OutputMemory | None = None
 
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
-        """Gathers the arguments of a batch. Returns them, and the bytes copied.
+        """Gathers the arguments of a batch. Returns them, and how many bytes were copied.
 
-        A single request that fills the bucket is used where it lies, unless that is in its record, which is never aligned; XLA
-        copies small unaligned arguments itself, but large ones are copied faster here.
+        The tensors of a single request that fills the bucket are used without a copy, unless they lie in its record, which is
+        never aligned. XLA copies small unaligned arguments itself; large ones are copied here, which is faster.
         """
         arguments: dict[str, Any] = {}
         copied = 0
@@ -95,7 +95,10 @@ class HostExecutable(Executable):
         return arguments, copied
 
     def _fits(self, array: Array, shape: tuple[int, ...]) -> bool:
-        """Returns whether a tensor may be used where it lies: it has the program's shape, in host memory, aligned if large."""
+        """Returns whether a tensor may be used without a copy: in host memory, in the program's shape, and aligned if large.
+
+        ``shape``: of the program's input, without the batch.
+        """
         if (array.shape[1:] if self._batches else array.shape) != shape or not isinstance(array, np.ndarray):
             return False
         return array.nbytes <= 4096 or not array.__array_interface__["data"][0] % ALIGNMENT
@@ -110,7 +113,10 @@ class HostExecutable(Executable):
         return outputs
 
     def computed(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program. ``addresses``: memory that is offered for outputs."""
+        """Runs the program. Returns its outputs, which may not be computed yet.
+
+        ``addresses``: output name -> address of the memory that XLA should write the output to.
+        """
         learned = self.memory_of_outputs
         if learned is None and self.placement.several is None and output_memory.attached():
             run = functools.partial(self.call, parameters, arguments)
@@ -121,24 +127,27 @@ class HostExecutable(Executable):
         return self.call(parameters, arguments)
 
     def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
-        """Waits for all outputs and returns them: only then has the program read its last input."""
+        """Waits for all outputs and returns them. Only afterwards may the inputs' memory be changed."""
         arrays = {name: np.asarray(made[name]) for name in self._signature.outputs}
         return RunOutputs(arrays, [*arrays.values()])
 
     # -------------------------------------------------------------------------------------------------------- outputs in place
 
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """Returns the outputs' sizes if one is large and their allocation is known; else None."""
+        """Returns output name -> bytes if an output is large enough to be written to its place; None: none is, or not possible.
+
+        ``whole``: whether a single request gets the program's outputs as they are.
+        """
         if self.memory_of_outputs is None or not whole:
             return None
         sizes = self.memory_of_outputs.sizes
         return sizes if max(sizes.values(), default=0) >= output_memory.WORTH else None
 
     def offer(self, request: Request, places: Places) -> None:
-        """Offers the program memory at the places of large and aligned outputs, to write there by itself.
+        """Prepares the next run to write large outputs directly to their places, if these are aligned.
 
-        A region's owner may write to it while the program runs and reads it again, so only programs that leave nothing else in
-        their outputs' memory may; nor may one write where it reads, or two outputs to the same bytes.
+        A client can read and change its region while the program runs. So outputs go directly to regions only for programs that
+        write nothing else to their outputs' memory, and not to bytes that the request also reads or writes otherwise.
         """
         outputs = self.memory_of_outputs
         if outputs is None:
@@ -152,27 +161,33 @@ class HostExecutable(Executable):
             if name in places.in_regions:
                 place, region = places.in_regions[name]
                 assert isinstance(region, Region)
-                # It overlaps with its own range, which is one of those used.
+                # The range itself is one of the used ranges, so one overlap is always found.
                 if not self.plain or _overlapping(_range(region, place.offset, size), used) > 1:
                     continue
             places.offered[name] = memory
             places.addresses[name] = address
 
     def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
-        """Returns the outputs that lie at the offered addresses. Unless all do, the next run learns their allocation anew."""
+        """Returns the names of the outputs that lie at the addresses offered for them.
+
+        If an output lies elsewhere, the next run learns again how XLA allocates the outputs.
+        """
         found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
         if len(found) < len(addresses):
             self.memory_of_outputs = None
         return found
 
     def settle(self, places: Places) -> None:
-        """Passes the memory of outputs in place on to its next owner. If somebody keeps one, later outputs are copied."""
+        """Ends the use of the memory that was offered for outputs.
+
+        If an array still lies there, the outputs of later runs are copied.
+        """
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()
 
     def give_up(self, address: int, memory: memoryview) -> None:
-        """Checks that no array lies in offered memory any more; else the program's outputs are copied from now on."""
+        """Checks that no array lies in memory that was offered for an output. If one does, later outputs are copied."""
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()
 
@@ -191,7 +206,7 @@ class HostExecutable(Executable):
 
 
 def _ranges(request: Request, places: Places) -> list[_Range]:
-    """Returns the ranges of host regions that a request reads and writes."""
+    """Returns the file ranges of host regions that a request reads (inputs) and writes (outputs)."""
     files = {region.name: region for region in request.regions if not isinstance(region, CudaRegion)}
     read = [tensor.region for tensor in request.prepared.inputs if tensor.region is not None]
     used = [(place.region, place.offset, place.byte_size) for place in read]

@@ -1,13 +1,13 @@
-"""Has XLA on a CPU write outputs to their places: a program's allocations are learned once, and answered with places later.
+"""Has XLA on a CPU write outputs directly to a client's memory, by answering its memory allocations with that memory.
 
-    first run     which allocation became which output       OutputMemory: name ─▶ byte size, its number among that size
-    later runs    these are answered with an address in a region or an arena; the output's address shows that it worked
+    first run     which allocation became which output       OutputMemory: name ─▶ byte size, how many of that size come before
+    later runs    these allocations get an address in a region or an arena; the output's address shows whether it worked
 
-XLA has no parameter for this; ``_output_memory.c`` says how it is done. An allocation that differs from the learned ones is
-ordinary, and its output is copied like any other.
+XLA has no parameter for this; ``_output_memory.c`` describes how it is done. An allocation that differs from the learned ones is
+served as usual, and its output is copied.
 
-Functions that were found in XLA's tables need not be those that XLA allocates and frees its outputs with. So a test program runs
-first, and memory is offered to models' programs only if its output lay where it was offered, and was freed there.
+The functions found in XLA's import table may not be the ones that XLA allocates and frees its outputs with. So a test program
+runs first, and memory is offered to models' programs only if its output was placed in the offered memory and freed there.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ if available:
 _log = logging.getLogger(__name__)
 #: Bytes from which an output is offered memory: copying a smaller one costs less.
 WORTH = 1 << 16
-#: Memory that is never unmapped, because an array that lies in it was not given up.
+#: Memory that is never unmapped, because an array still lies in it.
 _kept: list[memoryview] = []
 _attached = False
 
 
 def attach() -> bool:
-    """Redirects XLA's allocations and tests that; call once its back end is open. False: outputs are copied."""
+    """Redirects XLA's allocations and tests the result; to be called after XLA's back end was opened.
+
+    Returns whether it works; if not, outputs are copied to their places, which is logged.
+    """
     global _attached
     if not available:
         return False  # said at the start (workers/native/extensions.py)
@@ -52,17 +55,17 @@ def attach() -> bool:
 
 
 def _led() -> str:
-    """Redirects XLA's allocations. Returns why that failed, or ""."""
+    """Redirects XLA's allocations to the C extension. Returns the reason for a failure, or ""."""
     if not _native.redirect_allocations(f"{Path(jaxlib.__file__).parent}/"):
         return "XLA's library does not take its memory from the C library in the way that is known"
     return ""
 
 
 def _tried(byte_size: int = WORTH) -> str:
-    """Runs a test program with memory offered for its output. Returns why that failed, or "".
+    """Runs a test program with memory offered for its output. Returns the reason for a failure, or "".
 
-    The place is the C library's own memory: whoever gives it back to the C library directly, as XLA would if only its requests
-    came here, does no harm.
+    The memory comes from the C library, so it does no harm if XLA frees it there directly, as it would if only its allocations
+    were redirected.
     """
     library, place = ctypes.CDLL(None), ctypes.c_void_p()
     if library.posix_memalign(ctypes.byref(place), ctypes.c_size_t(64), ctypes.c_size_t(byte_size)) or not place.value:
@@ -98,21 +101,26 @@ def _tried_at(address: int, byte_size: int) -> str:
 
 
 def attached() -> bool:
-    """Returns whether outputs can be offered memory."""
+    """Returns whether ``attach`` has succeeded, so that memory can be offered for outputs."""
     return _attached
 
 
 class OutputMemory:
-    """The outputs of one program, and the allocations that they are."""
+    """Knows by which allocations XLA gets the memory for the outputs of one program."""
 
     __slots__ = ("_skips", "sizes")
 
     def __init__(self, outputs: Mapping[str, Array], allocations: Iterable[tuple[int, int]]) -> None:
-        """Learns from one run: its ``outputs``, and byte size and address of its ``allocations``, in order."""
-        #: Output -> bytes, the same in every run.
+        """Learns from one run.
+
+        Args:
+          outputs: of the run, by name.
+          allocations: byte size and address of each allocation during the run, in order.
+        """
+        #: Output name -> bytes, the same in every run.
         self.sizes = {name: array.nbytes for name, array in outputs.items()}
-        #: Output -> how many allocations of its size come before its own. Outputs are missing that XLA did not allocate as a
-        #: whole, or that are too many.
+        #: Output name -> how many allocations of its size come before its allocation. An output is missing if XLA did not
+        #: allocate it separately, or if there are too many outputs.
         self._skips: dict[str, int] = {}
         counts: dict[int, int] = {}
         found: dict[tuple[int, int], int] = {}
@@ -127,15 +135,15 @@ class OutputMemory:
 
     @property
     def offerable(self) -> frozenset[str]:
-        """The outputs that can be offered memory."""
+        """The names of the outputs for which memory can be offered."""
         return frozenset(self._skips)
 
     def refuse(self) -> None:
-        """Offers no memory from now on."""
+        """Ends the use of offered memory for this program: all its outputs are copied from now on."""
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program with memory offered for outputs: name -> address."""
+        """Runs the program with memory offered for outputs (name -> address). Returns what ``call`` returns."""
         try:
             for name, address in addresses.items():
                 _native.offer(self.sizes[name], self._skips[name], address)
@@ -145,7 +153,13 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program and learns how its outputs are allocated."""
+    """Runs a program and learns how XLA allocates its outputs.
+
+    Args:
+      call: runs the program.
+      names: of the outputs.
+    Returns: what ``call`` returned, and the allocations of the outputs.
+    """
     _native.watch_allocations()
     try:
         made = call()
@@ -155,7 +169,12 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether no array lies in offered memory any more. If somebody keeps one, the memory is never unmapped."""
+    """Returns whether no array lies in memory that was offered for an output. If one does, the memory is never unmapped.
+
+    Args:
+      address: of the memory.
+      view: the memory.
+    """
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

@@ -1,11 +1,13 @@
-"""Has compile processes compile this process's programs: where JAX would call XLA's compiler, one of them is asked.
+"""Has this process's programs compiled in other processes: takes the place of the function by which JAX calls XLA's compiler.
 
-JAX traces, lowers and checks as ever; the module for the compiler goes to ``workers/compiling`` instead, and the executable that
-comes back is loaded. JAX has no public hook for that: where its private function has moved, every program is compiled here.
+JAX traces, lowers and checks as usual; the module for the compiler goes to a compile process (``workers/compiling``), and the
+executable that comes back is loaded. JAX has no public hook for that: if a JAX version has moved its private function, every
+program is compiled in this process.
 
-Compiled here all the same: a program with callbacks into this process; one that a compile process refuses, so that the
-error is JAX's own, or because it needs what only this process has, such as an FFI target of the model's. On GPUs everything: a
-second process would need memory of the same GPU, and tune its kernels beside those that run there.
+Some programs are compiled in this process in any case: a program with callbacks into this process; a program that a compile
+process refuses, either so that the error comes from JAX, or because it needs something that only this process has, such as a
+model's FFI target. On GPUs every program: another process would need memory of the same GPU, and its tuning of kernels would
+compete with running ones.
 """
 
 from __future__ import annotations
@@ -36,26 +38,30 @@ _MOST = 4
 
 
 class OutsideCompiler:
-    """Has compile processes compile programs for several threads."""
+    """Has programs compiled in compile processes; several threads may use it at a time."""
 
     def __init__(self, compilers: Compilers) -> None:
         self._compilers = compilers
         self._hook = _hook()
-        #: Whether this process can load executables of another one.
+        #: Whether this process can load executables that a compile process made.
         self._loads = True
 
     @property
     def count(self) -> int:
-        """How many programs are compiled at a time."""
+        """How many programs are compiled at a time: the number of compile processes."""
         return self._compilers.count
 
     @contextlib.contextmanager
     def compiling(self, what: str, cancellation: Cancellation) -> Iterator[list[tuple[Any, bytes]]]:
-        """Has programs of this thread compiled outside within the block. Yields the list of executables and their bytes.
+        """Has programs that the calling thread compiles in the ``with`` block compiled in other processes, if possible.
 
-        ``what``: for errors. Raises Internal: a compile process died.
+        Yields a list that gets each executable made so, with its bytes. They are needed to store it: an executable that is
+        serialised again can be loaded, but then lacks functions when it is run (jaxlib 0.10.2).
 
-        An executable cannot be serialised again: the result loads, and lacks functions when it is run (jaxlib 0.10.2).
+        Args:
+          what: names the program in errors.
+          cancellation: tells whether the load was given up.
+        Raises Internal: a compile process died; Cancelled: the load was given up.
         """
         made: list[tuple[Any, bytes]] = []
         if self._hook is None:
@@ -78,7 +84,13 @@ class OutsideCompiler:
         devices: Any,
         options: Any,
     ) -> Any:
-        """Compiles one module outside. Returns None if it has to be compiled here. Raises CompilerDied, Cancelled."""
+        """Has a compile process compile one module. Returns the loaded executable, or None: compile it in this process.
+
+        Args:
+          made: gets the executable and its bytes.
+          backend, module, devices, options: what JAX passes to XLA's compiler.
+        Raises CompilerDied: the compile process died; Cancelled: the load was given up.
+        """
         text = io.BytesIO()
         module.operation.write_bytecode(text)
         if not self._loads or text.tell() > _MAX_BYTE_SIZE or backend.platform != "cpu":
@@ -117,9 +129,9 @@ class OutsideCompiler:
 
 
 def outside_compiler(processes: int | Literal["auto"], long_seconds: float = 0.0) -> OutsideCompiler | None:
-    """Makes a compiler with ``processes`` processes; "auto": one for every two cores, up to four. Returns None for 0.
+    """Makes a compiler that uses ``processes`` processes; "auto": one for every two cores, at most four; 0: returns None.
 
-    ``long_seconds``: as in ``Compilers``.
+    ``long_seconds``: passed to ``Compilers``.
     """
     # XLA compiles with more than one thread itself.
     count = min(_MOST, max(1, len(os.sched_getaffinity(0)) // 2)) if processes == "auto" else processes
@@ -128,7 +140,11 @@ def outside_compiler(processes: int | Literal["auto"], long_seconds: float = 0.0
 
 @functools.cache
 def _hook() -> threading.local | None:
-    """Patches JAX's compile function, once. Returns thread-local storage, whose ``compile`` is the thread's compiler."""
+    """Replaces JAX's compile function, once in a process.
+
+    Returns thread-local storage: while a thread's ``compile`` is set there, it is called first. None: this JAX has no such
+    function.
+    """
     try:
         compiler = COMPILER.find()
         # Interfaces that the compile process needs, and that storing its executables needs.

@@ -1,4 +1,4 @@
-"""The processor as an execution device: large programs get all threads, small ones one."""
+"""Implements the execution device for a processor (CPU): large programs use all threads, small programs one thread."""
 
 from __future__ import annotations
 
@@ -22,17 +22,22 @@ from tensord.workers.tensors.signature import Signature
 
 
 class Processor(ExecutionDevice):
-    """Runs programs on the processor, on several devices, or on a GPU that only XLA can reach. Threads may share it."""
+    """Runs programs on the processor, on several devices, or on a GPU that only XLA can access; any thread may use it."""
 
     remote = False
 
     def __init__(self, single: SingleThreadDevice | None = None) -> None:
-        """``single``: the device for small programs; None: they get all threads."""
+        """``single``: the device with one thread for small programs; None: small programs use all threads, too."""
         self._single = single
 
     @classmethod
     def opened(cls, device: jax.Device, single_thread_flops: int) -> Processor:
-        """Makes one as configured, before any model is loaded. ``device``: JAX's."""
+        """Makes a processor device as configured; to be called before any model is loaded.
+
+        Args:
+          device: JAX's device of the worker.
+          single_thread_flops: the most floating-point operations of a program that runs with one thread; 0: all use all threads.
+        """
         return cls(single_thread.choose(device, single_thread_flops))
 
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:
@@ -54,10 +59,10 @@ class Processor(ExecutionDevice):
         return self
 
     def check(self) -> None:
-        """Does nothing: a processor does not fail."""
+        """Does nothing: a processor cannot become unusable as a GPU can."""
 
     def close(self) -> None:
-        """Does nothing: it holds no memory."""
+        """Does nothing: this object has allocated no memory for the device."""
 
     def __repr__(self) -> str:
         return f"<Processor {self._single}>"

@@ -1,13 +1,13 @@
-"""Runs a single large prepared request for the C part of the loop (``workers/dispatch/fast_path.py``).
+"""Runs repeats of a large prepared request, one at a time, for the C part of the loop (``workers/dispatch/fast_path.py``).
 
-    places of its tensors ─▶ arrays where they lie ─▶ a lease for its large outputs ─▶ the program, which writes them there
+    places of its tensors ─▶ arrays that lie there ─▶ a lease for its large outputs ─▶ the program, which writes them there
                                                                                      ╰─▶ the lease's key, and the small outputs
 
-Tensors in regions lie where the prepared request says, so their arrays are made once. It holds no lease on a region: nothing that
-is known of one outlives it (``FastPath``), and nothing else happens on the loop while a program runs.
+Tensors in regions are always at the place that the prepared request names, so their arrays are made once. No lease on a region is
+held: ``FastPath`` forgets this object when a region changes, and nothing else happens in the loop while a program runs.
 
-It does what the ordinary path does with such a request (``Places``, ``Executable``), once everything about it is known but
-the places of its tensors. A request that differs in anything else is left to that path.
+The result is the same as that of the ordinary path for such a request (``Places``, ``Executable``). Everything about the request
+is known before, except the places of its tensors. A request that differs in anything else takes the ordinary path.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ if TYPE_CHECKING:
 
 #: An input's segment and offset in the submitter's arena, or its bytes.
 Place = tuple[int, int] | bytes
-#: Segment (-1: no lease), offset and generation of the lease, and outputs that are not in it.
+#: Segment (-1: no lease), offset and generation of the lease, and the outputs that go into the record.
 Outcome = tuple[int, int, int, list[Array]]
-#: Marks an output that lies in the lease, in place of its number among those in the record.
+#: Marks an output that lies in the lease, in place of its index among the outputs in the record.
 _LEASED = -1
 
 
 def plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Returns the plan by which a single prepared request was answered, and the contents' names; None: there is no plan."""
+    """Returns the plan by which a prepared request, the only one of its run, was answered, and content index -> output name.
+
+    None: its answer cannot be planned so, and its repeats take the ordinary path.
+    """
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:
@@ -62,7 +65,7 @@ def plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerP
 
 
 class SingleRun:
-    """Runs single requests of one prepared number of one submitter. It belongs to the worker's loop."""
+    """Runs the repeats of one prepared request of one submitter; only the thread of the worker's loop uses it."""
 
     def __init__(
         self,
@@ -76,19 +79,24 @@ class SingleRun:
         regions: Mapping[str, Region],
         name: str | None = None,
     ) -> None:
-        """Finds what lies in regions.
+        """Finds the tensors that lie in regions.
 
         Args:
+          executable: runs the requests.
+          lane: the submitter's, with the arenas of inputs and outputs.
+          inputs: of the prepared request.
           sizes: the bytes of each input.
-          plan, names, rows: how requests of so many rows are answered, by outputs of these names.
-          regions: those that the request names.
-          name: of their parameter set; None: they name none.
+          plan: how the requests are answered.
+          names: content index in the plan -> output name.
+          rows: of each request.
+          regions: the regions that the prepared request names, by name.
+          name: of the parameter set that the requests name; None: they name none.
         """
         self._executable = executable
         self._set = name
         self._lane = lane
         self._regions = tuple(regions.values())
-        #: Inputs that each request has of its own; and those that are always at the same place.
+        #: Inputs that lie at a different place for each request; and inputs in regions, which are always at the same place.
         self._inputs: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
         self._fixed: dict[str, Array] = {}
         for tensor, size in zip(inputs, sizes, strict=True):
@@ -122,19 +130,21 @@ class SingleRun:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Returns the bytes of each input that requests have of their own."""
+        """The bytes of each input that is not in a region, so that its place differs from request to request."""
         return tuple([size for *_, size in self._inputs])
 
     @property
     def is_aligned(self) -> bool:
-        """Returns whether the program can use what lies in regions where it lies."""
+        """True if all inputs in regions are aligned, so that the program can use them without a copy."""
         return not [array for array in self._fixed.values() if array.ctypes.data % ALIGNMENT]
 
     def __call__(self, places: Sequence[Place]) -> Outcome | None:
         """Runs one request. Returns None if it must take the ordinary path; no lease is held then.
 
-        Raises: InvalidArgument: a place outside the arena.  LookupError: its outputs cannot be made to lie elsewhere any more.
-          Or whatever the program raises.
+        ``places``: of each input that is not in a region.
+
+        Raises InvalidArgument: a place is outside the arena; LookupError: XLA can no longer be made to write the outputs to their
+        places; or whatever the program raises.
         """
         arguments = dict(self._fixed)
         for (name, dtype, shape, byte_size), place in zip(self._inputs, places, strict=True):
@@ -159,7 +169,7 @@ class SingleRun:
         return made
 
     def _run_placed(self, arguments: dict[str, Array]) -> Outcome | None:
-        """Runs the program with memory for its large outputs. Returns as a call."""
+        """Runs the program with memory offered for its large outputs. Returns what ``__call__`` returns."""
         memory, lane = self._executable.memory_of_outputs, self._lane
         if memory is None:
             return None  # the ordinary path learns their allocation anew
@@ -182,7 +192,12 @@ class SingleRun:
         return None if inside is None else (*lease.key, inside)
 
     def _run_into(self, arguments: dict[str, Array], memories: Mapping[str, memoryview]) -> list[Array] | None:
-        """Returns the outputs that have no memory given, or None where some output that should be there is not."""
+        """Runs the program and has it write outputs to given memory. Returns the other outputs.
+
+        Returns None if an output was not written to its memory.
+
+        ``memories``: output name -> memory.
+        """
         executable = self._executable
         addresses = {name: address_of(memory) for name, memory in memories.items()}
         outputs = _waited_for(executable.computed(executable.named(self._set), arguments, addresses))
@@ -198,5 +213,5 @@ class SingleRun:
 
 
 def _waited_for(made: Mapping[str, Any]) -> dict[str, Array]:
-    """Waits for all outputs of a run: only then has the program read its last input."""
+    """Waits for all outputs of a run and returns them. Only afterwards may the inputs' memory be changed."""
     return {name: np.asarray(array) for name, array in made.items()}

@@ -1,9 +1,9 @@
-"""A device for programs that gain nothing from several threads: a second client of XLA:CPU in this process, with one thread.
+"""Opens a device for programs that gain nothing from several threads: a second XLA:CPU client in this process, with one thread.
 
-XLA cuts a program into parts for the threads of the client that compiles it, and they wait for each other by spinning. A small
-program costs up to twice the processor time that way and is hardly done earlier (docs/measurements.md). No option of a single
-program says otherwise: neither ``xla_cpu_multi_thread_eigen`` nor the others of jaxlib 0.10 that were tried. But both clients
-compute in the memory of the one process, so parameters are shared and never copied.
+XLA divides a program among the threads of the client that compiles it, and these threads wait for each other by spinning. So a
+small program costs up to twice the processor time and is hardly faster (docs/measurements.md). No option of a single program
+changes that: neither ``xla_cpu_multi_thread_eigen`` nor the others of jaxlib 0.10 that were tried. Both clients compute in the
+memory of this process, so parameters are shared and never copied.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from tensord.workers.jax_internals.interfaces import CPU_CLIENT, Missing
 from tensord.workers.programs.weight import Most, is_within
 
 _log = logging.getLogger(__name__)
-#: Bytes that a program's operations read and write; more of them come faster to several cores.
+#: The most bytes that a small program's operations read and write; more bytes are read faster by several cores.
 _MAX_BYTE_SIZE = 8 << 20
 
 
 class SingleThreadDevice:
-    """A worker's device with one thread, for the loader's and the compiler's thread."""
+    """A device of the worker that runs programs with one thread, and the limit on the programs that suit it."""
 
     def __init__(self, max_flops: int) -> None:
-        """Opens the device. Raises whatever a jax raises that cannot have it.
+        """Opens the device. Raises whatever JAX raises if it cannot have such a device.
 
-        Call before any model is loaded: for a moment the environment says one thread, which another thread must not read then,
-        nor a process inherit.
+        To be called before any model is loaded: an environment variable is set to one thread for a moment, which no other thread
+        may read and no process may inherit.
 
         Args:
-          max_flops: floating-point operations of a program that it takes at most.
+          max_flops: the most floating-point operations of a program that suits the device.
         """
         self.max_flops = max_flops
         self.device = _opened()
 
     def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
-        """Returns whether a program is so small that one thread is enough, and its cost is known.
+        """Returns whether a program's cost is known and so small that one thread is enough.
 
         Args:
-          compiled: for a program whose cost only its compilation shows, such as an exported one of varying sizes.
+          compiled: the compiled program if only compilation shows its cost, as for an exported program with open sizes; None: the
+            cost is taken from ``lowered``.
         """
         return is_within(compiled or lowered, Most(self.max_flops, _MAX_BYTE_SIZE), lowered)
 
@@ -55,7 +56,7 @@ class SingleThreadDevice:
 
 @functools.cache
 def _opened() -> jax.Device:
-    """Opens the device, once in a process, whatever workers it has: a client's threads end only with the process."""
+    """Opens the device, only once in a process even for several workers, because its threads end only with the process."""
     known = os.environ.get(THREADS_VARIABLE)
     os.environ[THREADS_VARIABLE] = "1"
     try:
@@ -68,9 +69,14 @@ def _opened() -> jax.Device:
 
 
 def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
-    """Opens a single-thread device beside a worker's device; call it before any model is loaded.
+    """Opens the single-thread device for a worker, if it is useful; to be called before any model is loaded.
 
-    None: the device is no CPU or has one thread itself, none is wanted (``max_flops`` is 0), or this jax, says the log, has none.
+    Returns None if ``device`` is no CPU or has only one thread, if ``max_flops`` is 0 (not wanted), or if this JAX version cannot
+    have such a device, which is logged.
+
+    Args:
+      device: the worker's.
+      max_flops: the most floating-point operations of a program that suits the single-thread device.
     """
     if device.platform != "cpu" or thread_count() < 2 or not max_flops:
         return None
@@ -84,9 +90,11 @@ def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
 
 
 def share(parameters: Any, device: jax.Device) -> Any:
-    """Returns parameters in the same memory for programs on another device. ``parameters``: JAX's arrays, or numpy's.
+    """Returns parameters as arrays of another CPU device, in the same memory.
 
-    Raises ValueError: a parameter would be copied; or whatever numpy says to elements that it does not know.
+    ``parameters``: a tree of JAX or numpy arrays.
+
+    Raises ValueError: a parameter would be copied; or whatever numpy raises for a dtype that it does not know.
     """
 
     arrays, structure = jax.tree.flatten(parameters)

@@ -1,8 +1,8 @@
-"""Chooses a model version's programs for the single-thread device, and has its parameters there.
+"""Chooses which programs of a model version run on the single-thread device, and shares its parameters with that device.
 
-A program goes there when it is small and has run there once. A version that cannot be there (a sharding, or a function that it
-calls, binds it to the worker's own device; its parameters would have to be copied) keeps all programs on the worker's device,
-which is logged once.
+A program runs there if it is small and a test run there has succeeded. If a version cannot use the device (a sharding or a
+function that it calls binds it to the worker's device, or its parameters would have to be copied), all its programs run on the
+worker's device, which is logged once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from tensord.workers.tensors.signature import Signature
 
 _log = logging.getLogger(__name__)
 #: Changes nothing for a client with one thread, but is part of the key of JAX's own cache, which ignores threads: a program that
-#: was compiled for several threads must not be found for one, nor the reverse.
+#: was compiled for several threads must not be found for one thread, nor the reverse.
 _OPTIONS: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
 
 
 class SmallPrograms:
-    """The small programs of one version. The threads that make its programs use it."""
+    """Decides for one model version which programs run on the single-thread device, and compiles them; for any thread."""
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:
-        """``sets``: the version's parameters, which are on the worker's own device."""
+        """
+        Args:
+          device: the single-thread device.
+          sets: the version's parameter sets, which are on the worker's device.
+        """
         self._signature = signature
         self._device = device
         self._sets = sets
@@ -43,7 +47,7 @@ class SmallPrograms:
         self._possible = True
 
     def open(self) -> Placement | None:
-        """Returns the placement of small programs, or None where this version has none."""
+        """Returns the placement of small programs on the single-thread device, or None if this version cannot use that device."""
         with self._opening:
             if self._placement is None and self._possible:
                 try:
@@ -53,11 +57,11 @@ class SmallPrograms:
             return self._placement
 
     def suits(self, lowered: jax.stages.Lowered) -> bool:
-        """Returns whether a program is known to be small."""
+        """Returns whether a lowered program is known to be small; False also if only its compilation would show that."""
         return self._is_small(lowered) is True
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
-        """Returns whether a program is small; None: only compilation shows it, which fills in sizes of an exported program."""
+        """Returns whether a program is small; None: only its compilation shows that, because it sets sizes that are open now."""
         # XLA raises an error for the cost of a program with open sizes, or (from JAX 0.11 on) ends the process.
         if _has_open_sizes(lowered):
             return None
@@ -72,12 +76,14 @@ class SmallPrograms:
         lower: Callable[[Placement], jax.stages.Lowered],
         zeros: Callable[[], dict[str, Any]],
     ) -> CompiledProgram | None:
-        """Compiles a small program and runs it once. Returns None if it is not small, or cannot run on the device.
+        """Compiles a program for the single-thread device and runs it once, if it is small.
+
+        Returns None if the program is not small, or cannot run on that device.
 
         Args:
-          lowered: the program for the worker's own device.
-          lower: lowers it for another device.
-          zeros: makes inputs for it.
+          lowered: the program, lowered for the worker's device.
+          lower: lowers the program for another placement.
+          zeros: makes inputs for the test run.
         """
         try:
             small = self._is_small(lowered) if self._possible else False
@@ -96,7 +102,7 @@ class SmallPrograms:
         return CompiledProgram(made, placement)
 
     def give_up(self, error: Exception) -> None:
-        """Keeps further programs on all threads; those that are on one thread have run and stay."""
+        """Has all further programs use all threads, after an error; logs it. Programs that are on one thread already stay."""
         name, kind = self._signature.model, type(error).__name__
         _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
         self._possible = False
@@ -106,9 +112,11 @@ class SmallPrograms:
 
 
 def placed(sets: ParameterSets, device: jax.Device, signature: Signature | None = None) -> Placement:
-    """Returns a placement on a device that shares the memory of all parameters. Raises as ``share``.
+    """Returns a placement on a CPU device whose parameters lie in the same memory as on the worker's device.
 
-    ``signature``: says in which precision they are placed.
+    ``signature``: of a model, whose precision (JAX's 64-bit mode) is used; None: the default.
+
+    Raises ValueError: a parameter would have to be copied; or what else ``share`` raises.
     """
 
     def shared(parameters: Any) -> Any:
@@ -120,7 +128,7 @@ def placed(sets: ParameterSets, device: jax.Device, signature: Signature | None 
 
 
 def _has_open_sizes(lowered: jax.stages.Lowered) -> bool:
-    """Returns whether a function of the program has sizes that are known only once it is compiled."""
+    """Returns whether a function of a lowered program has sizes that are not known before the program is compiled."""
     module: Any = lowered.compiler_ir("stablehlo")
     functions = [op for op in module.body.operations if "function_type" in op.attributes]
     return any("?" in str(function.attributes["function_type"]) for function in functions)

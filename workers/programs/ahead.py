@@ -12,7 +12,9 @@ S = TypeVar("S")
 
 
 def ahead(make: Callable[[S], tuple[T, bool]], wanted: Iterable[S], threads: int) -> Iterator[tuple[T, bool]]:
-    """Calls ``make`` for each wanted program in up to ``threads`` threads, and yields the results in order. Raises what one raised.
+    """Calls ``make`` for each wanted program in up to ``threads`` threads, and yields the results in order.
+
+    Raises what a call of ``make`` raised.
 
     The first program is made in the caller's thread, before any other. If it did not have to be compiled, the others probably do
     not have to be either, and to make them one after the other is fastest. Then, and with one thread, each program is made only

@@ -2,8 +2,8 @@
 
     run n ── carry ──▶ run n+1 ── carry ──▶ run n+2        a run may be launched before the run before it has ended
 
-If a run fails before the device has taken the carry, every sequence is as it was. If it fails later the carry is lost, and with it
-the state of every sequence of the instance: their clients get an error, and a new carry is made. No run is repeated.
+If a run fails before the device has taken the carry, every sequence is as it was. If it fails later the carry is lost, and with
+it the state of every sequence of the instance: their clients get an error, and a new carry is made. No run is repeated.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Executable(ABC):
 
     @abstractmethod
     def settle(self, places: Places) -> None:
-        """Ends what ``offer`` began, after the answer was sent or given up and no code in the worker uses the outputs any more."""
+        """Ends what ``offer`` began. Called once the answer was sent or given up, and no code here uses the outputs any more."""
 
     @abstractmethod
     def single_run(

@@ -207,7 +207,7 @@ class ExecutableCache:
         known: Sequence[tuple[object, bytes]] = (),
         what: str = "a program",
     ) -> CompiledProgram:
-        """Stores an executable in the cache. Returns it with its size there; unchanged if it could not be stored, which is logged.
+        """Stores an executable in the cache. Returns it with its size there, or unchanged if that failed, which is logged.
 
         Args:
           known: XLA executables that other processes have compiled, each with its bytes.

@@ -36,7 +36,7 @@ class Placement(NamedTuple):
 
     @property
     def at(self) -> int:
-        """The index by which ``ParameterSet.on`` returns a set's arrays for this placement: 1 on the single-thread device, else 0."""
+        """The index of this placement for ``ParameterSet.on``: 1 on the single-thread device, otherwise 0."""
         return int(self.is_single_thread)
 
     @property

@@ -209,7 +209,7 @@ class StepExecutables:
         return lowered
 
     def zeros(self, shapes: Shapes) -> tuple[dict[str, Array], Array]:
-        """Returns arguments for a test run of ``insert``: inputs of zeros, sizes of named axes, and slots outside of the carry."""
+        """Returns arguments for a test run of ``insert``: inputs of zeros, sizes of named axes, and slots outside the carry."""
         lead = (self._insert_rows,) if self._insert_rows else ()
         arrays: dict[str, Array] = {}
         for spec, shape in zip(self._signature.inputs.values(), shapes, strict=True):
@@ -219,7 +219,7 @@ class StepExecutables:
         return arrays, np.full(lead, self._slots, np.int32)
 
     def _run_once(self) -> None:
-        """Runs each program once, so that a model that fails does not serve, and no request has to wait for a slow first run."""
+        """Runs each program once, so that a model that fails does not serve, and no request waits for a slow first run."""
         parameters = self.parameters()
         with precision(self._signature):
             carry = self.init(parameters)
