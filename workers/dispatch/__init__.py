@@ -1,1 +1,1 @@
-"""Code that takes a request through the worker: validates, queues, runs and answers it."""
+"""Takes a request through the worker: validates, queues, runs and answers it."""

@@ -79,7 +79,8 @@ def complete(
 def _put(
     request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
-    """Writes the outputs that are not in their places yet. Returns their descriptions, and the contents of those outside regions.
+    """Writes the outputs that are not in their places yet. Returns the descriptions of all outputs, and the contents or arena
+    places of the outputs that are not in regions.
 
     Raises InvalidArgument: the memory of a region is not there any more.
     """
@@ -123,7 +124,10 @@ def _put(
 def _choose(
     request: Request, result: dict[str, Array], signature: Signature
 ) -> dict[str, tuple[str, tuple[int, ...], Content]]:
-    """Returns name -> datatype, shape and content of each requested output, in the order in which the model made them."""
+    """Returns output name -> (datatype, shape, content) for the outputs that a request wants, in the model's order.
+
+    Raises Internal: an output has a dtype without a name; InvalidArgument: the output's datatype cannot be classified.
+    """
     chosen: dict[str, tuple[str, tuple[int, ...], Content]] = {}
     for name, array in result.items():
         wanted = request.outputs.get(name)

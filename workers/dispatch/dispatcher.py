@@ -62,7 +62,7 @@ def _at_once(call: Callable[[], None]) -> None:
 
 
 class Dispatcher:
-    """Dispatches the requests of one worker."""
+    """Takes the requests of one worker from their arrival to their answers, together with the parts that it owns."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class Dispatcher:
             self._agenda.wake(version)
 
     def ask_all(self) -> None:
-        """Marks every version in which requests wait, so that the next iteration asks its planner."""
+        """Marks every model version with waiting requests, so that the next iteration asks its planner what to run."""
         self._asked_of, self.limiter.moved = self._models.changes, False
         self._agenda.woken.update(self._active)  # type: ignore[arg-type]
 

@@ -1,1 +1,1 @@
-"""Parameter sets of models: pushed into a running worker, checked, placed on the device, and exchanged between two batches."""
+"""Handles pushed parameter sets of models: checks them, places them on the device, and puts them into use between two batches."""

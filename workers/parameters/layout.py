@@ -87,7 +87,7 @@ class LaidLeaf(NamedTuple):
 
     @property
     def byte_size(self) -> int:
-        """The bytes of the leaf."""
+        """The bytes that the leaf needs in memory."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 

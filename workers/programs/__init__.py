@@ -1,1 +1,1 @@
-"""Compiled programs: makes, stores, chooses and runs them."""
+"""Makes, stores, chooses and runs compiled programs of models."""

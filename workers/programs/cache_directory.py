@@ -155,7 +155,7 @@ class CacheDirectory:
             _log.warning("executables are not cached: %s", reason)
 
     def remove(self, name: str, reason: Exception) -> None:
-        """Removes a file that cannot be used, and logs why."""
+        """Removes a file of the cache that cannot be used, and logs the reason."""
         with contextlib.suppress(OSError), self._alone() as place:
             self._remove(place, name, reason)
 

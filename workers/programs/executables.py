@@ -218,10 +218,10 @@ class Executables:
         return Carry(self._signature, self._initial, self._usual.device)
 
     def _run_once(self) -> None:
-        """Runs the planned executables on zeros: the smallest one, and further ones while all of them have little to do.
+        """Runs the executable of the smallest bucket on inputs of zeros, and further ones while their total work is small.
 
         A program's first run is slower (measured: the first of a process by 30 ms, the first of each executable by 3 ms), and a
-        model that cannot run at all is found out before it serves.
+        model that cannot run at all fails before it serves.
         """
         carry, work = self.carry(), 0.0
         for wanted, executable in self._planned.items():

@@ -19,7 +19,7 @@ from tensord.workers.tensors.ragged import flat
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Returns an uninitialised array that starts at a multiple of ``ALIGNMENT``."""
+    """Returns a new uninitialised array whose memory starts at a multiple of ``ALIGNMENT`` bytes."""
     byte_size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.empty(byte_size + ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT
@@ -37,7 +37,7 @@ class HostInputs:
         self.arrays = {name: aligned(shape, dtype) for name, dtype, shape in inputs}
 
     def send(self) -> dict[str, Any]:
-        """Returns the gathered inputs as arguments."""
+        """Returns the gathered inputs as arguments of the program, by input name; nothing is copied."""
         return self.arrays
 
     def __repr__(self) -> str:

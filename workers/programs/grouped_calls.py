@@ -90,7 +90,7 @@ class GroupedCalls:
         return self._shapes[shapes].weight > Weight.HEAVY
 
     def _byte_size(self, shapes: Shapes) -> int:
-        """Returns the bytes of a request's inputs."""
+        """Returns the bytes of all inputs of a request with these shapes."""
         given = zip(self._signature.inputs.values(), shapes, strict=True)
         return sum([math.prod(shape) * spec.dtype.itemsize for spec, shape in given if shape is not None])
 
@@ -122,7 +122,7 @@ class GroupedCalls:
             shape.add(programs)
 
     def forget(self, shapes: Shapes) -> None:
-        """Removes the programs of a shape."""
+        """Removes the programs for grouped calls of requests with these shapes."""
         self._shapes.pop(shapes, None)
 
     def __repr__(self) -> str:

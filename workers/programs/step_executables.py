@@ -113,7 +113,7 @@ class StepExecutables:
 
     @property
     def device(self) -> jax.Device | None:
-        """The programs' device; None: JAX's usual one."""
+        """The device that the programs run on; None: JAX's default device."""
         return self._place.device
 
     def check_size(self, limit: int) -> None:

@@ -20,7 +20,7 @@ Program = jax.stages.Lowered | jax.stages.Compiled
 
 
 class Weight(enum.IntEnum):
-    """A program's work, compared with the cost of a call (some ten microseconds)."""
+    """Class of a program by its work, compared with the cost of calling it (some ten microseconds)."""
 
     #: More than a call, or not known.
     HEAVY = 0
@@ -57,9 +57,10 @@ def work_of(program: Program) -> tuple[float, float]:
 
 
 def is_within(program: Program, most: Most, text: Program | None = None) -> bool:
-    """Returns whether a program's work is known and within a bound.
+    """Returns whether a program's work is known and at most ``most``.
 
-    ``text``: the program to search for operations that are not counted, if not ``program``.
+    ``text``: the program whose text is searched for operations that XLA does not count (loops, calls outside of XLA); None:
+    ``program``.
     """
     flops, byte_size = work_of(program)
     if not (0 <= flops <= most.flops and 0 <= byte_size <= most.byte_size):
