@@ -55,7 +55,9 @@ def complete(
     Returns None if the response arena is full: nothing was written anywhere then, and the caller tries again later.
 
     Args:
-      places: reserved before the program ran, which may have written outputs there itself; this function releases them.
+      inline_byte_size: outputs up to this size go into the record.
+      places: reserved before the program ran, which may have written outputs there itself; released here if this raises.
+      final: whether no further response to the request follows.
     Raises Internal: an output does not fit where the client wants it; InvalidArgument: the outputs are larger than the complete
     response arena.
     """

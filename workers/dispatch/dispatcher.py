@@ -136,7 +136,7 @@ class Dispatcher:
 
     @property
     def lane_answers(self) -> Counter[str]:
-        """Counts of final answers on clients' own lanes by error code, "OK" for success."""
+        """Counts of final answers to clients that are connected directly, not through a front: error code or "OK" -> count."""
         return self._outbox.lane_answers
 
     # ---------------------------------------------------------------------------------------------------------- arrival
@@ -173,7 +173,10 @@ class Dispatcher:
         self._queue(version, request, now_ns)
 
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
-        """Submits a request from a client's own lane: refuses it above the limits, and clears what only a front may set."""
+        """Submits a request of a client that is connected directly, not through a front.
+
+        Refuses the request above the limits of the client's lane, and clears the fields that only a front may set.
+        """
         assert submitter.segments is not None
         self.lane_requests += 1
         count, most = len(submitter.in_flight), submitter.segments.limits.in_flight
@@ -238,7 +241,7 @@ class Dispatcher:
         self._agenda.woken.update(self._active)  # type: ignore[arg-type]
 
     def cancel(self, submitter: SubmitterLink[Request], request_id: int) -> None:
-        """Cancels a submitter's request. One that runs already is answered when its run ends. Ignores an id not in flight."""
+        """Cancels a submitter's request; if it runs already it is answered when its run ends. Ignores an id not in flight."""
         request = submitter.in_flight.get(request_id)
         if request is not None:
             self.withdraw(request)
@@ -263,7 +266,7 @@ class Dispatcher:
     def taken(self, submitter: SubmitterLink[Request], record: Taken) -> None:
         """Notes how many bytes of responses the client of a request has taken. Ignores a request that is not in flight.
 
-        Raises: InvalidArgument: a client says on its own lane that it has taken more bytes than were sent.
+        Raises: InvalidArgument: a client that is connected directly says that it has taken more bytes than were sent.
         """
         request = submitter.in_flight.get(record.request_id)
         if request is not None:
@@ -286,7 +289,7 @@ class Dispatcher:
         self._outbox.drop(submitter)
 
     def _end_sequences(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends the sequences whose last request came on the own lane of a client that has disconnected."""
+        """Ends the sequences whose last request came from a directly connected client that has disconnected."""
         for version in self._models:
             if version.sequences is not None:
                 version.sequences.close_client(submitter.peer)

@@ -39,7 +39,7 @@ class Expiry:
             self._agenda.put(self.end, silent_ns)
 
     def end(self, now_ns: int) -> None:
-        """Ends the sequences of all models that were silent too long, and has requests that wait for their slots looked at."""
+        """Ends the sequences of all models that got no request for too long. Wakes the versions whose requests wait for slots."""
         self.next_ns = NEVER
         self._agenda.put(self.end, NEVER)
         for version in self._models.everyone():
@@ -52,7 +52,7 @@ class Expiry:
     def refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
         """Answers requests with their errors, because they waited too long (Unavailable) or a newer request replaced them.
 
-        If the model answers in order, each answer leaves after the earlier ones.
+        If the model answers in order, each answer leaves after the answers to earlier requests.
         """
         for request, error in answers:
             if isinstance(error, Unavailable):

@@ -56,7 +56,7 @@ AnyProgram = Executable | GroupedProgram | PipelineProgram
 
 
 class _Batch:
-    """Requests to one loaded model version with inputs of one shape, which can share a run."""
+    """Describes requests to one loaded model version with inputs of one shape, which can share a run, for the C part."""
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Hashable, runs: SequenceRuns | None = None
@@ -121,7 +121,7 @@ class _Batch:
 
 
 class _Alone:
-    """Large requests to one loaded model version with inputs of one shape; each of them runs by itself."""
+    """Describes large requests to one loaded model version with inputs of one shape, each of which runs alone, for the C part."""
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -403,9 +403,9 @@ class FastPath(Poller):
 
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:
-    """Returns whether later repeats of a request run with the same parameters, and get the same answer about which they were.
+    """Returns whether repeats of a request would run with the same parameter set, and their answers would name the same set.
 
-    That holds until other parameters are put into use.
+    This is asked for the time until other parameters are put into use.
     """
     ran, sets = execution.parameters_of(request), request.version.sets
     if isinstance(request.chosen, ParameterSet):

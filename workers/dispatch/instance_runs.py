@@ -40,7 +40,7 @@ class InstanceRuns:
         """
         Args:
           prepare: reserves places for the outputs of an execution before the run; gets output name -> bytes.
-          take: takes the next batch of a version from its queue, at a time, for the instance with that number.
+          take: takes the next batch from a version's queue; gets the version, the time, and the index of the instance.
           finish: answers the requests of an execution that has run.
           changed: has the loop ask a version's planner again.
         """

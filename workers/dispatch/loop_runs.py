@@ -46,7 +46,7 @@ class LoopRuns:
         """
         Args:
           check: raises an error if the worker's device has failed.
-          take: takes the next batch of a version from its queue.
+          take: takes the next batch from a version's queue; gets the version and the time.
           finish: answers the requests of an execution that has run.
         """
         self._outbox = outbox

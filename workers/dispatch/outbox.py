@@ -173,7 +173,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers request number i of a batch, which need not be small. Returns why it got an error; None: it got none."""
+        """Answers the request with index i of an execution, in the general way. Returns why it got an error; None: it did not."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)

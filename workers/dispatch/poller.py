@@ -60,7 +60,7 @@ class Poller:
 
     @property
     def lane_requests(self) -> int:
-        """Count of all requests on clients' own lanes that were answered during a wait so far."""
+        """Count of all requests of directly connected clients (not through a front) that were answered during a wait so far."""
         return 0
 
     def close(self) -> None:

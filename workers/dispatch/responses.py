@@ -79,7 +79,8 @@ class Responses:
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
         """Makes the sender of a request's responses. ``single``: it sends exactly one.
 
-        On a client's own lane the bytes that a request may have ahead are bounded, so that all requests keep the lane's bound.
+        For a client that is connected directly (not through a front) the bytes that may be sent before it has taken them are
+        limited so that all its requests together keep the limit of its lane.
         """
         segments, max_ahead = request.submitter.segments, self.max_ahead
         if segments is not None:
@@ -198,7 +199,7 @@ class Responses:
 
     @staticmethod
     def check_taken(request: Request, byte_size: int) -> None:
-        """Checks what a client says it has taken. Raises InvalidArgument: fewer bytes were sent to it for this request."""
+        """Checks how many bytes of responses a client says it has taken. Raises InvalidArgument: fewer were sent to it."""
         sender = request.version.senders.get(request)
         if sender is None:
             return

@@ -61,8 +61,8 @@ class SequenceRuns:
 
         Args:
           asked: (correlation id, START, END) of each request.
-          clients: for each request the file descriptor of the client's own lane it came on, -1 for a front's lane; None: all
-            came from fronts.
+          clients: for each request the file descriptor of its client's lane, or -1 if it came from a front; None: all came
+            from fronts.
         """
         if self._sequences.table.holding:
             return 0  # not all of them are computed with the same parameters
@@ -80,7 +80,7 @@ class SequenceRuns:
         return len(self._chosen)
 
     def _note_clients(self, clients: list[int]) -> None:
-        """Notes for each chosen sequence the client on whose own lane it came: the sequence ends when that lane ends."""
+        """Notes for each chosen sequence the client whose lane its request came on: the sequence ends when that lane ends."""
         for live, fd in zip(self._chosen, clients, strict=False):
             submitter = self._submitters.get(fd)
             live.client = 0 if submitter is None else submitter.peer

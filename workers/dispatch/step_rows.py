@@ -133,7 +133,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Prepares the lanes to answer exactly these slots; other slots that had joined leave."""
+        """Prepares the lanes to answer exactly these slots; requests in other slots are answered separately again."""
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
@@ -149,7 +149,10 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Has requests leave whose clients may be too far behind, or all if too many steps are noted. Returns their senders."""
+        """Has requests whose clients may be too far behind answered separately again, or all if too many steps are noted.
+
+        Returns their senders.
+        """
         steps = len(self._left_ns)
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]
         for sender in full:

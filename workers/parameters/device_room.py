@@ -114,11 +114,11 @@ class DeviceRoom:
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Ends the keeping of a replaced set, if it is kept."""
+        """Removes a replaced set from the sets that are kept in host memory, if it is one of them."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:
-        """Counts a set no longer, because it has left the device or could not be placed. The caller holds ``lock``."""
+        """Removes a set from the sets on the device: it has left the device or could not be placed. The caller holds ``lock``."""
         self._resident.discard(parameters)
 
     def __repr__(self) -> str:

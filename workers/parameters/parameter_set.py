@@ -266,12 +266,12 @@ class ParameterSets:
           place: places pushed parameters on the device.
           room: the device memory that pushed parameters may use; None: there is none.
           host: the leaves of ``tree`` in host memory; None: they are not there.
-          stack: the stack of a model whose batches mix sets; None: batches do not.
+          stack: the stack of a model whose batches mix sets; None: its batches do not mix sets.
           lying: returns the bytes of a set that are used in the host's memory without a copy.
-          on_demand: whether main may leave the device like other sets; then the caller calls ``main.prepare``, not passing
-            ``tree``.
+          on_demand: whether main may leave the device like other sets; then ``tree`` is ignored, and the caller has ``main``
+            placed from ``host`` by ``main.prepare``.
           pin: copies parameters that leave the device to page-locked memory; None: this would not be faster.
-          lay: lays leaves out so that all programs on the processor use them without a copy; None: programs run on a GPU.
+          lay: lays leaves out so that all programs on the processor use them without a copy; None: not on the processor.
         """
         self.leaves = leaves
         self.lying = lying
@@ -310,7 +310,7 @@ class ParameterSets:
             raise
 
     def newest(self, name: str) -> ParameterSet | None:
-        """Returns the version of the set with a name that is in use, or None if there is no such set."""
+        """Returns the set with a name, in the version that is in use, or None if there is no such set."""
         return self.main if name == MAIN_SET else self._named.get(name)
 
     def find(self, name: str) -> ParameterSet:

@@ -83,8 +83,8 @@ class SingleRun:
 
         Args:
           executable: runs the requests.
-          lane: the submitter's, with the arenas of inputs and outputs.
-          inputs: of the prepared request.
+          lane: the submitter's lane, with the arenas of inputs and outputs.
+          inputs: the inputs that the prepared request describes.
           sizes: the bytes of each input.
           plan: how the requests are answered.
           names: content index in the plan -> output name.
@@ -141,7 +141,7 @@ class SingleRun:
     def __call__(self, places: Sequence[Place]) -> Outcome | None:
         """Runs one request. Returns None if it must take the ordinary path; no lease is held then.
 
-        ``places``: of each input that is not in a region.
+        ``places``: for each input that is not in a region its place in the arena, or its bytes.
 
         Raises InvalidArgument: a place is outside the arena; LookupError: XLA can no longer be made to write the outputs to their
         places; or whatever the program raises.

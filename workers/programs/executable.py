@@ -240,9 +240,9 @@ class Executable(ABC):
         """Returns an object that runs repeats of a prepared request directly, one at a time; None: that is not possible.
 
         Args:
-          execution: the run of a request that was prepared so.
+          execution: a run of a request that used the prepared request.
           preparation: the prepared request.
-          regions: the regions that it names, by name.
+          regions: the regions that the prepared request names, by name.
         """
 
     @property

@@ -79,7 +79,7 @@ class Executables:
           several: the devices of a model that runs on several; None: the worker's device.
           names: names of the parameters' leaves; None: their paths in ``parameters``.
           room: the device memory that pushed parameters may use; None: there is none.
-          mixed: which parameters differ between sets, for a model whose batches mix parameter sets; None: batches do not.
+          mixed: which parameters differ between sets, for a model whose batches mix sets; None: its batches do not mix sets.
           on_demand: whether the parameters may leave the device for other sets while no request needs them.
         Raises: Internal: there is no memory for the parameters.
         """

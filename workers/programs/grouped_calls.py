@@ -130,7 +130,10 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns the number of requests whose program runs ``waiting`` requests: ``MOST`` also for fewer, if computing is cheap."""
+    """Returns for how many requests a program is looked up when ``waiting`` requests wait.
+
+    For a tiny program it is ``MOST`` as soon as more than half as many requests wait, so that one call is enough.
+    """
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST
     return waiting

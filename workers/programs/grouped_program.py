@@ -148,7 +148,10 @@ class GroupedProgram:
 
     @property
     def share(self) -> float:
-        """The estimated work of a call as a fraction of a loop iteration. Not by ``weight.share_of``, which ignores loops."""
+        """The estimated work of a call as a fraction of an iteration of the worker's loop.
+
+        It is a fixed upper bound, because XLA does not count the loop in the program, so ``weight.share_of`` would not know it.
+        """
         return self.rows / 64
 
     @property
