@@ -8,8 +8,8 @@
       send                                         [-----]
       infer step            [--------]                          of a request that was made for this one, with its own parts
 
-The library sends spans in its own thread and keeps a bounded number of them while the collector does not answer; further spans are
-dropped and counted. Source: OpenTelemetry's specification of traces.
+The library sends spans in its own thread and keeps a bounded number of them while the collector does not answer; further spans
+are dropped and counted. Source: OpenTelemetry's specification of traces.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def installed() -> bool:
 
 
 class SpanCounts:
-    """Counts what became of spans. The supervisor's loop and the thread that sends write two counts each."""
+    """Counts what became of spans. The supervisor's loop and the thread that sends spans write two of the counts each."""
 
     def __init__(self) -> None:
         #: Spans that were queued, and those that were dropped because too many waited.
