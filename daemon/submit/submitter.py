@@ -191,10 +191,7 @@ class Submitter:
             self._start_timer()
 
     def _send_again(self, request: InFlight) -> None:
-        """Routes a request that had waited, or lost its worker.
-
-        An error becomes its answer, because no caller could handle it.
-        """
+        """Routes a request that had waited or lost its worker; an error becomes its answer, as no caller can handle it."""
         request.recalled = False
         try:
             self._route(request)
@@ -243,10 +240,7 @@ class Submitter:
         self._finish(request)
 
     def _finish(self, request: InFlight) -> None:
-        """Removes a request from those in flight and gives back the leases of its inputs.
-
-        ``_receive`` does so itself in the common case.
-        """
+        """Removes a request from those in flight and gives back its inputs' leases. (``_receive`` mostly does so itself.)"""
         if self._in_flight.pop(request.record.request_id, None) is not None:
             self._give_back_inputs(request)
 
@@ -290,10 +284,7 @@ class Submitter:
             self._loop.call_soon(self._end_iteration)
 
     def _flush_later(self, worker: WorkerLink) -> None:
-        """Flushes a worker's lane at the end of this iteration of the loop.
-
-        All its records of this iteration then share one datagram, one wake-up and most often one batch.
-        """
+        """Flushes a lane at the end of this iteration: its records then share a datagram, a wake-up and mostly a batch."""
         if not worker.dirty:
             worker.dirty = True
             self._dirty.append(worker)
@@ -352,20 +343,14 @@ class Submitter:
                 self._flush_again(worker)
 
     def _flush_again(self, worker: WorkerLink) -> None:
-        """Schedules another flush after an exception.
-
-        It is logged and not raised, because the lane holds other requests as well.
-        """
+        """Schedules another flush after an exception, which is logged, not raised: the lane holds other requests as well."""
         _log.exception("the lane of worker %d could not be written to; it is tried again", worker.incarnation)
         self._loop.call_later(_AGAIN_SECONDS, self._flush_later, worker)
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def _receive(self, worker: WorkerLink) -> bool:
-        """Receives one datagram of answers from a worker.
-
-        Returns whether there was one; the loop calls again if there are more.
-        """
+        """Receives one datagram of answers from a worker. Returns whether there was one; then there may be more."""
         try:
             answers = worker.lane.receive()
         except ChannelClosed:
@@ -448,10 +433,7 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Counts the memory of an answer for its client, whose requests may be throttled then.
-
-        ``key``: the lease of the answer. ``request``: None if nobody waits for the answer.
-        """
+        """Counts an answer's bytes (lease ``key``) for its client, that may be throttled. ``request`` None: nobody waits."""
         size = 0
         for content in own.contents:
             if type(content) is Slice:
@@ -473,10 +455,7 @@ class Submitter:
                 self._recall(lambda other: other.account is account)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
-        """Withdraws the requests that ``concerned`` selects from their workers.
-
-        Those that were not begun come back and are throttled.
-        """
+        """Withdraws the requests that ``concerned`` selects from their workers; those not begun come back and are throttled."""
         for worker in self._routing.workers.values():
             for request_id, request in worker.in_flight.items():
                 if not (request.cancelled or request.recalled) and concerned(request) and self._may_come_back(request):
@@ -485,10 +464,7 @@ class Submitter:
         self._flush_all_later()
 
     def _may_come_back(self, request: InFlight) -> bool:
-        """Returns whether a request that was sent to a worker may be withdrawn and sent again later.
-
-        Not if its model keeps state or streams, because the worker may have begun to run it.
-        """
+        """Returns whether a request may be withdrawn: not if its model keeps state or streams, as it may have begun to run."""
         state = self._routing.state_of(request.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
@@ -534,14 +510,7 @@ class Submitter:
     def wait_for_room(
         self, byte_size: int, on_lease: OnLease, model: str = "", account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues a wait for ``byte_size`` bytes of the request arena.
-
-        Args:
-          on_lease: called with a lease, or with Unavailable if there is no room within ``arenas.wait`` seconds.
-          model: the model that is asked for; "": it is unknown.
-          account: the account of the memory.
-          arriving: whether the content is still arriving from the client.
-        """
+        """Calls ``on_lease`` with a lease of request memory, or with Unavailable if none is free for ``arenas.wait`` seconds."""
         self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time(), account, arriving)
         self._start_timer()
 
@@ -616,10 +585,7 @@ class Submitter:
         worker.shut()
 
     def _run_again(self, request: InFlight, lost: ServingError | None, was_executing: bool) -> None:
-        """Sends a dead worker's request to another worker, or ends it with an error.
-
-        ``lost``: the error if its sequence was lost with the worker. ``was_executing``: whether the worker was executing it.
-        """
+        """Sends a dead worker's request to another worker, or ends it. ``lost``: the error if its sequence was lost as well."""
         if request.cancelled:
             self._finish(request)
         elif error := lost or request.orphaned(was_executing, self._routing.state_of(request.prepared)):
@@ -651,10 +617,7 @@ class Submitter:
             self._timer = self._loop.call_later(_TIMER_SECONDS, self._time_out)
 
     def _time_out(self) -> None:
-        """Ends requests that waited too long: for a worker, throttled, for room or for an answer.
-
-        Restarts the timer while any wait.
-        """
+        """Ends requests that waited too long for a worker, for room or for an answer; restarts the timer while any wait."""
         self._timer = None
         now = self._loop.time()
         for request in self._without_worker_since(now):
