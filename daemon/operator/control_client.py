@@ -41,10 +41,14 @@ def ask(path: Path | None, environment: Mapping[str, str], question: Mapping[str
         answer = b""
     if not answer.endswith(b"\n"):
         raise Unreachable("the daemon stopped before it answered")
-    fields = json.loads(answer)
-    if "error" in fields:
-        raise Refused(fields["error"].strip())
-    return fields["result"]
+    try:
+        fields = json.loads(answer)
+        if "error" not in fields:
+            return fields["result"]
+        error = fields["error"].strip()
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise Unreachable(f"what answers at '{path}' is not the control socket of a tensord") from None
+    raise Refused(error)
 
 
 def _connected(path: Path) -> socket.socket:

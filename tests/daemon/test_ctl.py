@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,26 @@ def test_two_daemons_of_a_user_are_told_apart(tmp_path: Path) -> None:
     finally:
         assert [daemon.stop() for daemon in running] == [0] * len(running)
     assert not list((tmp_path / "tensord").glob("control*"))
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n", b"5\n", b"{}\n", b"\xff\n"])
+def test_another_server_at_that_socket(tmp_path: Path, answer: bytes) -> None:
+    """Such as the daemon's own socket for HTTP."""
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as thread:
+        listener.bind(str(tmp_path / "other.sock"))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        served = thread.submit(serve)
+        done = tensorctl(tmp_path / "other.sock", "health")
+        served.result()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"tensorctl: what answers at '{tmp_path}/other.sock' is not the control socket of a tensord\n"
 
 
 def test_nobody_there(tmp_path: Path) -> None:
