@@ -259,7 +259,7 @@ class Requests(Section, frozen=True):
     max_sequences: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
     #: Calls of other models that one execution of a model has under way at a time.
     max_calls: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
-    #: Whether a request without an id gets one.
+    #: True: the server gives an id to each request that has none.
     make_ids: bool = False
 
 
@@ -406,7 +406,7 @@ class Expert(Section, frozen=True):
     max_prepared: PreparedCount = 1024
     #: Bytes of a request's several responses that wait to be taken by its client; its model waits beyond.
     max_ahead: Annotated[int, Meta(ge=4096, le=_LARGEST)] = 1 << 20
-    #: Whether XLA writes large outputs of CPU workers straight into the client's region or the arena; else they are copied.
+    #: True: in CPU workers XLA writes large outputs straight into the client's region or the arena.  False: they are copied.
     place_outputs: bool = True
     #: A program that is being compiled for so long lets other models be compiled beside it; 0: they wait for its end.
     long_compile: Seconds = 30.0

@@ -1,1 +1,1 @@
-"""What processes share: errors, datatypes, records, channels, arenas and client regions. It imports no other package of ours."""
+"""Code that all processes share: errors, datatypes, records, channels, arenas, client regions. It imports no package of ours."""

@@ -197,9 +197,9 @@ class EndedTrace(Record, frozen=True, tag="ended"):
     model: str
     #: Of the request's own span.
     attributes: dict[str, str | int]
-    #: What its worker has said, but for tensors.
+    #: The events that the worker noted for the request, without its tensors; None: the worker noted nothing.
     timeline: Timeline | None = None
-    #: What it was answered instead of outputs; "": it was answered well.
+    #: The error that the request was answered with; "": it was answered with outputs.
     error: str = ""
 
 

@@ -142,7 +142,7 @@ class OwnSpan(Record, frozen=True, tag="os"):
 
 
 class Timeline(Record, frozen=True, tag="tl"):
-    """What happened to a traced request in the worker: names of events with CLOCK_MONOTONIC ns, and the request's tensors."""
+    """Lists the events of a traced request in the worker, each with its CLOCK_MONOTONIC time in ns, and the request's tensors."""
 
     moments: tuple[tuple[str, int], ...]
     tensors: tuple[TracedTensor, ...] = ()

@@ -7,7 +7,7 @@ from tensord_client.worker_lane import WorkerLane
 
 
 class OpenedModel:
-    """What the daemon's newest answer said of a model version, or of a model's newest version."""
+    """Holds the daemon's newest answer about one version of a model, or about the model's newest version."""
 
     def __init__(self, description: Description, lanes: list[WorkerLane], coming: int, opened_at: float) -> None:
         """Holds an answer of the daemon.

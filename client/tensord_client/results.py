@@ -1,4 +1,4 @@
-"""What a client receives: the description of a model, and the answers to requests."""
+"""The objects that a client returns to its caller: descriptions of models, and answers to requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tensors(tuple):  # type: ignore[type-arg]
 
 
 class Timing(NamedTuple):
-    """What one request took in the server: nanoseconds in the queue, nanoseconds of execution, and bytes copied for it."""
+    """Says how long one request was queued and executed in the server (nanoseconds), and how many bytes were copied for it."""
 
     queue_ns: int
     compute_ns: int
@@ -52,7 +52,7 @@ class Answer(dict):  # type: ignore[type-arg]
     version: int = 0
     #: The parameters of the model's answer.
     parameters: Mapping[str, Parameter] = {}
-    #: What the request took in the server; None: the server did not say.
+    #: The time and the copied bytes of the request in the server; None: the server did not send them.
     timing: Timing | None = None
     #: Has ``release()``; None where no output lies in the server's memory.
     lease: Any = None
@@ -82,7 +82,7 @@ class Answer(dict):  # type: ignore[type-arg]
 
 
 class Description:
-    """What a server says of one version of a model: its metadata, its batch size, and what kind of requests it takes."""
+    """Describes one version of a model, as the server does: metadata, largest batch, and the kinds of requests that it takes."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
         self.model: str = answer["model"]

@@ -199,7 +199,7 @@ class OutputTensor:
 
 
 class PreparedAnswer:
-    """What answers of one kind have in common: version, outputs, parameters, and whether such an answer is the request's last."""
+    """Holds the fields that all answers of one kind share: version, outputs, parameters, and whether the answer is the last."""
 
     __slots__ = ("final", "outputs", "own_count", "parameters", "version")
 

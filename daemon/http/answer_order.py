@@ -44,7 +44,7 @@ class AnswerOrder:
         self.requests: deque[HttpRequest] = deque()
         #: The request whose body is arriving; it may be answered already.
         self.receiving: HttpRequest | None = None
-        #: Whether the client sends that body only after ``100 Continue``.
+        #: True if the client waits for ``100 Continue`` before it sends the body of its request.
         self.expects_continue = False
         #: Reads large bodies straight from the socket, while the client sends such.
         self.reader: BodyReader | None = None

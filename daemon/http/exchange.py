@@ -79,7 +79,7 @@ class Exchange(InFlight):
     _head: InferHead
     _order: AnswerOrder
     keep_alive: bool
-    #: What requests of this kind have in common, once the JSON is parsed.
+    #: The kind of this request, with the fields that all requests of the kind share; None until the JSON is parsed.
     _asked: Prepared | None = None
     phase: ExchangePhase = ExchangePhase.RECEIVING
     #: The request's id: the client's, or one that was made here; "": it has none.

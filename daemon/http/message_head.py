@@ -91,7 +91,7 @@ class InferHead:
     load_format: str = ""
     #: The edition of the table of models in which the model was last found; -1: it was not looked for.
     edition: int = -1
-    #: Whether the answer needs no compression and no header lines about the connection, the load or CORS.
+    #: True if the answer is sent uncompressed, and without header lines about the connection, the load or CORS.
     is_plain: bool = field(init=False)
     #: The bytes of the JSON, and of the tensors behind it, if the body is small, not compressed and not raw; else -1.
     text_size: int = field(init=False)

@@ -57,7 +57,7 @@ class PreparedRequests:
           inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
-        #: What requests of a kind have in common -> the kind.
+        #: The fields that all requests of a kind share -> the kind.
         self._known: BoundedCache[Any, Prepared] = BoundedCache(count)
         #: (Model, version, bytes of tensors behind the JSON), JSON -> the parsed request. Holds texts that came more than once.
         self.texts: BoundedCache[tuple[TextKey, bytes], ParsedRequest] = BoundedCache(count)
@@ -174,9 +174,9 @@ class Prepared:
             for name, datatype, shape, source in asked.inputs
         ]
         parameters = {**asked.parameters, **head.forwarded} if head.forwarded else asked.parameters
-        #: What requests of this kind have in common, as it is sent to workers.
+        #: The record with the fields that all requests of this kind share, as it is sent to workers.
         self.record = PreparedRequest(head.model, head.version, tuple(inputs), asked.outputs, parameters)
-        #: What the JSON of the first such request said; its id, scheduling and values are not common to the kind.
+        #: The decoded JSON of the first request of this kind. Its id, scheduling and values are of that request alone.
         self.asked = asked
         self.sources: list[Source] = [
             source if isinstance(source, BinaryPart | RegionSlice) else VALUES for _, _, _, source in asked.inputs

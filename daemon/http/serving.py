@@ -40,7 +40,7 @@ class HttpServing:
     application: ASGIApp = field(init=False)
     #: The tasks in which the ASGI application answers.
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    #: Whether a request without an id gets one.
+    #: True if the server gives an id to each request that has none.
     makes_ids: bool = field(init=False)
     #: Whether there is an ``infer_rule``, ``forwarding`` or ``cross_origin``.
     has_rules: bool = field(init=False)

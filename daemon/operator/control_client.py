@@ -34,6 +34,7 @@ def ask(path: Path | None, environment: Mapping[str, str], question: Mapping[str
     sock = _connected(path) if path is not None else _found(environment)
     try:
         with sock:
+            where = sock.getpeername()
             sock.sendall(json.dumps(question).encode() + b"\n")
             with sock.makefile("rb") as lines:
                 answer = lines.readline()
@@ -47,7 +48,7 @@ def ask(path: Path | None, environment: Mapping[str, str], question: Mapping[str
             return fields["result"]
         error = fields["error"].strip()
     except (ValueError, TypeError, LookupError, AttributeError):
-        raise Unreachable(f"what answers at '{path}' is not the control socket of a tensord") from None
+        raise Unreachable(f"what answers at '{where}' is not the control socket of a tensord") from None
     raise Refused(error)
 
 

@@ -212,7 +212,7 @@ class Trace:
         self.context = str(self._id), ""
         #: The request's ``id``, once it is known.
         self.client_id = ""
-        #: What it was answered instead of outputs.
+        #: The error that the request was answered with; "": it was answered with outputs.
         self.error = ""
 
     def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:

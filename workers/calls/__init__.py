@@ -1,1 +1,1 @@
-"""What a model's code may ask of the worker: requests to other models, loading them, metrics, spans and processes."""
+"""Serves what a model's code asks of its worker: requests to other models, loading them, metrics, spans and processes."""

@@ -20,7 +20,7 @@ Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):
-    """What a wait of the worker's loop returned."""
+    """The result of one wait of the worker's loop for events."""
 
     #: File descriptor and its epoll event mask.
     events: list[tuple[int, int]]

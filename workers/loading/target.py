@@ -1,4 +1,4 @@
-"""What models are loaded for: a worker's device, the cache of its programs, and the limits that the configuration sets."""
+"""Describes where models are loaded: a worker's device, the cache of its programs, and the limits that the configuration sets."""
 
 from __future__ import annotations
 

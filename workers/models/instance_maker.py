@@ -15,7 +15,7 @@ from tensord.workers.models.warmup import Sample
 
 @dataclass(frozen=True, slots=True)
 class InstanceMaker:
-    """What it takes to make instances of one load, also for later loads that take its code and instances over."""
+    """Makes the instances of one load of a model, also for later loads that take over its code and instances."""
 
     #: Returns a function from an instance's name to the instance; the second argument is the compiled model, if it is one.
     create: Callable[[ModelConfig, JaxModel | None], Callable[[str], Instantiated]]

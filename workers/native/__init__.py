@@ -1,1 +1,1 @@
-"""What is written in C, with its faces in Python; without a compiler the worker does without."""
+"""The parts of the worker that are written in C, with their types for Python; a worker without them does all in Python."""

@@ -38,7 +38,7 @@ def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Arr
 
 
 class SetDeclaration(NamedTuple):
-    """What a model's configuration says about batches that mix parameter sets."""
+    """Holds a model's settings for batches that mix parameter sets."""
 
     #: Names of leaves, or of subtrees of leaves, that differ between sets; empty: all leaves.
     names: tuple[str, ...]

@@ -279,8 +279,7 @@ class GroupedProgramMaker:
                 return jax.tree.map(put, made, apply(request))
 
             if number is not None:
-                made = jax.tree.map(lambda *rows: jnp.stack(rows), *[apply(request) for request in range(number)])
-                return made
+                return jax.tree.map(lambda *rows: jnp.stack(rows), *[apply(request) for request in range(number)])  # type: ignore[no-any-return]
             # Unsigned, which spares a check of each index for negative values.
             first = jnp.uint32(0)
             rows = jax.eval_shape(apply, first)

@@ -95,7 +95,7 @@ class Question(NamedTuple):
 
 
 class Insertion(enum.Enum):
-    """What came of an attempt to store an answer in the response cache."""
+    """The outcome of an attempt to store an answer in the response cache."""
 
     KEPT = enum.auto()
     #: Its question was answered meanwhile.
