@@ -139,4 +139,4 @@ def test_a_restart_under_load(behind_sockets: DaemonProcess, how: signal.Signals
             client.join(PATIENCE)
     cut = sum(count for answer, count in answers.items() if answer.startswith("cut"))
     assert {answer for answer in answers if not answer.startswith("cut")} == {"200"}
-    assert cut == 0 if how is signal.SIGTERM else cut <= len(clients)
+    assert cut <= (0 if how is signal.SIGTERM else len(clients)), (answers, daemon.log)
