@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,6 +95,8 @@ def over_grpc(daemon: DaemonProcess) -> Callable[[str], str]:
             call(request.SerializeToString(), timeout=PATIENCE, wait_for_ready=True)
         except grpc.RpcError as error:
             if any(said in error.details() for said in _CUT):
+                # Until grpc's own thread has seen the end: a call right behind this one would go to the same dead connection.
+                time.sleep(1)
                 return "cut"
             return f"{error.code().name}: {error.details()}"
         return "200"
