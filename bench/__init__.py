@@ -1,1 +1,1 @@
-"""The measured claims, re-runnable: ``make bench``."""
+"""Benchmarks that measure what the documentation claims about speed and memory: ``make bench``."""

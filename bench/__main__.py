@@ -1,4 +1,4 @@
-"""Runs the rows against tensord, and side by side with a real Triton where one is at hand.
+"""Measures tensord, row by row, and side by side with a real Triton server where its folder is given.
 
     python -m bench              our own closed-loop client; absolute figures, answers checked
     python -m bench --peer DIR   DIR/setup.sh installs the peer, DIR/triton.sh runs it, DIR/compare.py measures both
@@ -40,7 +40,7 @@ of the rounds; `x` is the median of the rounds' ratios ours/peer. Bold: as asked
 
 
 def main() -> int:
-    """Parses the command line and measures."""
+    """Parses the command line and measures the rows."""
     parser = argparse.ArgumentParser(
         prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""A program without Python beside the model that it was exported from: the same answers, and as fast.
+"""Measures an exported model (a program without Python) beside the model that it was exported from: its answers and its speed.
 
 python -m bench.artifact [--rounds N] [--seconds N]        examples/models/minilm, and what ``tensord export`` writes of it
 
-Both are loaded into this process by a worker's own parts (``tensord.testing``) and asked in turn, the same requests. Given are
-the largest difference of their answers, and how long the exported one takes in parts of the other: medians over the rounds, of
-wall time, and of processor time, which a busy machine changes less. A round of the last row computes 90 Gflop. A row that has
-taken ``--seconds`` ends with the rounds it has, which it says. Exit status 1: a difference above 1e-5.
+Both are loaded into this process with the worker's own code (``tensord.testing``) and get the same requests in turn. Printed
+are the largest difference between their answers, and the time of the exported one divided by the time of the original: medians
+over the rounds, of wall time and of processor time, which a busy machine changes less. A round of the last row computes 90
+Gflop. A row that has taken ``--seconds`` ends with the rounds it has, and says how many. Exit status 1: a difference above 1e-5.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WORDS = 30_000
 
 
 def request(texts: int, tokens: int) -> dict[str, np.ndarray]:
-    """Ids that differ, the last quarter of each second text padding."""
+    """Returns one request: random token ids for so many texts, of which every second one ends in a quarter of padding."""
     ids = np.random.default_rng(texts).integers(1000, _WORDS, (texts, tokens))
     mask = np.ones_like(ids)
     mask[1::2, tokens * 3 // 4 :] = 0
@@ -42,16 +42,16 @@ def request(texts: int, tokens: int) -> dict[str, np.ndarray]:
 
 
 def took(call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds: wall, and processor of the whole process."""
+    """Calls a function and returns the seconds that it took: wall time, and processor time of the whole process."""
     began, began_here = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - began, time.process_time() - began_here
 
 
 def ratios(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int, seconds: float) -> tuple[float, float, int]:
-    """Of ours to theirs, medians of the ratios of each round: wall, and processor; and of how many rounds.
+    """Measures both functions in turn and returns the median ratios ours/theirs of wall and processor time, and how many rounds.
 
-    Who is first takes turns. After ``seconds`` no round begins, but there are two of them at least.
+    Which of them is first alternates. After ``seconds`` no further round begins, but at least two are measured.
     """
     found: list[tuple[float, float]] = []
     end = time.perf_counter() + seconds
@@ -68,7 +68,7 @@ def ratios(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int, seco
 
 
 def main() -> int:
-    """Exports, loads, compares."""
+    """Exports the model, loads it and the original, and compares them."""
     parser = argparse.ArgumentParser(
         prog="bench.artifact", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,13 +1,13 @@
-"""Measures what attackers cost other clients, the daemon's memory and its descriptors: ``python -m bench.attack``.
+"""Measures what attackers cost other clients, the daemon's memory and its file descriptors: ``python -m bench.attack``.
 
 Each attack of ``bench/attackers`` runs for some seconds, in a process of its own, against a daemon with the default bounds, while
-an ordinary client of each protocol, and one on a lane, go on with small requests (bench/bystander.py). A line for each attack:
-the others' answers, those that failed or were wrong, their worst wait over HTTP, gRPC and the lane, and what each process held at
-first and some seconds after.
-The first line is without an attack: the machine by itself. At the end a body as large as may be is answered, which needs the
-arenas to be free, and the log is searched for tracebacks. Then comes one trial of each attack where arenas are small, with its
-own table (bench/small_arenas.py). Exit status 1: an answer was wrong, a request failed, there is a traceback, or a trial of the
-second part did not hold.
+an ordinary client of HTTP, one of gRPC and one on a lane go on with small requests (bench/bystander.py). Printed for each attack:
+how many answers these clients got, how many failed or were wrong, their longest wait over HTTP, gRPC and the lane, and the memory
+and descriptors of each process before the attack and some seconds after it.
+The first line is measured without an attack: the machine by itself. At the end a body of the largest allowed size is answered,
+for which the arenas must be free again, and the log is searched for tracebacks. Then each attack is tried once where arenas are
+small, with a table of its own (bench/small_arenas.py). Exit status 1: an answer was wrong, a request failed, there is a
+traceback, or a trial of the second part failed.
 """
 
 from __future__ import annotations
@@ -39,20 +39,23 @@ _LARGEST = 15 << 20
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one attack: by protocol what the ordinary client saw, and what the attacker counted."""
+    """The outcome of one attack: what the ordinary client of each protocol reported, and what the attacker counted."""
 
     others: dict[str, dict[str, Any]]
     attacker: dict[str, int]
 
     @property
     def noticed(self) -> int:
-        """Requests of others that failed or were answered wrongly."""
+        """Returns how many requests of the ordinary clients failed or were answered wrongly."""
         return sum(sum(other["failures"].values()) for other in self.others.values())
 
 
 @contextlib.contextmanager
 def bystanders(http: str, grpc: str, clients: str, kind: str = "small") -> Iterator[dict[str, dict[str, Any]]]:
-    """Runs an ordinary client of each protocol, and one on a lane, within the block; then the dictionary has what each saw."""
+    """Runs an ordinary client of HTTP, one of gRPC and one on a lane within the block.
+
+    Yields a dictionary, protocol -> the client's report, which is filled when the block ends.
+    """
     seen: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         addresses = {"http": http, "grpc": grpc, "lane": clients}
@@ -65,7 +68,7 @@ def bystanders(http: str, grpc: str, clients: str, kind: str = "small") -> Itera
 
 
 def attack(name: str | None, http: str, grpc: str, clients: str, seconds: float) -> Outcome:
-    """Runs one attack, or for None nothing, beside the bystanders. Raises SystemExit: the attacker itself failed."""
+    """Runs one attack beside the ordinary clients; ``name`` None: no attack. Raises SystemExit: the attacker itself failed."""
     counts: dict[str, int] = {}
     with bystanders(http, grpc, clients) as seen:
         # The bystanders' own start is no wait of theirs, but takes a processor from the attack.
@@ -79,7 +82,7 @@ def attack(name: str | None, http: str, grpc: str, clients: str, seconds: float)
 
 
 def largest_is_answered(http: str) -> bool:
-    """Returns whether a body of the largest allowed size finds its room."""
+    """Returns whether the server answers a body of nearly the largest allowed size rightly, so that there is memory for it."""
     given = httpclient.InferInput("INPUT0", [_LARGEST], "FP32")
     values = np.random.default_rng(0).random(_LARGEST, np.float32)
     given.set_data_from_numpy(values)
@@ -90,7 +93,7 @@ def largest_is_answered(http: str) -> bool:
 
 
 def main() -> int:
-    """Parses the command line and attacks."""
+    """Parses the command line, runs the attacks and prints both tables."""
     parser = argparse.ArgumentParser(
         prog="bench.attack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -138,7 +141,7 @@ def _default_bounds(names: list[str], clients: str, seconds: float, settle: floa
 
 
 def warm(http: str, grpc: str, clients: str) -> None:
-    """What is compiled or built at a first request is there before anything is measured."""
+    """Sends requests of each kind once, so that what a first request compiles or builds exists before anything is measured."""
     attack(None, http, grpc, clients, 2)
     largest_is_answered(http)
 
@@ -155,7 +158,7 @@ def _line(name: str | None, outcome: Outcome) -> str:
 
 
 def _held(before: dict[str, Footprint], after: dict[str, Footprint]) -> str:
-    """Returns a line for what differs from the beginning."""
+    """Returns a table row with each process's descriptors and private memory before the attack and after it."""
     parts = []
     for name, now in after.items():
         then = before.get(name, now)

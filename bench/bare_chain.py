@@ -1,15 +1,15 @@
-"""A server that does nothing but what cannot be left out: the chain of processes that tensord is, without a single check.
+"""Serves a model with the processes that tensord has and without any checks, to show what the checks cost.
 
-    python -m bench.bare_chain PORT UPSTREAM MODEL {front|process|chain}      PORT 0: any; it says which
+    python -m bench.bare_chain PORT UPSTREAM MODEL {front|process|chain}      PORT 0: any free port, which is printed
 
     front     answers a request that it has seen before with the answer it gave before
-    process   ... after running the model itself on what waits together, in the same process
+    process   ... after running the model itself, in the same process, for all requests that wait together
     chain     ... after having a second process run it, over a socket pair, as tensord does
 
 Only one MODEL of ``bench/models`` is served, to clients that send binary tensors of its shapes with the same head again and
-again; whatever else is asked goes to UPSTREAM, a tensord with the same models, and so does the first request with each head,
-whose answer is compared with what was computed here. It counts what it answers into the statistics that it passes on, because
-perf_analyzer wants to see them grow.
+again. Every other request is passed on to UPSTREAM, a tensord with the same models, and so is the first request with each head,
+whose answer is compared with what was computed here. What is answered here is added to the statistics of UPSTREAM before they
+are passed on, because perf_analyzer wants to see them grow.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ _MAX_DATAGRAM = 1 << 17
 
 
 class Function:
-    """The jitted function over several requests at once, each ``input_byte_size`` bytes in and ``output_byte_size`` out."""
+    """Holds the model's compiled function, run over several requests at once.
+
+    A request has ``input_byte_size`` bytes of inputs and ``output_byte_size`` bytes of outputs.
+    """
 
     def __init__(self, model: str) -> None:
         name = DeviceName("cpu", 0)
@@ -63,7 +66,7 @@ class Function:
             self.run([bytes(self.input_byte_size)] * length)
 
     def run(self, requests: Sequence[bytes | memoryview]) -> list[bytes]:
-        """The outputs of each request."""
+        """Runs requests and returns the bytes of the outputs of each."""
         answers = []
         for first in range(0, len(requests), _LENGTHS[-1]):
             some = requests[first : first + _LENGTHS[-1]]
@@ -81,7 +84,7 @@ class Function:
 
 
 def _work(sock: socket.socket, function: Function) -> None:
-    """The second process."""
+    """Runs the second process: reads datagrams with requests from the socket and sends their outputs back."""
     size = _NUMBER + function.input_byte_size
     while datagram := sock.recv(_MAX_DATAGRAM):
         records = [datagram[at : at + size] for at in range(0, len(datagram), size)]
@@ -90,7 +93,7 @@ def _work(sock: socket.socket, function: Function) -> None:
 
 
 class Chain:
-    """The state that all connections share."""
+    """Holds the state that all connections share: the function, the second process's socket, the requests that wait."""
 
     def __init__(self, upstream: str, model: str, kind: str) -> None:
         self.upstream = upstream
@@ -110,13 +113,13 @@ class Chain:
             self._loop.add_reader(self._sock.fileno(), self._readable)
 
     def join(self, connection: Connection) -> bytes:
-        """A number for a connection."""
+        """Registers a connection and returns its number as bytes."""
         number = len(self._connections).to_bytes(_NUMBER, "little")
         self._connections[number] = connection
         return number
 
     def ask(self, connection: Connection, inputs: bytes) -> None:
-        """Has a request answered, with those that come in the same turn of the loop."""
+        """Queues a request, to be answered with all others that arrive in the same iteration of the event loop."""
         if self.kind == "front":
             self._answer(connection, connection.last)
             return
@@ -144,7 +147,7 @@ class Chain:
 
 
 class Connection(asyncio.Protocol):
-    """A client that asks one thing at a time."""
+    """Serves one client, which sends one request at a time."""
 
     transport: asyncio.Transport
 
@@ -197,7 +200,7 @@ class Connection(asyncio.Protocol):
 def fetch(
     upstream: str, method: str, path: str, body: bytes, fields: Mapping[str, str]
 ) -> tuple[int, list[str], bytes]:
-    """Returns a server's answer: status, header fields besides the length, and the body."""
+    """Sends an HTTP request to a server; returns its status, its header fields without the length, and its body."""
     connection = http.client.HTTPConnection(upstream)
     connection.request(method, path, body, fields)
     answer = connection.getresponse()
@@ -208,7 +211,7 @@ def fetch(
 
 
 def head_of(status: int, fields: Sequence[str], size: int) -> bytes:
-    """Returns the head of an answer with a body of so many bytes."""
+    """Formats the head of an HTTP answer with a body of ``size`` bytes."""
     return "\r\n".join([f"HTTP/1.1 {status} OK", *fields, f"content-length: {size}", "", ""]).encode()
 
 
@@ -218,7 +221,7 @@ def _raw(head: bytes, name: str) -> bytes:
 
 
 def counters(statistics: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Returns the counters in statistics that grow with every request: objects and the name in them."""
+    """Yields each counter in the statistics that grows with every request: the object that has it, and its name there."""
     for model in statistics["model_stats"]:
         for name in ("inference_count", "execution_count", "last_inference"):
             yield model, name
@@ -227,7 +230,7 @@ def counters(statistics: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]
 
 
 def _counted(content: bytes, count: int) -> bytes:
-    """The statistics as if the upstream had answered these as well."""
+    """Returns the statistics with ``count`` added to their counters, as if the upstream had answered these requests as well."""
     statistics = json.loads(content)
     for where, name in counters(statistics):
         where[name] += count

@@ -1,9 +1,9 @@
-"""An ordinary client beside others' load: ``python -m bench.bystander http|grpc ADDRESS small|mixed|mebibyte [HOST]``, or
-``lane SOCKET small``, until its input ends. HOST: the address that it comes from.
+"""Runs an ordinary client beside other load: ``python -m bench.bystander http|grpc ADDRESS small|mixed|mebibyte [HOST]``.
 
-One request after the other (bench/mixture.py) on a kept connection that is opened anew every fifty requests; each answer is
-compared. Prints one JSON object: ``answers`` that were right, ``failures`` by what was said or wrong, and ``worst_ms`` and
-``median_ms``, the waits from asking to the whole answer, a connection's opening included.
+Or ``lane SOCKET small``. It asks until its standard input ends. HOST: the local address that it connects from.
+It sends one request after the other (bench/mixture.py) on a connection that is opened anew every fifty requests, and compares
+each answer. It prints one JSON object: ``answers``, how many were right; ``failures``, by error message; ``worst_ms`` and
+``median_ms``, the times from sending to the whole answer, with the time to connect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PAUSE = 0.002
 
 
 class Bystander:
-    """An ordinary client; what asks says how."""
+    """An ordinary client. A subclass says how it sends a request."""
 
     def __init__(self) -> None:
         self._left = 0
@@ -47,15 +47,15 @@ class Bystander:
         self._worst_ms = 0.0
 
     def exchange(self) -> None:
-        """Sends a request, checks the answer. Raises OSError: the connection is lost.  AssertionError: a wrong answer."""
+        """Sends one request and checks the answer. Raises OSError: the connection is lost; AssertionError: a wrong answer."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Lets the connection go."""
+        """Closes the connection."""
         raise NotImplementedError
 
     def ask(self) -> None:
-        """One request."""
+        """Sends one request, and notes its time and whether it failed."""
         began = time.perf_counter()
         try:
             self.exchange()
@@ -70,7 +70,7 @@ class Bystander:
         self._worst_ms = max(self._worst_ms, waited)
 
     def report(self) -> dict[str, Any]:
-        """Returns what the client saw."""
+        """Returns the counts and times that the module prints."""
         return {
             "answers": self._answers,
             "failures": self._failures,
@@ -80,7 +80,7 @@ class Bystander:
 
 
 class SocketBystander(Bystander):
-    """A client of HTTP or gRPC on a socket of its own."""
+    """A client of HTTP or gRPC on a raw socket."""
 
     def __init__(self, protocol: str, address: str, exchanges: Iterator[Exchange], comes_from: str = "") -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class SocketBystander(Bystander):
 
 
 class LaneBystander(Bystander):
-    """A client with a lane of its own, by the Python client: arrays inside the records, in shared memory, and places."""
+    """A client on a lane, by the Python client. Its inputs lie in the client's shared memory and in the records, in turn."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -153,7 +153,10 @@ class LaneBystander(Bystander):
 
 @contextlib.contextmanager
 def requests(protocol: str, address: str, kind: str) -> Iterator[Iterator[Exchange]]:
-    """Yields the client's requests. ``kind``: "small", "mebibyte", or "mixed", with a region registered within the block."""
+    """Yields the client's requests, without end.
+
+    ``kind``: "small", "mebibyte", or "mixed", for which a region is registered within the block.
+    """
     if kind != "mixed":
         yield {"small": small, "mebibyte": mebibyte}[kind](protocol)
         return
@@ -172,7 +175,7 @@ def requests(protocol: str, address: str, kind: str) -> Iterator[Iterator[Exchan
 
 
 def main(protocol: str, address: str, kind: str, comes_from: str = "") -> None:
-    """Asks until standard input ends."""
+    """Sends requests until standard input ends, and prints the report."""
     with contextlib.ExitStack() as stack:
         bystander: Bystander
         if protocol == "lane":

@@ -34,14 +34,14 @@ print(json.dumps({"ms": 1e3 * took, "numpy_ms": 1e3 * numpy_s, "kib": kib() - be
 
 
 def measured() -> dict[str, Any]:
-    """Returns the figures of one new interpreter."""
+    """Imports numpy and the client in one new interpreter and returns the figures."""
     command = [sys.executable, "-c", _IMPORT, str(ROOT / "client")]
     found: dict[str, Any] = json.loads(subprocess.check_output(command, text=True, cwd="/"))
     return found
 
 
 def main() -> None:
-    """Parses the command line and measures."""
+    """Parses the command line, measures and prints the medians."""
     parser = argparse.ArgumentParser(
         prog="bench.client_import", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

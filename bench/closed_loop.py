@@ -1,6 +1,6 @@
-"""A closed-loop client that costs as little as Python can: prebuilt requests, raw sockets, one thread and one poll loop.
+"""Loads a server in a closed loop as cheaply as Python can: prebuilt requests, raw sockets, one thread and one poll loop.
 
-Each connection sends, waits for its whole answer, checks it and sends again. It is no match for perf_analyzer in load, but it
+Each connection sends, waits for its whole answer, checks it and sends again. It makes less load than perf_analyzer, but it
 needs nothing installed and shows whether a change helped. HTTP is here, gRPC in bench/grpc_connection.py.
 """
 
@@ -19,10 +19,10 @@ import numpy as np
 
 
 class Connection:
-    """One keep-alive HTTP connection and the answer it is reading."""
+    """A keep-alive HTTP connection and the answer that is being read from it."""
 
     def __init__(self, address: tuple[str, int], host: str = "") -> None:
-        """``host``: the address that it comes from; "": as the kernel chooses."""
+        """Connects. ``host``: the local address to connect from; "": as the kernel chooses."""
         self.socket = socket.create_connection(address, source_address=(host, 0) if host else None)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.received = bytearray()
@@ -36,7 +36,7 @@ class Connection:
         self.socket.sendall(request)
 
     def read(self) -> bool:
-        """True once the answer is whole."""
+        """Reads what has arrived. Returns True once the answer is complete. Raises ConnectionError: the server hung up."""
         chunk = self.socket.recv(1 << 20)
         if not chunk:
             raise ConnectionError("the server hung up")
@@ -52,7 +52,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of load."""
+    """One kind of load, a row of the table."""
 
     name: str
     connections: int
@@ -65,7 +65,7 @@ class Row:
     connection: type[Connection] = Connection
 
     def check(self, answer: bytes | bytearray) -> None:
-        """Raises AssertionError if the answer does not carry the tensor."""
+        """Raises AssertionError if the answer does not carry the right tensor."""
         if self.binary:
             right = answer.endswith(self.values.tobytes())
         else:
@@ -81,7 +81,7 @@ def infer_request(
     output: str,
     parameters: Mapping[str, int | bool] | None = None,
 ) -> bytes:
-    """A whole HTTP request with binary tensors, asking for one binary output."""
+    """Builds an HTTP request with binary tensors that asks for one binary output."""
     head = json.dumps(
         {
             "inputs": [
@@ -105,7 +105,7 @@ def infer_request(
 
 
 def json_request(model: str, name: str, values: np.ndarray) -> bytes:
-    """A whole HTTP request with its tensor in JSON, as Python clients write numbers; the answer comes as JSON as well."""
+    """Builds an HTTP request with its tensor in JSON, as Python clients write numbers; the answer comes as JSON as well."""
     body = json.dumps(
         {"inputs": [{"name": name, "datatype": "FP32", "shape": list(values.shape), "data": values.tolist()}]}
     ).encode()
@@ -115,7 +115,7 @@ def json_request(model: str, name: str, values: np.ndarray) -> bytes:
 
 
 def rows() -> list[Row]:
-    """The rows that need no model of ours to know the answer."""
+    """Returns the HTTP rows, whose right answers are known without running a model."""
     return [*binary_rows("http", infer_request, Connection, (1, 16)), json_row()]
 
 
@@ -125,7 +125,10 @@ def binary_rows(
     connection: type[Connection],
     mebibytes: Sequence[int],
 ) -> list[Row]:
-    """Small requests and some of so many MiB, as ``request`` makes them of model, input tensors and the output's name."""
+    """Returns rows of small requests over 1, 4 and 16 connections, and one row for each size in ``mebibytes``.
+
+    ``request`` builds a request from the model, its input tensors and the name of the wanted output.
+    """
     a, b = np.arange(16, dtype=np.float32).reshape(1, 16), np.full((1, 16), 2, np.float32)
     small = request("addsub", [("INPUT0", a), ("INPUT1", b)], "OUTPUT0")
     made = [Row(f"small-{protocol}-c{n}", n, small, a + b, connection=connection) for n in (1, 4, 16)]
@@ -137,7 +140,7 @@ def binary_rows(
 
 
 def json_row() -> Row:
-    """A 1 MiB tensor as JSON both ways: about 5 MiB of digits in."""
+    """Returns the row that sends a 1 MiB tensor as JSON both ways: about 5 MiB of digits in the request."""
     values = np.random.default_rng(0).standard_normal(1 << 18).astype(np.float32)
     return Row("json-1MiB-http-c1", 1, json_request("identity", "INPUT0", values), values, binary=False)
 
@@ -146,7 +149,10 @@ def json_row() -> Row:
 def connected(
     address: str, kind: type[Connection], count: int
 ) -> Iterator[tuple[selectors.BaseSelector, list[Connection]]]:
-    """Connections to HOST:PORT, registered for reading with themselves as data; closed when the block ends."""
+    """Opens ``count`` connections to HOST:PORT, which are closed when the block ends.
+
+    Yields a selector and the connections; each is registered for reading, with itself as the data.
+    """
     host, port = address.rsplit(":", 1)
     with contextlib.ExitStack() as stack:
         poll = stack.enter_context(selectors.DefaultSelector())
@@ -158,9 +164,9 @@ def connected(
 
 
 def measure(address: str, row: Row, seconds: float) -> tuple[float, float, float]:
-    """Answers per second, median and 99th percentile latency in microseconds.
+    """Runs a closed loop. Returns answers per second, and the median and the 99th percentile of latency in microseconds.
 
-    Every binary answer is compared; of JSON answers the first, and of the others the length, or reading them would be measured.
+    Every binary answer is compared. Of JSON answers only the first is compared and then the length, or parsing would be measured.
     """
     with connected(address, row.connection, row.connections) as (poll, connections):
         for connection in connections:
@@ -187,7 +193,7 @@ def _run(poll: selectors.BaseSelector, row: Row, seconds: float) -> tuple[float,
 
 
 def compare(ours: str, peer: str, row: Row, seconds: float, rounds: int) -> None:
-    """Measures both servers in turn and prints the medians and the median ratio, as compare.py does for perf_analyzer's rows."""
+    """Measures both servers in turn and prints the medians and the median ratio, in the format of compare.py's rows."""
     for address in (ours, peer):
         measure(address, row, 0.5)
     pairs = [(measure(ours, row, seconds), measure(peer, row, seconds)) for _ in range(rounds)]
@@ -203,7 +209,7 @@ def compare(ours: str, peer: str, row: Row, seconds: float, rounds: int) -> None
 
 
 def report(address: str, seconds: float, rounds: int) -> None:
-    """Prints the median of the rounds for each row."""
+    """Measures the server and prints the medians over the rounds for each row."""
     print(f"{'row':20} {'rate/s':>9} {'p50 us':>9} {'p99 us':>9}")
     for row in rows():
         measure(address, row, 0.5)

@@ -1,10 +1,10 @@
-"""Many models that nobody has compiled yet: how long the first start takes, and what it leaves in the worker's memory.
+"""Measures the first start with many models that nobody has compiled yet: its time, and the worker's memory afterwards.
 
-python -m bench.cold [--models N]        generated ones, of three small layers and four buckets
+python -m bench.cold [--models N]        generated models of three small layers and four buckets each
 
-Three starts: compiled in processes of their own (``executables.compile_processes``), compiled in the worker, and found in the
-cache. Given are seconds until the daemon is ready, processor seconds of all its processes, and of the worker the resident
-memory then.
+There are three starts: compiled in processes of their own (``executables.compile_processes``), compiled in the worker, and found
+in the cache. Printed are the seconds until the daemon is ready, the processor seconds of all its processes, and the worker's
+resident memory then.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SOURCE = """
 
 
 def write(repository: Path, count: int) -> None:
-    """So many models, no two of which share a program."""
+    """Writes so many models, no two of which have the same program."""
     for number in range(count):
         folder = repository / f"m{number:03}" / "1"
         folder.mkdir(parents=True)
@@ -53,7 +53,7 @@ def write(repository: Path, count: int) -> None:
 
 
 def start(repository: Path, environment: Mapping[str, str]) -> str:
-    """Seconds until it is ready, processor seconds, and the worker's memory, in words."""
+    """Starts the daemon; returns a line with the seconds until it is ready, the processor seconds and the worker's memory."""
     command = [sys.executable, "-m", "tensord", "serve", "--model-repository", str(repository)]
     command += ["--http-port", ADDRESS.rpartition(":")[2], "--grpc-port", "0", "--allow-metrics=false"]
     used, began = _processor(), time.perf_counter()
@@ -80,7 +80,7 @@ def _processor() -> float:
 
 
 def main() -> None:
-    """Three starts, a line each."""
+    """Starts the daemon three times and prints a line for each start."""
     parser = argparse.ArgumentParser(
         prog="bench.cold", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
-"""The rows that need a GPU: a tensor from the client's GPU memory through a model and back into it, by the stock client.
+"""Measures the rows that need a GPU: a stock client sends a tensor from GPU memory through a model and back into GPU memory.
 
-Where there is no GPU the rows say so. Figures count only from a real one: absolute, and beside the time of the same copy within
-the device, which is what they are made of.
+Where there is no GPU a line says so. Figures count only from a real GPU: absolute, and beside the time of the same copy within
+the device, which is the largest part of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WARM = 5
 
 
 def report(address: str, seconds: float) -> None:
-    """Formats a line for each row: median latency, the bare copy's, and the bytes a second of the former."""
+    """Measures and prints a line for each row: median latency, that of the bare copy, and bytes a second."""
     try:
         import tritonclient.utils.cuda_shared_memory as cuda
         from cuda.bindings import runtime

@@ -2,9 +2,8 @@
 
     python -m bench.ensemble [--rounds N]     784 pixels ─▶ pre ─▶ mlp ─▶ post (bench/models); all in turn, medians are printed
 
-All run in this process and one thread. A request comes on a lane and its answer leaves on it; what writes the one and reads the
-other is not counted. Given are wall time, and processor time of
-the thread, which a busy machine changes less.
+All run in this process and one thread. A request arrives on a lane and its answer leaves on it; writing the request and reading
+the answer is not counted. Printed are wall time, and processor time of the thread, which a busy machine changes less.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ PIXELS = (np.arange(784) % 256).astype(np.uint8).reshape(1, 784)
 
 
 class Bench:
-    """A worker's loop with those models, which this is supervisor and front of."""
+    """A worker's loop with these models, for which this object plays the supervisor and the front."""
 
     def __init__(self) -> None:
         ours, theirs = pair()
@@ -88,14 +87,14 @@ class Bench:
         return functools.partial(executable.call, executable.parameters())
 
     def bare(self) -> Any:
-        """The programs, one after the other."""
+        """Runs the three programs one after the other, without the worker. Returns the output."""
         tensor: Any = PIXELS
         for call, given, made in self._calls:
             tensor = call({given: tensor})[made]
         return np.asarray(tensor)
 
     def submit(self, model: str) -> None:
-        """A request is on the lane."""
+        """Sends the worker a request to a model, on the lane."""
         self._number += 1
         kind = self._numbers.number(PreparedRequest(model, 0, (PreparedTensor("pixels", "UINT8", (1, 784)),)))
         record = RequestRecord(self._number, kind.number, (PIXELS.tobytes(),), received_ns=time.monotonic_ns())
@@ -103,11 +102,11 @@ class Bench:
         assert self._lane.flush()
 
     def turn(self) -> None:
-        """The worker's part of it."""
+        """Runs one iteration of the worker's loop."""
         self._worker.turn()
 
     def answer(self) -> bytes:
-        """Returns the answer to a request."""
+        """Runs the worker's loop until the request is answered; returns the bytes of the output."""
         while not (received := self._lane.receive()):
             self._worker.turn()
         ((_, own),) = received
@@ -116,12 +115,15 @@ class Bench:
         return content
 
     def copied(self) -> dict[str, int]:
-        """Bytes that were copied so far, by model."""
+        """Returns how many bytes were copied so far: model -> bytes."""
         return {version.name: version.statistics.copied_byte_size for version in self._worker._models}
 
 
 def measure(bench: Bench, what: str, count: int) -> tuple[float, float]:
-    """Median microseconds: wall, and processor of this thread. ``what``: a model; "": its programs."""
+    """Returns the median microseconds of one request: wall time, and processor time of this thread.
+
+    ``what``: the model to ask; "": its programs without the worker.
+    """
     wall, processor = [], []
     for _ in range(count):
         bench.submit(what or "pipeline")

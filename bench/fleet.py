@@ -1,4 +1,4 @@
-"""Daemons behind HAProxy as deploy/haproxy has it: what the balancer takes, and what a second and a third daemon bring.
+"""Measures daemons behind HAProxy, configured by deploy/haproxy: what the balancer costs, and what more daemons bring.
 
     python -m bench.fleet [--rounds 5] [--seconds 2] [--hosts 3] [--cores 1] [--busy-polling] [--reuse] [--program haproxy]
 
@@ -62,7 +62,7 @@ _WAITING = f"""
 
 
 class Daemon(NamedTuple):
-    """Where a daemon on 127.0.0.1 listens."""
+    """The ports of 127.0.0.1 that a daemon listens on."""
 
     http: int
     grpc: int
@@ -70,7 +70,7 @@ class Daemon(NamedTuple):
 
 
 class Balancer(NamedTuple):
-    """Where HAProxy on 127.0.0.1 listens, and its admin socket."""
+    """The ports of 127.0.0.1 that HAProxy listens on, and its admin socket."""
 
     http: int
     grpc: int
@@ -79,9 +79,9 @@ class Balancer(NamedTuple):
 
 
 def configuration(daemons: Sequence[Daemon], balancer: Balancer) -> str:
-    """Returns the file of deploy/ with these addresses in the place of its own, and as many servers as there are daemons.
+    """Returns deploy's haproxy.cfg with these addresses in place of its own, and with only as many servers as there are daemons.
 
-    Raises ValueError: the file has not an address that is to be replaced, or has more than three daemons.
+    Raises ValueError: the file lacks an address that is to be replaced, or has more than three daemons.
     """
     replaced = {
         "bind :8000": f"bind 127.0.0.1:{balancer.http}",
@@ -117,7 +117,7 @@ def _daemon(number: int, repository: Path, logs: Path) -> Iterator[Daemon]:
 
 
 def _tuned(text: str, arguments: argparse.Namespace) -> str:
-    """Returns HAProxy's file with the settings that the command line asks for besides."""
+    """Returns HAProxy's configuration with the settings that ``--busy-polling`` and ``--reuse`` add."""
     if arguments.busy_polling:
         text = text.replace("    # busy-polling\n", "    busy-polling\n", 1)
     if arguments.reuse:
@@ -127,7 +127,7 @@ def _tuned(text: str, arguments: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def _balanced(daemons: Sequence[Daemon], folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[Balancer, int]]:
-    """HAProxy before these daemons while the block runs, once it finds all of them; its addresses and process id."""
+    """Runs HAProxy before these daemons within the block; yields its addresses and process id once it finds all of them ready."""
     first = _FIRST_PORT + 9 * _PORTS
     balancer = Balancer(first, first + 1, first + 2, folder / "admin.sock")
     file = folder / "haproxy.cfg"
@@ -143,7 +143,10 @@ def _balanced(daemons: Sequence[Daemon], folder: Path, arguments: argparse.Names
 
 
 def _wait(balancer: Balancer, count: int) -> None:
-    """Waits until HAProxy has looked at so many daemons of its backend ``http``, and found them ready."""
+    """Waits until HAProxy has checked ``count`` daemons of its backend ``http`` and found them ready.
+
+    Raises SystemExit: they are not ready after 30 s.
+    """
     found = 'haproxy_server_status{proxy="http",server="%s",state="UP"} 1'
     until = time.monotonic() + 30
     while time.monotonic() < until:
@@ -159,7 +162,7 @@ def _wait(balancer: Balancer, count: int) -> None:
 
 
 def _overhead(daemon: Daemon, balancer: Balancer, pid: int, arguments: argparse.Namespace) -> None:
-    """Prints the first table."""
+    """Measures and prints the first table: one daemon, asked directly and through HAProxy."""
     print(
         f"| load, {_CONNECTIONS} connections | direct/s | HAProxy/s | ratio | direct p50 us | HAProxy p50 us | HAProxy us |"
     )
@@ -195,7 +198,7 @@ def _waiting(connections: int) -> closed_loop.Row:
 
 
 def _hosts(daemons: Sequence[Daemon], folder: Path, arguments: argparse.Namespace) -> None:
-    """Prints the second table."""
+    """Measures and prints the second table: one, two and three daemons behind HAProxy."""
     print(
         f"\n| daemons, a model of {_WAIT * 1000:g} ms, {_CONNECTIONS} connections each | HAProxy/s | p50 us | p99 us |"
     )
@@ -211,7 +214,7 @@ def _hosts(daemons: Sequence[Daemon], folder: Path, arguments: argparse.Namespac
 
 
 def main() -> int:
-    """Parses the command line and measures."""
+    """Parses the command line, starts the daemons and prints both tables."""
     parser = argparse.ArgumentParser(
         prog="bench.fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

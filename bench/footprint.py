@@ -1,4 +1,4 @@
-"""Reads what each process of a daemon holds: descriptors, and memory that is its own."""
+"""Reads how many file descriptors and how much memory each process of a daemon has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.server import children
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Descriptors and memory of one process at one moment."""
+    """File descriptors and memory of one process at one moment."""
 
     descriptors: int
     #: Resident and shared with nobody. Arenas are shared: they are in ``shared_bytes``.
@@ -21,7 +21,7 @@ class Footprint:
 
     @classmethod
     def of(cls, pid: int) -> Footprint:
-        """Reads /proc. Raises OSError: the process has ended."""
+        """Reads a process's footprint from /proc. Raises OSError: the process has ended."""
         kilobytes = {"Private": 0, "Shared": 0}
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             kind = line.partition("_")[0]
@@ -31,7 +31,10 @@ class Footprint:
 
 
 def footprints(supervisor: int) -> dict[str, Footprint]:
-    """Reads the footprints of supervisor and children, by role; several of one role are numbered in the order of their starts."""
+    """Reads the footprints of a supervisor and its children: role -> footprint.
+
+    Several processes of one role are numbered in the order in which they were started: "workers", "workers 2", ...
+    """
     found: dict[str, Footprint] = {}
     for pid, module in sorted({supervisor: "supervisor", **children(supervisor)}.items()):
         name, number = module, 1
@@ -43,7 +46,7 @@ def footprints(supervisor: int) -> dict[str, Footprint]:
 
 
 def proportional(server: int) -> int:
-    """Resident bytes of a process and its children; memory that several processes share counts in parts, together once."""
+    """Returns the proportional set size of a process and its children in bytes: memory that they share counts once."""
     kilobytes = 0
     for pid in (server, *children(server)):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

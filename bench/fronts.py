@@ -1,13 +1,13 @@
-"""Measures what several fronts bring and cost: rate, latency, and the processor time of one request, for each number of them.
+"""Measures what several front processes bring and cost: rate, latency, and the processor time of one request.
 
     python -m bench.fronts [--protocols http,grpc] [--processes 1,2] [--rounds 5] [--seconds 2] [--rate 1000] [--per-front 1,4,8]
 
-A table for each protocol. One daemon for each number, all at once, measured in turn: closed loops of small requests
-with so many connections for each front, one of large requests, and an open loop of small ones at the stated rate. A
-front that has many requests waiting handles several for each time it wakes up, so the cost of one request compares only
-between equally busy fronts: hence connections for each front. Beside the median over the rounds stands the least,
-because other work on a machine only ever adds. Every answer is compared, and what was asked with what the daemon says
-it has answered.
+It prints a table for each protocol. A daemon runs for each number of fronts, all at once, and they are measured in turn: closed
+loops of small requests with so many connections for each front, one of large requests, and an open loop of small ones at the
+stated rate. A front that has many requests waiting handles several each time it wakes up, so the cost of one request can only be
+compared between equally busy fronts: hence connections for each front. Beside the median over the rounds stands the least,
+because other work on a machine only ever adds. Every answer is compared, and the number of answers with what the daemon's
+statistics say.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A daemon with so many fronts for one protocol, "http" or "grpc"."""
+    """A running daemon with ``fronts`` front processes for one protocol, "http" or "grpc"."""
 
     protocol: str
     fronts: int
@@ -57,7 +57,7 @@ class Server:
     http: str
 
     def run(self, measure: Load) -> Run:
-        """Measures once, with what it cost the processes."""
+        """Measures the daemon once, with the processor time that its processes used meanwhile."""
         processes = children(self.pid)
         before, counted = {pid: Usage.of(pid) for pid in processes}, answered(self.http)
         rate, p50_us, count = measure(self.address)
@@ -75,7 +75,7 @@ class Server:
 
 
 def closed(row: closed_loop.Row, seconds: float) -> Load:
-    """The loop ends with answers on their way, so only those that it got are counted."""
+    """Returns a closed loop as a load. It ends while requests are in flight, so it counts only the answers that it received."""
 
     def measure(address: str) -> tuple[float, float, int]:
         rate, p50_us, _ = closed_loop.measure(address, row, seconds)
@@ -85,7 +85,7 @@ def closed(row: closed_loop.Row, seconds: float) -> Load:
 
 
 def opened(row: closed_loop.Row, times: list[float]) -> Load:
-    """Waits for every answer."""
+    """Returns an open loop as a load. It waits for every answer."""
 
     def measure(address: str) -> tuple[float, float, int]:
         load = open_loop.measure(address, row, times, _CONNECTIONS)
@@ -95,7 +95,7 @@ def opened(row: closed_loop.Row, times: list[float]) -> Load:
 
 
 def main() -> int:
-    """Parses the command line and measures."""
+    """Parses the command line, measures and prints a table for each protocol."""
     parser = argparse.ArgumentParser(
         prog="bench.fronts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -122,7 +122,7 @@ def main() -> int:
 
 
 def flags(protocol: str, fronts: int) -> list[str]:
-    """Returns a daemon's flags besides bench/serve.toml: it shares no port with those of other numbers beside it."""
+    """Returns a daemon's flags besides bench/serve.toml, with ports that no daemon with another number of fronts has."""
     chosen = [f"--http-port={_FIRST_PORT + fronts}", f"--grpc-port={_FIRST_GRPC_PORT + fronts}"]
     chosen += ["--allow-metrics=false", f"--{protocol}-processes={fronts}"]
     return [*chosen, "--allow-grpc=false"] if protocol == "http" else chosen
@@ -130,7 +130,7 @@ def flags(protocol: str, fronts: int) -> list[str]:
 
 @contextlib.contextmanager
 def _served(protocol: str, fronts: int, logs: Path) -> Iterator[Server]:
-    """A daemon that runs while the block does."""
+    """Runs a daemon with so many fronts within the block."""
     http = f"127.0.0.1:{_FIRST_PORT + fronts}"
     address = f"127.0.0.1:{_FIRST_GRPC_PORT + fronts}" if protocol == "grpc" else http
     command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml", *flags(protocol, fronts)]
@@ -141,7 +141,7 @@ def _served(protocol: str, fronts: int, logs: Path) -> Iterator[Server]:
 def _loads(
     small: closed_loop.Row, large: closed_loop.Row, fronts: int, arguments: argparse.Namespace
 ) -> Iterator[tuple[str, Load]]:
-    """Returns the loads that so many fronts are measured with: names as in the table."""
+    """Yields the loads for a daemon with so many fronts, each with its name in the table."""
     for count in map(int, arguments.per_front.split(",")):
         row = dataclasses.replace(small, connections=count * fronts)
         yield f"small, {count} for each front", closed(row, arguments.seconds)
@@ -151,7 +151,7 @@ def _loads(
 
 
 def _report(protocol: str, servers: list[Server], arguments: argparse.Namespace) -> None:
-    """Measures them in turn and prints the table."""
+    """Measures the daemons in turn and prints their table."""
     rows = {row.name: row for row in (grpc_connection if protocol == "grpc" else closed_loop).rows()}
     small, large = rows[f"small-{protocol}-c1"], rows[f"1MiB-{protocol}-c1"]
     print(

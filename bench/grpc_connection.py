@@ -1,4 +1,4 @@
-"""gRPC for the loops of bench/closed_loop.py and bench/open_loop.py: one unary call after the other on a raw socket.
+"""Gives the loops of bench/closed_loop.py and bench/open_loop.py a gRPC client: unary calls, one at a time, on a raw socket.
 
     preface, SETTINGS, WINDOW_UPDATE ─▶ HEADERS, DATA ─▶ ... HEADERS, DATA, HEADERS: the trailers ─▶ the next odd stream
 
@@ -46,7 +46,7 @@ _prefix = struct.Struct(">BI")
 
 
 def rows() -> list[Row]:
-    """Returns the HTTP rows with binary tensors whose message fits into one frame."""
+    """Returns the gRPC rows with binary tensors whose message fits into one frame."""
     return binary_rows("grpc", infer_request, GrpcConnection, (1,))
 
 
@@ -56,7 +56,7 @@ def infer_request(
     output: str,
     parameters: Mapping[str, int | bool] | None = None,
 ) -> bytes:
-    """The two frames of a unary ModelInfer on stream 0, asking for one output."""
+    """Builds the two frames of a unary ModelInfer call on stream 0 that asks for one output."""
     request = service_pb2.ModelInferRequest(
         model_name=model,
         inputs=[
@@ -74,17 +74,17 @@ def infer_request(
 
 
 def call(request: bytes) -> bytes:
-    """The two frames of a unary ModelInfer with that message on stream 0."""
+    """Builds the two frames of a unary ModelInfer call on stream 0 from a serialised ModelInferRequest."""
     return headers("ModelInfer", 0) + last_message(request)
 
 
 def last_message(request: bytes) -> bytes:
-    """The frame of that message on stream 0, of which it is the last."""
+    """Builds the DATA frame of a message on stream 0 that ends the stream."""
     return frames.frame(frames.DATA, frames.END_STREAM, 0, _prefix.pack(0, len(request)) + request)
 
 
 def headers(method: str, stream: int) -> bytes:
-    """The frame that begins a call of that method; it indexes nothing."""
+    """Builds the HEADERS frame that begins a call of a method; its block does not use the HPACK table."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", f"/inference.GRPCInferenceService/{method}")]
     fields += [(":authority", "bench"), ("te", "trailers"), ("content-type", "application/grpc")]
     block = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in fields])
@@ -92,7 +92,7 @@ def headers(method: str, stream: int) -> bytes:
 
 
 class GrpcConnection(Connection):
-    """One HTTP/2 connection; ``received`` is the message of the answer it is reading, with its prefix."""
+    """An HTTP/2 connection. ``received`` is the message of the answer that is being read, with its 5-byte prefix."""
 
     def __init__(self, address: tuple[str, int], host: str = "") -> None:
         super().__init__(address, host)
@@ -120,7 +120,10 @@ class GrpcConnection(Connection):
         self._answered = False
 
     def send(self, request: bytes) -> None:
-        """A new call, at once or as soon as the server grants its size. Raises ConnectionError: it takes less in a frame."""
+        """Sends a new call, at once or when the server has granted a window as large as the message.
+
+        Raises ConnectionError: the server takes only smaller frames.
+        """
         if request is not self._request:
             self._request, self._frames = request, bytearray(request)
             high, low, *_ = frames.read_head(request)
@@ -144,9 +147,9 @@ class GrpcConnection(Connection):
             raise ConnectionError(f"a message of {size} bytes, the server takes {self._room} in one frame")
 
     def read(self) -> bool:
-        """True once the answer is whole, with good trailers.
+        """Reads what has arrived. Returns True once the answer is complete and its trailers say OK.
 
-        Raises: AssertionError: the call failed.  ConnectionError: the connection ends, or something came that is not taken here.
+        Raises AssertionError: the call failed; ConnectionError: the connection ended, or this client cannot read a frame.
         """
         chunk = self.socket.recv(1 << 20)
         if not chunk:
@@ -172,7 +175,7 @@ class GrpcConnection(Connection):
         return self._answered
 
     def _take_data(self, chunk: bytes, at: int) -> int:
-        """Takes what is there of the DATA frame; returns where it ends."""
+        """Takes the bytes of the current DATA frame out of a chunk; returns the position behind them."""
         if not self._data_left:
             return at
         piece = chunk[at : at + self._data_left]
@@ -205,7 +208,7 @@ class GrpcConnection(Connection):
             raise ConnectionError(f"the server ends the connection: {content[8:]!r}")
 
     def _check(self, trailers: bytes) -> None:
-        """Raises AssertionError unless the answer is OK and exactly one message, uncompressed."""
+        """Raises AssertionError unless the trailers say OK and the answer is exactly one message, uncompressed."""
         if trailers != self._good_trailers:
             fields = dict(self._decoder.decode(trailers))
             if fields.get("grpc-status") != "0":

@@ -1,7 +1,7 @@
-"""A program of ours that runs beside a measurement, as one that load comes from: told to end, and gone, when its block ends.
+"""Runs a program of ours beside a measurement, such as a client that makes load, and ends it when the block ends.
 
-It has a session of its own, so Ctrl-C reaches the measurement alone, which then ends whatever it has started: with SIGTERM, upon
-which a helper leaves its own blocks (``leaves_blocks``) and removes what it has put into shared memory.
+It has a session of its own, so Ctrl-C reaches only the measurement, which then ends every program that it has started: with
+SIGTERM, upon which a helper leaves its own blocks (``leaves_blocks``) and removes what it has put into shared memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def helper(module: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """Runs ``python -m MODULE WORDS`` with pipes until the block ends, however that happens."""
+    """Runs ``python -m MODULE WORDS`` with pipes until the block ends, in whatever way it ends."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *words],
         cwd=_ROOT,
@@ -46,7 +46,7 @@ def helper(module: str, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Ends a process that began a session: by its own means first, then with all that is left of its group."""
+    """Ends a process that leads a session: sends SIGTERM and waits, then kills what is left of its process group."""
     process.terminate()
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -58,7 +58,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def reports(processes: Iterable[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """Closes the inputs of all and returns what each prints then, as JSON. Raises SystemExit: one failed."""
+    """Closes the standard input of all processes and returns the JSON object that each prints. Raises SystemExit: one failed."""
     running = list(processes)
     for process in running:
         assert process.stdin is not None
@@ -67,7 +67,7 @@ def reports(processes: Iterable[subprocess.Popen[str]]) -> list[dict[str, Any]]:
 
 
 def report(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Waits for the helper and returns what it printed, as JSON. Raises SystemExit: it failed."""
+    """Waits for a process to end and returns the JSON object that it printed. Raises SystemExit: it failed."""
     assert process.stdout is not None
     text = process.stdout.read()
     if process.wait():
@@ -79,7 +79,7 @@ def report(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def leaves_blocks() -> Iterator[None]:
-    """While the block runs SIGTERM and SIGHUP end this program as Ctrl-C does: with an exception. For the main thread."""
+    """Makes SIGTERM and SIGHUP raise SystemExit within the block, so that the program cleans up. For the main thread only."""
 
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -93,5 +93,5 @@ def leaves_blocks() -> Iterator[None]:
 
 
 def object_name() -> str:
-    """A name for an object in shared memory, which says whose it is."""
+    """Returns a new name for a file in shared memory, with this process's id in it."""
     return f"tensord-bench-{os.getpid()}-{uuid.uuid4().hex}"

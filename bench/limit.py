@@ -1,15 +1,15 @@
-"""How far the small rows could go: beside tensord and a real Triton, chains of the same processes that check nothing.
+"""Measures how fast the small rows could be: beside tensord and a real Triton, servers of the same processes that check nothing.
 
     python -m bench.limit --peer DIR [--rounds 5] [--rows NAME,...]      DIR as for ``python -m bench``
 
-``bench.bare_chain`` says what each of those in Python leaves out, which is nearly everything; but they sleep whenever they wait,
-where tensord looks first (``expert.spin_us``), so they show what checks and bookkeeping cost rather than a bound.
+The servers in Python are those of ``bench.bare_chain``, which says what each of them leaves out: nearly everything. They sleep
+whenever they wait, where tensord polls first (``expert.spin_us``), so they show what checks and bookkeeping cost, not a bound.
 
-The bound is the chain in C (``native_chain.c``), for ``addsub`` and where there is a C compiler: a front process and a worker
-process that do nothing but pass bytes over a socket pair, once sleeping whenever they wait, once looking for 300 us before. What
-the faster of the two reaches is what any server made of a front process and a worker process can reach on this machine with this
-client, as far as two ways of waiting can tell: nothing is left in it that such a server could do without, but other ways to wait,
-to pass bytes (memory that the other end looks at) or to place the processes on cores are not tried.
+The bound is the server in C (``native_chain.c``), for ``addsub`` and where there is a C compiler: a front process and a worker
+process that do nothing but pass bytes over a socket pair. It is measured twice: sleeping whenever it waits, and polling for 300
+us first. The faster one shows what any server with a front process and a worker process can reach on this machine with this
+client, as far as two ways of waiting can tell. Other ways to wait, to pass bytes (shared memory that the other process polls) or
+to place the processes on cores are not tried.
 
 All servers are measured in turn with perf_analyzer; ``x`` is the median of the rounds' ratios to the peer. An empty cell: that
 server does not have the row's model.
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def _bare(stack: contextlib.ExitStack, model: str, ports: Iterator[int], logs: Path) -> dict[str, str]:
-    """Starts the bare servers of a model; column -> address."""
+    """Starts the servers in Python for a model; returns their addresses by column."""
     addresses = {}
     for kind, column in _KINDS.items():
         port = next(ports)
@@ -94,7 +94,7 @@ def _bare(stack: contextlib.ExitStack, model: str, ports: Iterator[int], logs: P
 
 
 def native(stack: contextlib.ExitStack, ports: Iterator[int], logs: Path) -> dict[str, str]:
-    """Compiles and starts the chains in C, and checks what they answer; column -> address, none where there is no compiler."""
+    """Compiles, starts and checks the servers in C; returns their addresses by column, none where there is no compiler."""
     program = native_chain.compiled(Path(stack.enter_context(tempfile.TemporaryDirectory())))
     if program is None:
         print("no C compiler (cc): the chain in C is left out, so there is no bound in this table", file=sys.stderr)
@@ -108,11 +108,11 @@ def native(stack: contextlib.ExitStack, ports: Iterator[int], logs: Path) -> dic
 
 
 def line(name: str, columns: Sequence[str], rounds: Sequence[Mapping[str, float | None]]) -> str:
-    """A row of the table: of each column the median rate, and of all but the last the median ratio to the last one's.
+    """Formats a row of the table: for each column the median rate, and its median ratio to the last column's rate.
 
     Args:
-      rounds: answers per second; None where perf_analyzer found no stable figure, which counts in no median. A column that no
-        round has is left empty.
+      rounds: answers per second, by column; None where perf_analyzer found no stable figure, which counts in no median. A column
+        that no round has is left empty.
     """
     cells = []
     for column in columns:

@@ -1,7 +1,8 @@
-"""Requests as many different clients would send them, each with the answer it must get.
+"""Generates requests as many different clients would send them, each with the answer that is right for it.
 
-Small tensors of changing shapes and values, in binary and, over HTTP, in JSON with an id and a trace header of its own; tensors
-of 256 KiB, too large to travel in a record; a tensor in a registered region; models that are not there. Generators without end.
+There are small tensors of changing shapes and values, in binary and, over HTTP, in JSON with an id and a trace header of its own;
+tensors of 256 KiB, too large to travel in a record; a tensor in a registered region; models that do not exist. The generators
+never end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MISSING, _LARGE_PART, _REGION, _JSON = 0.02, 0.05, 0.05, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request as bytes and what a right answer says."""
+    """A request as bytes, and the right answer to it."""
 
     request: bytes
     #: The last bytes of the answer; None: an error is the right answer.
@@ -35,7 +36,7 @@ class Exchange:
     elements: list[float] | None = None
 
     def check(self, answer: bytes | bytearray) -> None:
-        """Raises AssertionError unless the answer, with its HTTP head if it has one, is the right one."""
+        """Raises AssertionError unless the answer is the right one. ``answer``: over HTTP with its head."""
         head, _, content = bytes(answer).partition(b"\r\n\r\n")
         if head.startswith(b"HTTP/1.1 ") and head.startswith(b"HTTP/1.1 200") == self.is_error:
             raise AssertionError(f"{head.splitlines()[0].decode()}: {content[:150]!r}")
@@ -49,12 +50,12 @@ class Exchange:
 
     @property
     def is_error(self) -> bool:
-        """True where an error is the right answer."""
+        """Returns True where an error is the right answer."""
         return self.values is None and self.elements is None
 
 
 def small(protocol: str) -> Iterator[Exchange]:
-    """Small tensors in binary, each of another shape and with other values. ``protocol``: "http" or "grpc"."""
+    """Yields requests with small binary tensors, each of another shape and with other values. ``protocol``: "http" or "grpc"."""
     build = grpc_infer_request if protocol == "grpc" else infer_request
     numbers = np.random.default_rng()
     while True:
@@ -63,7 +64,7 @@ def small(protocol: str) -> Iterator[Exchange]:
 
 
 def mebibyte(protocol: str) -> Iterator[Exchange]:
-    """Makes exchanges of one tensor of a MiB, there and back."""
+    """Yields requests with one tensor of 1 MiB, whose answer is as large."""
     values = np.random.default_rng().random(1 << 18, np.float32)
     build = grpc_infer_request if protocol == "grpc" else infer_request
     exchange = Exchange(build("identity", [("INPUT0", values)], "OUTPUT0"), values.tobytes())
@@ -72,7 +73,7 @@ def mebibyte(protocol: str) -> Iterator[Exchange]:
 
 
 def mixed(protocol: str, region: str, values: np.ndarray) -> Iterator[Exchange]:
-    """All kinds. ``region``: a registered one that begins with ``values``, FP32[N]."""
+    """Yields requests of all kinds. ``region``: a registered region that begins with ``values``, FP32[N]."""
     build = grpc_infer_request if protocol == "grpc" else infer_request
     chance, numbers = random.Random(), np.random.default_rng()
     usual = small(protocol)
@@ -94,7 +95,7 @@ def mixed(protocol: str, region: str, values: np.ndarray) -> Iterator[Exchange]:
 
 
 def _operands(numbers: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Two FP32[rows, 16] of whole numbers, which every way of writing them keeps."""
+    """Returns two random FP32[rows, 16] of integers, which every text format writes without loss."""
     shape = (int(numbers.integers(1, _MOST_ROWS + 1)), 16)
     return numbers.integers(0, 1 << 16, shape).astype(np.float32), numbers.integers(0, 1 << 16, shape).astype(
         np.float32
@@ -117,7 +118,7 @@ def _posted(model: str, body: bytes, more: str = "") -> bytes:
 
 
 def _from_region(protocol: str, region: str, values: np.ndarray) -> bytes:
-    """Asks ``identity`` for what lies there."""
+    """Builds a request to ``identity`` with the tensor that lies in the region."""
     if protocol == "grpc":
         tensor = service_pb2.ModelInferRequest.InferInputTensor(name="INPUT0", datatype="FP32", shape=values.shape)
         tensor.parameters["shared_memory_region"].string_param = region

@@ -1,4 +1,4 @@
-"""The chain in C (native_chain.c): compiled, started with what a tensord answers besides inference, and checked.
+"""Compiles, starts and checks the server in C (native_chain.c), which gets its answers besides inference from a tensord.
 
 It serves ``addsub`` alone, to clients that send its two tensors as binary FP32[1, 16] and want both outputs that way.
 """
@@ -36,7 +36,10 @@ _COUNTER = "#" * 20
 
 
 def compiled(folder: Path) -> Path | None:
-    """The program, made in ``folder``; None where there is no C compiler. Raises CalledProcessError: it does not compile."""
+    """Compiles the program into ``folder`` and returns its path; None: there is no C compiler.
+
+    Raises CalledProcessError: it does not compile.
+    """
     compiler = shutil.which("cc")
     if compiler is None:
         return None
@@ -47,9 +50,9 @@ def compiled(folder: Path) -> Path | None:
 
 
 def answers(upstream: str) -> bytes:
-    """Returns the program's answers, as the tensord at ``upstream`` gives them; the form is native_chain.c's.
+    """Returns the contents of the program's file of answers, which it fetches from the tensord at ``upstream``.
 
-    Raises SystemExit: the tensord answers something with an error.
+    Raises SystemExit: the tensord answers a request with an error.
     """
     body, json_size = httpclient.InferenceServerClient.generate_request_body(
         *_request(np.zeros((2, 1, 16), np.float32))
@@ -73,7 +76,7 @@ def _fetched(upstream: str, method: str, path: str, body: bytes, fields: dict[st
 
 
 def _uncounted(content: bytes) -> bytes:
-    """The statistics of the one model, with ``COUNTER`` where counts were."""
+    """Returns the statistics of the one model with ``COUNTER`` in place of each count."""
     statistics = json.loads(content)
     statistics["model_stats"] = [one for one in statistics["model_stats"] if one["name"] == MODEL]
     for where, name in counters(statistics):
@@ -86,13 +89,13 @@ def _entry(request: str, answer: bytes) -> bytes:
 
 
 def command(program: Path, port: int, spin_us: int, file: Path) -> list[str]:
-    """Runs it with the answers of a file; port 0: any, it says which."""
+    """Returns the command line that runs the program with a file of answers; port 0: any free port, which it prints."""
     return [str(program), "--port", str(port), "--spin-us", str(spin_us), "--answers", str(file)]
 
 
 @contextlib.contextmanager
 def chain(program: Path, upstream: str, address: str, spin_us: int, log: Path) -> Iterator[None]:
-    """Runs at an address until the block ends, after its answers were checked."""
+    """Runs the program at an address within the block; its answers are checked first."""
     file = program.with_name(f"answers-{spin_us}")
     file.write_bytes(answers(upstream))
     with serving(command(program, int(address.rpartition(":")[2]), spin_us, file), address, log):
@@ -101,7 +104,7 @@ def chain(program: Path, upstream: str, address: str, spin_us: int, log: Path) -
 
 
 def check(address: str) -> None:
-    """Raises SystemExit if a server answers ``addsub`` wrongly."""
+    """Sends requests to ``addsub`` at an address. Raises SystemExit: an answer is wrong."""
     with httpclient.InferenceServerClient(address) as client:
         for seed in range(8):
             a, b = values = np.random.default_rng(seed).standard_normal((2, 1, 16)).astype(np.float32)
@@ -113,7 +116,7 @@ def check(address: str) -> None:
 
 
 def _request(values: np.ndarray) -> tuple[list[httpclient.InferInput], list[httpclient.InferRequestedOutput]]:
-    """Inputs with the two tensors of FP32[2, 1, 16], and the outputs."""
+    """Returns tritonclient's inputs for two tensors FP32[1, 16], given as FP32[2, 1, 16], and its outputs."""
     inputs = [httpclient.InferInput(f"INPUT{number}", [1, 16], "FP32") for number in (0, 1)]
     for tensor, value in zip(inputs, values, strict=True):
         tensor.set_data_from_numpy(value)

@@ -1,9 +1,9 @@
-"""Measures what it costs to be seen: metrics, an access log of 1 in 1000 and traces of 1 in 100, beside a daemon without any.
+"""Measures what observability costs: metrics, an access log of 1 in 1000 and traces of 1 in 100, beside a daemon without any.
 
     python -m bench.observed [--rounds 7] [--seconds 2]    rates in turn, and the processor time of a request
-    python -m bench.observed --scrape [--models 100]       the supervisor's time for a scrape, and what an idle front holds
+    python -m bench.observed --scrape [--models 100]       the supervisor's time for a scrape, and the memory of an idle front
 
-The daemon that is seen is scraped once a second meanwhile, and sends its spans to a collector that throws them away.
+The metrics are scraped once a second meanwhile, and the spans are sent to a collector that throws them away.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _line(name: str, off: Sequence[Run], on: Sequence[Run]) -> str:
 
 @contextlib.contextmanager
 def _collector() -> Iterator[str]:
-    """Runs a collector of spans. Yields its URL."""
+    """Runs a collector of spans within the block. Yields its URL."""
     with subprocess.Popen([sys.executable, "-c", _COLLECTOR], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -122,7 +122,7 @@ def _collector() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _scraped(port: int) -> Iterator[None]:
-    """Scrapes once a second, as often as anybody does."""
+    """Scrapes the metrics once a second within the block."""
     stop = threading.Event()
 
     def scrape() -> None:
@@ -149,7 +149,7 @@ def _scrape(port: int) -> bytes:
 def _served(
     ports: int, flags: Sequence[str], more: str, logs: Path, models: str = "bench/models"
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """A daemon that runs while the block does. Yields its process id, and protocol -> address."""
+    """Runs a daemon within the block. Yields its process id, and its addresses by protocol."""
     at = {"http": f"127.0.0.1:{_PORT + ports}", "grpc": f"127.0.0.1:{_PORT + ports + 1}"}
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
         config.write(f'[repository]\npaths = ["{models}"]\n{more}')

@@ -1,4 +1,4 @@
-"""An open-loop client: requests are due at times that do not depend on the answers, as those of many independent users.
+"""Loads a server in an open loop: requests are due at times that do not depend on the answers, as those of many users.
 
     python -m bench.open_loop --rate 2000 [--seconds 10] [--connections 64] [--row small-http-c1] ADDRESS [ADDRESS ...]
 
@@ -26,7 +26,7 @@ _PERCENTILES = (50, 90, 99, 99.9)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One run against one server."""
+    """The results of one run against one server."""
 
     #: Answers per second, over the whole run with its tail.
     rate: float
@@ -40,7 +40,7 @@ class Load:
 
 
 def arrivals(rate: float, seconds: float, seed: int = 1) -> list[float]:
-    """Seconds from the start at which requests are due."""
+    """Returns the times at which requests are due, in seconds from the start: a Poisson process from a seed."""
     random_source = random.Random(seed)
     due, times = 0.0, []
     while (due := due + random_source.expovariate(rate)) < seconds:
@@ -49,9 +49,9 @@ def arrivals(rate: float, seconds: float, seed: int = 1) -> list[float]:
 
 
 def measure(address: str, row: Row, times: list[float], connections: int) -> Load:
-    """Sends each request when it is due, or as soon after that as one of the connections is free; waits for every answer.
+    """Sends each request when it is due, or as soon after that as a connection is free; waits for every answer.
 
-    Raises: AssertionError: an answer's tensor is wrong.  ConnectionError: the server hung up.
+    Raises AssertionError: an answer's tensor is wrong; ConnectionError: the server hung up.
     """
     with connected(address, row.connection, connections) as (poll, every):
         return _run(poll, list(every), row, times)

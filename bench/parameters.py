@@ -1,17 +1,17 @@
-"""Measures new parameters into a running model: ``python -m bench.parameters [--rounds N] [--rows ROW,...]``.
+"""Measures pushing new parameters into a running model: ``python -m bench.parameters [--rounds N] [--rows ROW,...]``.
 
-push      100 MiB pushed from a region and as a tree, beside ``jax.device_put`` of the same tree in this process (which is to be
-          at most 3 times less), and beside a reload of the model from its files (at least 20 times more). In turn in each round.
+push      100 MiB pushed from a region and as a tree, beside ``jax.device_put`` of the same tree in this process (target: at most
+          3 times its time), and beside a reload of the model from its files (at least 20 times faster). In turn in each round.
 while     the p99 of a small HTTP request on four connections while the same model's 1 MiB is pushed ten times a second, beside
           the p99 when nothing is pushed (at most 1.5 times).
-sets      1000 sets of 1 MiB with room for 100 on the device: the rate of requests whose set lies there beside that of ``main``
-          (at least 0.97), and what a request takes longer whose set does not, beside a copy of 1 MiB to the device (at most 2),
-          from memory that was not read for as long, to where as many others lie. The sets are pushed such that a processor has
-          to copy them, too, which otherwise uses them where they lie. A first request for a set is measured apart.
+sets      1000 sets of 1 MiB with room for 100 on the device: the rate of requests whose set is on the device beside the rate
+          with ``main`` (at least 0.97); and how much longer a request takes whose set is not, beside a copy of 1 MiB to the
+          device (at most 2), from memory that was last read as long ago. The sets are pushed so that a processor has to copy
+          them, too, which would otherwise use them in place. A first request for a set is measured separately.
 mixed     a model with ``batch_sets``, a base of 64 MiB and adapters of 128 KiB: requests of 16 sets at once, which share a call,
-          beside as many one after the other, which do not wait for others (at least 6 times their time). How far XLA gets on a
-          processor bounds it: the product of 16 rows with the base alone takes three to four times as long as that of one row.
-narrow    as mixed, with a base of 1 MiB and adapters of 16 KiB, whose product takes less than all else of a request.
+          beside as many one after the other, which do not wait for others (at least 6 times faster). XLA sets the bound on a
+          processor: the product of 16 rows with the base alone takes three to four times as long as that of one row.
+narrow    like mixed, with a base of 1 MiB and adapters of 16 KiB, whose product takes less than all else of a request.
 
 Every answer is compared with what its set holds. Exit status 1: an answer was wrong. Times are medians of the rounds.
 """
@@ -73,7 +73,7 @@ _WIDTHS, _RANK, _TOGETHER = {"mixed": 4096, "narrow": 512}, 4, 16
 
 
 def mixed_model(width: int) -> str:
-    """Returns the source of a model with ``batch_sets``."""
+    """Returns the source of a model with ``batch_sets``, whose input and output have ``width`` elements."""
     return f"""
 import jax.numpy as jnp
 import numpy as np
@@ -95,12 +95,12 @@ def create(path, config, device):
 
 
 def tree(mib: int, value: float) -> dict[str, np.ndarray]:
-    """Parameters of so many MiB, whose answers are twice the value."""
+    """Returns parameters of ``mib`` MiB with which the model answers twice ``value``."""
     return {"w": np.full((mib, _MIB // 4), value, np.float32)}
 
 
 def write_models(folder: Path) -> None:
-    """Writes a model of each size."""
+    """Writes all models of the rows into a repository."""
     for name, mib in (("large", _LARGE), ("small", _SMALL)):
         version = folder / name / "1"
         version.mkdir(parents=True)
@@ -115,7 +115,7 @@ def write_models(folder: Path) -> None:
 
 
 class Asker:
-    """Asks a model over one HTTP connection."""
+    """Sends requests to a model over one HTTP connection."""
 
     def __init__(self, model: str, name: str = "") -> None:
         parameters = {"parameters": {"parameter_set": name}} if name else {}
@@ -127,7 +127,7 @@ class Asker:
         self.wrong = 0
 
     def __call__(self) -> float:
-        """Asks once. Returns the value of the parameters that answered."""
+        """Sends one request. Returns the value of the parameters that it was computed with."""
         self._connection.request("POST", self._path, self._body)
         with self._connection.getresponse() as answer:
             data = json.loads(answer.read())["outputs"][0]["data"]
@@ -139,16 +139,16 @@ class Asker:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Returns how long a call takes."""
+    """Calls a function and returns how many seconds it took."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
 
 
 def post(path: str, body: bytes, head_size: int | None = None) -> Any:
-    """Asks for anything but inference. Raises SystemExit: it is refused.
+    """Posts a request that is not an inference request; returns the answer's JSON. Raises SystemExit: it is refused.
 
-    ``head_size``: bytes of JSON in the body; None: all of it.
+    ``head_size``: bytes of JSON at the body's beginning; None: the whole body is JSON.
     """
     connection = http.client.HTTPConnection(_ADDRESS)
     head = {} if head_size is None else {"Inference-Header-Content-Length": str(head_size)}
@@ -163,7 +163,7 @@ def post(path: str, body: bytes, head_size: int | None = None) -> Any:
 
 @contextlib.contextmanager
 def region(content: bytes) -> Iterator[str]:
-    """Registers memory that holds this, inside the block; yields the region's name."""
+    """Registers shared memory with this content within the block; yields the region's name."""
     path = Path("/dev/shm", f"tensord-bench-{os.getpid()}")
     path.write_bytes(content)
     try:
@@ -176,7 +176,7 @@ def region(content: bytes) -> Iterator[str]:
 
 
 def push_row(rounds: int, client: tensord_client.Client) -> int:
-    """Pushes 100 MiB, beside ``device_put`` and a reload."""
+    """Measures the row ``push``: 100 MiB pushed, beside ``device_put`` and a reload. Returns how many answers were wrong."""
     model, ask = client.model("large"), Asker("large")
     wanted = tree(_LARGE, 1)
     content = b"".join(layout(wanted))
@@ -207,7 +207,10 @@ def push_row(rounds: int, client: tensord_client.Client) -> int:
 
 
 def p99(until: float) -> tuple[float, int]:
-    """Asks on some connections until then. Returns the p99 in ms and how many answers were wrong."""
+    """Sends requests on some connections until a time. Returns the p99 in ms and how many answers were wrong.
+
+    ``until``: on the clock of time.perf_counter.
+    """
     took: list[float] = []
     wrong: list[int] = []
 
@@ -228,7 +231,7 @@ def p99(until: float) -> tuple[float, int]:
 
 
 def while_row(rounds: int, client: tensord_client.Client) -> int:
-    """Asks while nothing is pushed, and while something is ten times a second."""
+    """Measures the row ``while``: requests while parameters are pushed ten times a second, and without. Returns wrong answers."""
     parameters = client.model("small").parameters
     found: dict[bool, list[float]] = {False: [], True: []}
     wrong = pushes = 0
@@ -257,21 +260,21 @@ def while_row(rounds: int, client: tensord_client.Client) -> int:
 
 
 def shifted(parameters: dict[str, np.ndarray]) -> bytes:
-    """Returns parameters in safetensors' layout whose arrays begin 8 bytes behind where XLA would use them as they lie."""
+    """Returns parameters in safetensors' layout, each array 8 bytes off the alignment at which XLA would not copy it."""
     head, *arrays = layout(parameters)
     text = bytes(head)[8:] + b" " * 8
     return b"".join((len(text).to_bytes(8, "little"), text, *arrays))
 
 
 def shifted_array(value: float) -> np.ndarray:
-    """Returns 1 MiB that XLA copies."""
+    """Returns an array of 1 MiB at an alignment at which XLA copies it."""
     memory = np.full(_MIB // 4 + 16, value, np.float32)
     at = -(memory.ctypes.data // 4) % 16 + 2
     return memory[at % 16 :][: _MIB // 4]
 
 
 def misses() -> int:
-    """Returns how often a set had to be brought to the device so far."""
+    """Returns how often a set of parameters had to be copied to the device so far, from the metrics."""
     connection = http.client.HTTPConnection(_METRICS)
     with contextlib.closing(connection):
         connection.request("GET", "/metrics")
@@ -281,7 +284,7 @@ def misses() -> int:
 
 
 def sets_row(rounds: int, client: tensord_client.Client) -> int:
-    """Asks sets that lie on the device, and sets that do not."""
+    """Measures the row ``sets``: requests whose set is on the device, and whose set is not. Returns wrong answers."""
     client.model("small").parameters.update(tree(_SMALL, 5000))
     for number in range(_SETS):
         post(f"/v2/models/small/parameters/s{number}", shifted(tree(_SMALL, number)), 0)
@@ -326,7 +329,7 @@ def sets_row(rounds: int, client: tensord_client.Client) -> int:
 
 
 def mixed_row(rounds: int, client: tensord_client.Client, row: str = "mixed") -> int:
-    """Asks sets at once, and one after the other."""
+    """Measures the row ``mixed`` or ``narrow``: requests of 16 sets at once, and one after the other. Returns wrong answers."""
     width, names = _WIDTHS[row], (row, f"{row}-single")
     x = np.zeros((1, width), np.float32)
     x[0, 0] = 1
@@ -374,7 +377,7 @@ ROWS: dict[str, Callable[[int, tensord_client.Client], int]] = {
 
 
 def main() -> int:
-    """Serves, and measures the rows."""
+    """Serves the models, measures the rows and prints them."""
     parser = argparse.ArgumentParser(
         prog="bench.parameters", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Draws a side-by-side run: for each row how many times the peer's rate, and what part of its median latency.
+"""Draws the figures of a side-by-side run: each row's rate and median latency relative to the peer's.
 
 python -m bench.plot FIGURES.json PICTURE.svg        FIGURES.json as ``python -m bench --peer DIR --json`` writes it
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def ratios(figures: Path, picture: Path) -> None:
-    """Reads what compare.py wrote and writes an SVG or PNG, as the name of ``picture`` says."""
+    """Reads compare.py's figures and draws them into an SVG or PNG, as the suffix of ``picture`` says."""
     # Only who draws needs the library.
     import matplotlib
 

@@ -10,7 +10,7 @@ from bench.server import Usage, answered, children
 
 
 def report(supervisor: int, address: str, seconds: float) -> int:
-    """Prints a line for each row and process."""
+    """Loads the daemon with each row and prints a line for each of its processes."""
     print(f"{'row':20} {'process':12} {'user us':>9} {'kernel us':>9} {'sleeps':>9}   a request")
     for row in closed_loop.rows():
         processes = children(supervisor)

@@ -3,9 +3,9 @@
     own      16 threads of an actor on the node that serves: the application's lane, beside the plain deployment's handle
     another  the same from a node without a replica: HTTP, beside the handle
 
-Both serve one function. It is to be 5 times the plain deployment on its own node, and 2 times from another. Nodes are those of
-Ray's local cluster, so there is no network between them. Every answer is compared. Exit status 1: one was wrong.
-It takes Ray: pip install 'tensord[test-ray]'.
+Both serve one function. The target is 5 times the plain deployment's rate on its own node, and 2 times from another. Nodes are
+those of Ray's local cluster, so there is no network between them. Every answer is compared. Exit status 1: one was wrong.
+It needs Ray: pip install 'tensord[test-ray]'.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _measured(models: str, rounds: int, seconds: float) -> list[tuple[str, ...]]:
-    """Starts a cluster with both, and measures them in turn."""
+    """Starts a cluster with both deployments, measures them in turn and returns the rows of the table."""
     import ray
     import tensord_ray
     from ray import serve
@@ -98,7 +98,7 @@ def _measured(models: str, rounds: int, seconds: float) -> list[tuple[str, ...]]
 
 
 class Plain:
-    """The function as somebody writes it for Ray Serve."""
+    """A Ray Serve deployment of the same function without tensord."""
 
     def __init__(self) -> None:
         import jax
@@ -115,7 +115,7 @@ class Plain:
 
 
 class Caller:
-    """Asks from threads of one process on a node."""
+    """An actor whose threads ask one of the deployments."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -131,7 +131,7 @@ class Caller:
         }
 
     def rate(self, way: str, seconds: float) -> float:
-        """Returns answers a second, after a second that does not count. Raises AssertionError: one is wrong."""
+        """Returns answers a second, after one second that does not count. Raises AssertionError: an answer is wrong."""
         ask, counts, wrong = self._ways[way], [0] * _THREADS, []
         begin = time.monotonic() + 1.0
 

@@ -1,4 +1,4 @@
-"""Measures a system region beside one process: the same jitted function on a mapped array, its result copied out by numpy.
+"""Measures requests with a system region beside one process that runs the same jitted function on the mapped memory.
 
 The bare program runs in a process of its own, as the worker does, and its rounds alternate with the server's.
 """
@@ -40,11 +40,11 @@ for _ in sys.stdin:
 
 
 def check_access(address: str, access: str) -> None:
-    """Sends a tensor through a region and looks at what was copied: nothing, or for a snapshot both input and output.
+    """Sends a tensor through a region and checks how many bytes the server copied: none, or with ``snapshot`` input and output.
 
-    How outputs are allocated is learned from a request before, which is not counted.
+    A request before it is not counted, because the worker learns from it how outputs are allocated.
 
-    Raises: SystemExit: the server does not use regions in the way that is to be measured.
+    Raises SystemExit: the server does not use regions in the way that is to be measured.
     """
     with _object() as path:
         with _registered(path, address) as (client, given, wanted):
@@ -58,7 +58,7 @@ def check_access(address: str, access: str) -> None:
 
 
 def report(address: str, seconds: float, rounds: int) -> None:
-    """Formats both medians, and the median of the rounds' ratios, in a line."""
+    """Measures both and prints a line with the medians, and the median of the rounds' ratios."""
     with _object() as path:
         pairs = _measure(path, address, seconds, rounds)
     ours, least = (statistics.median(column) for column in zip(*pairs, strict=True))
@@ -68,7 +68,7 @@ def report(address: str, seconds: float, rounds: int) -> None:
 
 @contextlib.contextmanager
 def _object() -> Iterator[Path]:
-    """An object with random input and room for the output behind it."""
+    """Creates a shared memory file with random input, followed by room for the output; yields its path."""
     path = Path("/dev/shm", object_name())
     try:
         path.write_bytes(np.random.default_rng(0).random(BYTE_SIZE // 4, np.float32).tobytes() + bytes(BYTE_SIZE))
@@ -81,7 +81,10 @@ def _object() -> Iterator[Path]:
 def _registered(
     path: Path, address: str
 ) -> Iterator[tuple[httpclient.InferenceServerClient, httpclient.InferInput, httpclient.InferRequestedOutput]]:
-    """A client that has registered the object, with both tensors. Raises SystemExit: the last answer was wrong."""
+    """Yields a client that has registered the file, with tritonclient's input and output for it.
+
+    Raises SystemExit: at the end of the block the output is not the input.
+    """
     name = path.name
     given = httpclient.InferInput("INPUT0", [BYTE_SIZE // 4], "FP32")
     wanted = httpclient.InferRequestedOutput("OUTPUT0")
@@ -97,7 +100,7 @@ def _registered(
 
 
 def _measure(path: Path, address: str, seconds: float, rounds: int) -> list[tuple[float, float]]:
-    """Both medians of each round. Raises SystemExit: a wrong answer."""
+    """Returns both median latencies in microseconds for each round. Raises SystemExit: a wrong answer."""
     command = [sys.executable, "-c", BARE, str(path), str(BYTE_SIZE), str(seconds)]
     pairs = []
     with (

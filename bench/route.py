@@ -1,7 +1,7 @@
-"""Shows which way a request takes through our code: functions it enters, their files, and returns to a file already left.
+"""Shows which way a request takes through our code: the functions called, their files, and returns to a file already left.
 
     python -m bench.route                     every row, for the front, for the worker, and for both together
-    python -m bench.route --files http-first  what one row went through, file by file in the order of entering
+    python -m bench.route --files http-first  what one row went through, file by file in the order of the first calls
     python -m bench.route --map http-first    its files as a list for docs/architecture.md, each with its first sentence
     python -m bench.route --lines             lines and modules of the product
     python -m bench.route --other DIR         another checkout of ours, for each of these
@@ -9,12 +9,12 @@
     http, grpc      two tensors of 64 bytes     grpc-1MiB  one of 1 MiB     python  small, for a model that C does not answer for
     step            a step of a sequence        token      one token of generate_stream     idle  the worker's loop, nothing due
 
-``first``: the first request of its kind, on a connection that has had another one. ``known``: the sixth.
-A daemon is started in whose processes ``bench/entered`` writes down each call while a request is under way. Counted are calls of
-Python functions of daemon, shm, workers, config and tensord, in all threads: in a front from the request's bytes until all is
-quiet, in a worker from the record to the send of its answer. Comprehensions belong to the function around them. A *return* is a
-call in a file that was entered before, and left. Each row is asked for three times (first ones of three models) and the least is
-shown, because now and then a timer is due at the same time.
+``first``: the first request of its kind, on a connection that has carried another one. ``known``: the sixth.
+A daemon is started in whose processes ``bench/entered`` writes down each call while a request is under way. It counts calls of
+Python functions of daemon, shm, workers, config and tensord, in all threads: in a front from the request's bytes until nothing
+happens any more, in a worker from the record to the send of its answer. A comprehension counts as a part of the function around
+it. A *return* is a call in a file that was entered before, and left. Each row is measured three times (first requests with three
+models) and the least is shown, because now and then a timer is due at the same time.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _TOKEN = """
 
 
 class Entered(NamedTuple):
-    """A call of a function of ours, or a send."""
+    """One recorded event: a call of a function of ours, or a send to a socket."""
 
     at_ns: int
     thread: int
@@ -102,37 +102,37 @@ class Entered(NamedTuple):
 
 @dataclass(frozen=True)
 class Way:
-    """The calls and files that one process entered for one request."""
+    """The calls that one process made for one request."""
 
     calls: Sequence[Entered]
 
     @property
     def files(self) -> list[str]:
-        """Each file once, in the order of entering."""
+        """Returns each file that was entered, once, in the order of the first calls."""
         return list(dict.fromkeys(call.file for call in self.calls))
 
     @property
     def visits(self) -> list[str]:
-        """Files one after the other: one that is entered again stands there again."""
+        """Returns the files in the order in which they were entered; a file that is entered again is there again."""
         files = [call.file for call in self.calls]
         return [file for file, before in zip(files, ["", *files], strict=False) if file != before]
 
     @property
     def figures(self) -> tuple[int, int, int]:
-        """Calls, files, and how often a file is entered again that had been left."""
+        """Returns how many calls and files there are, and how often a file was entered again after it had been left."""
         return len(self.calls), len(self.files), len(self.visits) - len(self.files)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of request. Its way is what the front entered and what the worker entered."""
+    """A kind of request, and the calls that it made in the front and in the worker."""
 
     name: str
     front: Way
     worker: Way
 
     def line(self) -> str:
-        """Figures of the front, of the worker, and of both."""
+        """Formats the figures of the front, of the worker, and of both together."""
         front, worker = self.front.figures, self.worker.figures
         files = len({*self.front.files, *self.worker.files})
         both = front[0] + worker[0], files, front[2] + worker[2]
@@ -142,7 +142,7 @@ class Row:
 
 
 class Recording:
-    """The folder that processes write their calls to, and the byte by which they do."""
+    """The folder that processes write their calls to, and the file that turns recording on and off."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -157,7 +157,7 @@ class Recording:
 
     @contextlib.contextmanager
     def row(self) -> Iterator[dict[str, Way]]:
-        """Yields a dictionary that is filled at the end of the block: part of the daemon (front, worker) -> what it entered."""
+        """Records within the block. Yields a dictionary that is filled at its end: "http", "grpc", "worker" -> its calls."""
         found: dict[str, Way] = {}
         self._row = self._row % 255 + 1
         self._tell(self._row)
@@ -183,18 +183,18 @@ class Recording:
 
 
 def until_sent(way: Way) -> Way:
-    """The part of a way up to its last send."""
+    """Returns the calls before the last send."""
     last = max([at for at, call in enumerate(way.calls) if call.kind == "send"], default=len(way.calls))
     return without_sends(Way(way.calls[:last]))
 
 
 def without_sends(way: Way) -> Way:
-    """The calls alone."""
+    """Returns the calls without the sends."""
     return Way([call for call in way.calls if call.kind == "call"])
 
 
 def bursts(way: Way) -> list[Way]:
-    """The way cut where nothing is called for a while."""
+    """Cuts the calls into parts wherever nothing was called for a while."""
     found: list[list[Entered]] = []
     for call in without_sends(way).calls:
         if not found or call.at_ns - found[-1][-1].at_ns > _GAP_NS:
@@ -204,27 +204,27 @@ def bursts(way: Way) -> list[Way]:
 
 
 def usual(ways: Sequence[Way]) -> Way:
-    """The one of them that is seen most often, by its figures."""
+    """Returns the first of those whose figures occur most often."""
     figures = [way.figures for way in ways]
     return ways[figures.index(statistics.mode(figures))]
 
 
 def shown(rows: Sequence[Row]) -> Row:
-    """Returns which of several is shown: of requests the one with the least calls, of tokens and iterations the usual one."""
+    """Returns the row to show of several tries: of requests the one with the fewest calls, of tokens and iterations the usual."""
     name = rows[0].name
     choose = functools.partial(min, key=lambda way: way.figures) if name in ASKED else usual
     return Row(name, choose([row.front for row in rows]), choose([row.worker for row in rows]))
 
 
 class Client:
-    """Asks a daemon that records, one request at a time."""
+    """Sends requests to a daemon that records, one at a time."""
 
     def __init__(self, recording: Recording, http: str, grpc: str) -> None:
         self._recording = recording
         self._http, self._grpc = (split(address) for address in (http, grpc))
 
     def asked(self, name: str, protocol: str, requests: Sequence[bytes]) -> Row:
-        """The way of the last of these requests, which come one after the other on a connection that has had another one."""
+        """Sends the requests on a connection that has carried another one; returns the row of the last request."""
         kind, address = (Connection, self._http) if protocol == "http" else (GrpcConnection, self._grpc)
         connection = kind(address)
         try:
@@ -240,7 +240,7 @@ class Client:
         return Row(name, without_sends(ways[protocol]), until_sent(ways["worker"]))
 
     def tokens(self) -> list[Row]:
-        """Waits for the tokens in the middle of ``generate_stream``."""
+        """Asks for tokens by ``generate_stream``; returns a row for each token in the middle of the stream."""
         body = json.dumps({"count": _TOKENS}).encode()
         head = b"POST /v2/models/token/generate_stream HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n" % len(
             body
@@ -257,20 +257,20 @@ class Client:
         return [Row("token", front, worker) for front, worker in zip(*parts, strict=False)]
 
     def idle(self) -> list[Row]:
-        """Iterations of a worker's loop that nobody asks anything."""
+        """Returns a row for each iteration of a worker's loop while no request is sent."""
         with self._recording.row() as ways:
             time.sleep(_REST)
         return [Row("idle", Way(()), worker) for worker in bursts(ways["worker"])]
 
 
 def split(address: str) -> tuple[str, int]:
-    """``host:port`` as sockets take it."""
+    """Splits ``host:port`` into what a socket connects to."""
     host, _, port = address.rpartition(":")
     return host, int(port)
 
 
 def ask(connection: Connection, request: bytes) -> None:
-    """Sends a request and reads its whole answer. Raises AssertionError: it is refused."""
+    """Sends a request and reads its whole answer. Raises AssertionError: the request is refused."""
     connection.send(request)
     while not connection.read():
         pass
@@ -279,23 +279,23 @@ def ask(connection: Connection, request: bytes) -> None:
 
 
 def small_request(protocol: str, model: str) -> bytes:
-    """Two tensors of 64 bytes."""
+    """Builds a request with two tensors of 64 bytes."""
     a = np.arange(16, dtype=np.float32).reshape(1, 16)
     return infer_request(protocol)(model, [("INPUT0", a), ("INPUT1", a)], "OUTPUT0")
 
 
 def large_request(protocol: str, model: str) -> bytes:
-    """A tensor of 1 MiB."""
+    """Builds a request with a tensor of 1 MiB."""
     return infer_request(protocol)(model, [("INPUT0", np.zeros(MIB // 4, np.float32))], "OUTPUT0")
 
 
 def infer_request(protocol: str) -> Callable[..., bytes]:
-    """Returns a function that makes requests of a protocol."""
+    """Returns the function that builds requests of a protocol."""
     return closed_loop.infer_request if protocol == "http" else grpc_connection.infer_request
 
 
 def steps(model: str, count: int) -> list[bytes]:
-    """The first steps of a sequence."""
+    """Builds the first ``count`` steps of a sequence."""
     x = np.zeros((1, 64), np.float32)
     return [
         closed_loop.infer_request(model, [("x", x)], "y", {"sequence_id": 7, "sequence_start": not number})
@@ -304,18 +304,18 @@ def steps(model: str, count: int) -> list[bytes]:
 
 
 def repeated(request: bytes) -> list[bytes]:
-    """A request of a kind that is known by the last time."""
+    """Returns the request so many times that the last one is of a known kind."""
     return [request] * (_WARM + 1)
 
 
 def rows(client: Client, names: Sequence[str]) -> Iterator[Row]:
-    """Yields each wanted row as soon as it is known."""
+    """Yields the row to show for each name, as soon as it is measured."""
     for name in names:
         yield shown(asked(client, name))
 
 
 def asked(client: Client, name: str) -> list[Row]:
-    """Returns a row as often as it was asked for."""
+    """Measures a row several times; returns all tries."""
     if name not in ASKED:
         return {"token": client.tokens, "idle": client.idle}[name]()
     protocol, kind, request = ASKED[name]
@@ -348,7 +348,7 @@ _MODELS = {
 
 
 def write_models(repository: Path, names: Sequence[str]) -> None:
-    """Writes the models that these rows ask, of each kind so many as a row is asked for."""
+    """Writes the models that these rows ask: one of each kind for each try."""
     copied(repository, "other", *_MODELS["http"])
     for kind in {ASKED[name][1] for name in names if name in ASKED}:
         for number in range(TIMES):
@@ -359,7 +359,10 @@ def write_models(repository: Path, names: Sequence[str]) -> None:
 
 
 def copied(repository: Path, name: str, model: str, shape: str, more: str) -> None:
-    """Copies a model by another name and for one shape, which is compiled when it is loaded; adds to its configuration."""
+    """Copies a model of ``bench/models`` under another name.
+
+    Its shape is fixed to ``shape``, so that it is compiled when it is loaded; ``more`` is added to its configuration.
+    """
     shutil.copytree(ROOT / "bench" / "models" / model, repository / name, ignore=shutil.ignore_patterns("__pycache__"))
     path = repository / name / "config.pbtxt"
     config = re.sub(r"dims: \[.*?\]", f"dims: [ {shape} ]", path.read_text()).replace(f'"{model}"', f'"{name}"')
@@ -368,7 +371,7 @@ def copied(repository: Path, name: str, model: str, shape: str, more: str) -> No
 
 @contextlib.contextmanager
 def recorded(tree: Path, names: Sequence[str]) -> Iterator[Client]:
-    """A daemon of that checkout whose processes record."""
+    """Runs a daemon of a checkout whose processes record their calls, within the block; yields a client."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         write_models(Path(folder, "models"), names)
         http, grpc = (f"127.0.0.1:{port}" for port in free_ports(2))
@@ -400,7 +403,7 @@ def recorded(tree: Path, names: Sequence[str]) -> Iterator[Client]:
 
 
 def restore(variables: dict[str, str | None]) -> None:
-    """Gives the environment back what it had."""
+    """Sets environment variables back to their former values; None: there was none."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -409,13 +412,13 @@ def restore(variables: dict[str, str | None]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at."""
+    """Returns ports of 127.0.0.1 that nobody listens on."""
     with contextlib.ExitStack() as stack:
         return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
 def lines(tree: Path) -> str:
-    """Returns the lines of the product (.py, .c, .h) and its modules but for ``__init__``, by package and in all."""
+    """Counts the product's lines (.py, .c, .h) and its modules without ``__init__``, by package and in all; returns the table."""
     told, all_lines, all_modules = [], 0, 0
     for package in PRODUCT:
         files = [
@@ -433,7 +436,7 @@ def lines(tree: Path) -> str:
 
 
 def through(row: Row) -> str:
-    """Each visit of a file with what was called in it, for the front and for the worker."""
+    """Formats each visit of a file with the functions called in it, for the front and for the worker."""
     told = []
     for part, way in (("front", row.front), ("worker", row.worker)):
         told.append(f"{row.name}, {part}: {', '.join(map(str, way.figures))}")
@@ -449,9 +452,9 @@ def through(row: Row) -> str:
 
 
 def mapped(rows: Sequence[Row], tree: Path) -> str:
-    """Returns a row's files as a section of docs/architecture.md: in the order of entering, each with its first sentence.
+    """Formats a row's files as a section of docs/architecture.md: in the order of the first calls, each with its first sentence.
 
-    They are those that most of its tries enter: a timer, or the end of another connection, is no part of its way.
+    The files are those that most of the tries enter: a timer, or the end of another connection, is no part of the row's way.
     """
     tries = [route_files(row) for row in rows]
     entered = Counter(file for files in tries for file in files)
@@ -477,12 +480,12 @@ _ITEM = re.compile(r"^\d+\. `([^`]+)`", re.MULTILINE)
 
 
 def documented(text: str) -> dict[str, list[str]]:
-    """Returns the routes of a page: row -> its files."""
+    """Returns the routes that a page documents: row -> its files."""
     return {name: _ITEM.findall(section) for name, section in _ROUTE.findall(text) if name in ROWS}
 
 
 def main() -> None:
-    """Parses the command line, starts the daemon and prints."""
+    """Parses the command line, starts the daemon and prints what was asked for."""
     parser = argparse.ArgumentParser(
         prog="bench.route", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,14 +1,14 @@
-"""Measures what a step of a sequence costs beside a stateless request of the same arithmetic, and how its worker is found.
+"""Measures what a step of a sequence costs beside a stateless request of the same arithmetic, and finding its worker.
 
     python -m bench.sequence_steps [--rounds 5] [--seconds 2] [--connections 1,16]
 
 One daemon serves bench/models/rnn and the same network with inputs in place of its state; both are asked in turn, each connection
 of steps with a sequence of its own. Every answer is compared. The figures are processor time of the worker and of the front for a
-request, medians of the rounds, and the median ratio; they mind a busy machine less than the clock does. Nobody looks before it
-sleeps (``expert.spin_us = 0``), because that time belongs to no request.
+request, medians of the rounds, and the median ratio; a busy machine changes them less than it changes wall time. No process polls
+before it sleeps (``expert.spin_us = 0``), because that time belongs to no request.
 
-Then the probe: what ``tensord.daemon.submit.routing`` takes to find the worker of a living sequence, with real pages in this
-process, in processor time of the best and of the median round.
+The second table shows how long ``tensord.daemon.submit.routing`` takes to find the worker of a living sequence, with real pages
+in this process: processor time of the best and of the median round.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _LIVE, _LOOKS = 250, 5000
 
 
 def rows(protocol: str, connections: int) -> tuple[Row, Row]:
-    """The stateless request, and the step. Of a zero the network makes zeros, whatever came before."""
+    """Returns the row of stateless requests and the row of steps. Both send zeros, for which the right answer is zeros."""
     room = grpc_connection if protocol == "grpc" else closed_loop
     kind = grpc_connection.GrpcConnection if protocol == "grpc" else Connection
     x = np.zeros((1, 64), np.float32)
@@ -84,7 +84,10 @@ def rows(protocol: str, connections: int) -> tuple[Row, Row]:
 
 
 def _stepping(kind: type[Connection], step: Callable[[int, bool], bytes], count: int) -> type[Connection]:
-    """Connections of that kind with a sequence each, which the first request begins; the ids come again."""
+    """Returns a class of connections that send steps: each has a sequence of its own, which its first request begins.
+
+    The ids of sequences are used again when there are more than ``count`` connections.
+    """
     numbers = itertools.cycle(range(1, count + 1))
 
     class Stepping(kind):
@@ -101,7 +104,7 @@ def _stepping(kind: type[Connection], step: Callable[[int, bool], bytes], count:
 
 
 def write_stateless(repository: Path) -> None:
-    """The model ``rnn_alone``: the network with its input, four times, in place of its state."""
+    """Writes the model ``rnn_alone``: the network, with its input repeated four times in place of its state."""
     folder = repository / "rnn_alone" / "1"
     folder.mkdir(parents=True)
     (folder / "model.py").write_text(_MODEL.format(rnn=str(ROOT / "bench/models/rnn/1/model.py")))
@@ -110,7 +113,7 @@ def write_stateless(repository: Path) -> None:
 
 @contextlib.contextmanager
 def daemon(log: Path) -> Iterator[dict[str, Server]]:
-    """By protocol, while the block runs."""
+    """Runs a daemon with both models within the block; yields it by protocol."""
     with tempfile.TemporaryDirectory(prefix="tensord-bench-") as folder:
         write_stateless(Path(folder))
         command = [sys.executable, "-m", "tensord", "serve", "--allow-metrics=false", "--model-control-mode=explicit"]
@@ -122,7 +125,7 @@ def daemon(log: Path) -> Iterator[dict[str, Server]]:
 
 
 def compare(server: Server, connections: int, rounds: int, seconds: float) -> list[tuple[Run, Run]]:
-    """Both in turn, once to warm up and then so many times: the stateless request, the step."""
+    """Measures stateless requests and steps in turn, ``rounds`` times after one that does not count."""
     loads = [closed(row, seconds) for row in rows(server.protocol, connections)]
     for load in loads:
         server.run(load)
@@ -130,7 +133,10 @@ def compare(server: Server, connections: int, rounds: int, seconds: float) -> li
 
 
 def probe(workers: int, rounds: int = 20) -> tuple[float, float]:
-    """Microseconds of processor time to find a living sequence's worker among so many: of the best round, of the median one."""
+    """Measures finding the worker of a living sequence among ``workers`` workers.
+
+    Returns microseconds of processor time of the best and of the median round.
+    """
     keys, pages = SequenceKeys("m", 1), [SequencePage.create(_LIVE * 2) for _ in range(workers)]
     attached = [SequencePage.attach(os.dup(page.fd)) for page in pages]
     for who in range(1, workers * _LIVE + 1):
@@ -161,7 +167,7 @@ def _pending(who: int) -> InFlight:
 
 
 def main() -> int:
-    """Parses the command line and measures."""
+    """Parses the command line, measures and prints both tables."""
     parser = argparse.ArgumentParser(
         prog="bench.sequence_steps", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
-"""Sequences while workers are killed: ``python -m bench.sequences SECONDS``.
+"""Runs sequences while workers are killed, and compares every answer: ``python -m bench.sequences SECONDS``.
 
-A daemon with two workers, an HTTP and a gRPC front, and a Triton Python model that sums each sequence up. A thousand sequences
-live at a time, and each of their steps goes through one of the fronts by chance. Every few seconds a worker is killed. Each sum
-is compared: one that is wrong was computed from fresh or from foreign state. A sequence may say that it was lost with its worker,
-and has to say so at every step until a START begins it anew.
+A daemon has two workers, an HTTP and a gRPC front, and a Triton Python model that sums each sequence up. A thousand sequences
+live at a time, and each of their steps goes through a front chosen at random. Every few seconds a worker is killed. A sum that is
+wrong was computed from a fresh state or from another sequence's. A step may be answered with the error that the sequence was lost
+with its worker, and then each further step must be, until a START begins the sequence again.
 Exit status 1: a sum was wrong, a step failed otherwise, or a lost sequence answered.
 """
 
@@ -37,7 +37,7 @@ _ENDS, _ASKS = 12, 2
 
 
 class Sequence:
-    """A sequence as its client sees it."""
+    """A sequence with the sum that its client expects."""
 
     def __init__(self, who: int | str) -> None:
         self.who = who
@@ -48,7 +48,7 @@ class Sequence:
 
 
 class Clients:
-    """Threads that step through their own sequences and compare every sum, until the block ends."""
+    """Threads that send steps of their own sequences and compare every sum, until the block ends."""
 
     def __init__(self, http: str, grpc: str, sequences: int, threads: int) -> None:
         self._addresses = http, grpc
@@ -76,7 +76,7 @@ class Clients:
 
     @property
     def failures(self) -> dict[str, int]:
-        """Counts of outcomes that must not be."""
+        """Returns the counts of outcomes that are errors."""
         return {what: count for what, count in self.seen.items() if what not in ("right", "lost")}
 
     def _run(self, seed: int, sequences: list[Sequence]) -> None:
@@ -93,7 +93,7 @@ Front = tuple[Any, Any]
 
 @contextlib.contextmanager
 def connections(http: str, grpc: str) -> Iterator[list[Front]]:
-    """A client of each protocol with its module."""
+    """Yields tritonclient's HTTP and gRPC client, each with its module."""
     timeouts = {"network_timeout": _PATIENCE, "connection_timeout": _PATIENCE}
     with (
         contextlib.closing(httpclient.InferenceServerClient(http, **timeouts)) as over_http,
@@ -103,7 +103,7 @@ def connections(http: str, grpc: str) -> Iterator[list[Front]]:
 
 
 def step(front: Front, sequence: Sequence, chance: random.Random) -> str:
-    """Sends one step of a sequence. Returns its outcome."""
+    """Sends one step of a sequence. Returns its outcome: "right", "lost", or what went wrong."""
     client, module = front
     x = chance.randrange(1, 1000)
     start = sequence.sum is None and not (sequence.lost and chance.randrange(_ASKS) == 0)
@@ -125,7 +125,7 @@ def step(front: Front, sequence: Sequence, chance: random.Random) -> str:
 
 
 def kill_worker(supervisor: int, chance: random.Random) -> bool:
-    """Kills a worker. Returns whether there was one."""
+    """Kills a random worker with SIGKILL. Returns whether there was one."""
     workers = [pid for pid, kind in children(supervisor).items() if kind == "workers"]
     if workers:
         with contextlib.suppress(ProcessLookupError):
@@ -134,7 +134,7 @@ def kill_worker(supervisor: int, chance: random.Random) -> bool:
 
 
 def main() -> int:
-    """Parses the command line and runs."""
+    """Parses the command line, runs and prints the outcomes."""
     parser = argparse.ArgumentParser(
         prog="bench.sequences", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""A server under measurement: runs while a block does, and says what it has cost."""
+"""Runs a server that is to be measured, and reads its statistics and the processor time it has used."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _LINES = 12
 def serving(
     command: Sequence[str], address: str, log: Path, cwd: Path = ROOT, patience: float = _PATIENCE
 ) -> Iterator[int]:
-    """Runs a server in a folder until the block ends, once it is ready; yields its process id.
+    """Runs a server in a folder until the block ends; yields its process id once it is ready.
 
-    Raises SystemExit: it ended, or is not ready after ``patience`` seconds, each with the end of its log; or somebody else
-    listens at the address, who would be measured in its place.
+    Raises SystemExit: it ended, or was not ready after ``patience`` seconds, with the last lines of its log; or another process
+    already listens at the address and would be measured in its place.
     """
     host, port = address.rsplit(":", 1)
     with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port)), 5):
@@ -57,7 +57,7 @@ def serving(
 
 
 def log_file(path: Path) -> BinaryIO:
-    """Returns an emptied log file. Raises SystemExit if somebody else has put a link or a file there, as in /tmp."""
+    """Opens and empties a log file. Raises SystemExit: another user has put a file or a link there, as in /tmp."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
@@ -71,12 +71,12 @@ def log_file(path: Path) -> BinaryIO:
 
 
 def _end_of(log: Path) -> str:
-    """The last lines, each on a line of its own."""
+    """Returns the last lines of the log, indented."""
     return "".join(f"\n    {line}" for line in log.read_text(errors="replace").splitlines()[-_LINES:])
 
 
 def ready(address: str) -> bool:
-    """Returns whether a server answers and is ready."""
+    """Returns whether a server answers and says that it is ready."""
     try:
         with urllib.request.urlopen(f"http://{address}/v2/health/ready", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -85,20 +85,20 @@ def ready(address: str) -> bool:
 
 
 def answered(address: str, model: str = "") -> int:
-    """Inference requests answered rightly since the start: of a model, or over all of them."""
+    """Returns how many inference requests a server has answered rightly since its start: to a model, or to all with ""."""
     which = f"{model}/stats" if model else "stats"
     with urllib.request.urlopen(f"http://{address}/v2/models/{which}", timeout=30) as answer:
         return sum(model["inference_stats"]["success"]["count"] for model in json.load(answer)["model_stats"])
 
 
 def copied(address: str, model: str) -> int:
-    """Bytes of tensors that the server says it has copied for a model since the start."""
+    """Returns how many bytes of tensors a server has copied for a model since its start, by its own statistics."""
     with urllib.request.urlopen(f"http://{address}/v2/models/{model}/stats", timeout=30) as answer:
         return sum(int(version["copied_byte_size"]) for version in json.load(answer)["model_stats"])
 
 
 def children(pid: int) -> dict[int, str]:
-    """The direct children of a process, with the module each one runs, or its command's name."""
+    """Returns the direct children of a process: process id -> the module that it runs, or its command's name."""
     found = {}
     # Any thread may have started it.
     for child in "".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split():
@@ -120,7 +120,7 @@ class Usage:
 
     @classmethod
     def of(cls, pid: int) -> Usage:
-        """Reads /proc: ticks of all threads, and the voluntary switches of each."""
+        """Reads a process's usage from /proc: processor time of all threads, and their voluntary context switches."""
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         sleeps = 0
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -130,7 +130,7 @@ class Usage:
         return cls(int(fields[11]) * _TICK_US, int(fields[12]) * _TICK_US, sleeps)
 
     def since(self, earlier: Usage) -> Usage:
-        """Returns what was used between two readings."""
+        """Returns what was used between an earlier reading and this one."""
         return Usage(
             self.user_us - earlier.user_us, self.kernel_us - earlier.kernel_us, max(0, self.sleeps - earlier.sleeps)
         )

@@ -1,10 +1,10 @@
-"""Tries each attack once beside four ordinary clients, with arenas that are soon full (bench/attackers/small_arenas.toml).
+"""Tries each attack once beside four ordinary clients, with arenas that fill up soon (bench/attackers/small_arenas.toml).
 
     127.0.0.2  HTTP, small requests      127.0.0.4  gRPC, small requests
     127.0.0.3  HTTP, a MiB each          127.0.0.5  gRPC, a MiB each          127.0.0.1  the attacker
 
-What holds: nobody else's request fails, and none waits longer than twice the longest wait of the same client in the quiet trial,
-which comes first, and 0.3 s. Part of ``python -m bench.attack``.
+A trial holds if no request of an ordinary client fails, and none waits longer than twice the longest wait of the same client in
+the quiet trial, which comes first, and 0.3 s. Part of ``python -m bench.attack``.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ _SETTLE = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Returns the figures of each ordinary client, in the order of ``_CLIENTS``."""
+    """One trial: the figures of each ordinary client, in the order of ``_CLIENTS``."""
 
     others: tuple[dict[str, Any], ...]
 
     @property
     def failed(self) -> int:
-        """Requests of others that failed or were answered wrongly."""
+        """Returns how many requests of the ordinary clients failed or were answered wrongly."""
         return sum(sum(other["failures"].values()) for other in self.others)
 
     def waits(self, quiet: Trial) -> list[float]:
-        """The longest wait of each as a multiple of its own in the quiet trial."""
+        """Returns the longest wait of each client divided by its longest wait in the quiet trial."""
         return [o["worst_ms"] / q["worst_ms"] for o, q in zip(self.others, quiet.others, strict=True)]
 
     def late(self, quiet: Trial) -> int:
-        """Clients of whom a request waited too long."""
+        """Returns how many clients had a request that waited too long."""
         pairs = zip(self.others, quiet.others, strict=True)
         return sum(other["worst_ms"] > 2 * calm["worst_ms"] + _SLACK_MS for other, calm in pairs)
 
 
 def run(attacks: Sequence[str], clients: str, seconds: float, log: Path) -> int:
-    """Prints a line for each attack; returns how many trials did not hold, and one more for a traceback in the log."""
+    """Runs the trials and prints a line for each; returns how many failed, plus 1 where the log has a traceback."""
     names = " | ".join(f"{protocol} {kind}" for protocol, kind, _ in _CLIENTS)
     print(f"\n| attack, small arenas | failed or wrong | longest wait / quiet: {names} | |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -97,7 +97,7 @@ def _trial(name: str | None, clients: str, seconds: float) -> Trial:
 
 @contextlib.contextmanager
 def _clients() -> Iterator[list[dict[str, Any]]]:
-    """The ordinary clients while the block runs; afterwards what each saw is in the list."""
+    """Runs the ordinary clients within the block; the list that it yields has their reports afterwards."""
     seen: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         running = []

@@ -1,10 +1,11 @@
-"""Everything at once for many minutes: ``python -m bench.soak MINUTES``.
+"""Runs load, attacks and kills at once for many minutes: ``python -m bench.soak MINUTES``.
 
-A daemon with two workers and two fronts of each protocol; ordinary clients of each protocol with requests of all kinds
-(bench/mixture.py), every answer compared; one attack after the other, in random order; and now and then a kill -9 of a process.
-The first worker and the first front of each protocol are never killed, so that what they hold can be followed: a line every so
-often with descriptors and private memory of these and of the supervisor, and at the end how much each grew since the first
-quarter. A killed front takes its connections with it: those losses are counted apart. A killed worker costs no client anything.
+A daemon has two workers and two fronts of each protocol. Ordinary clients of each protocol send requests of all kinds
+(bench/mixture.py) and compare every answer; one attack after the other runs, in random order; and now and then a process is
+killed. The first worker and the first front of each protocol are never killed, so that their memory can be followed: every so
+often a line is printed with descriptors and private memory of these and of the supervisor, and at the end how much each grew
+since the first quarter. A killed front takes its connections with it: requests lost with them are counted apart. A killed worker
+costs no client anything.
 Exit status 1: an answer was wrong, a request failed otherwise, descriptors grew, or there is a traceback in the log.
 """
 
@@ -36,10 +37,10 @@ _MORE_DESCRIPTORS = 32
 
 
 class Killer:
-    """Kills one process after the other, never the first of its kind."""
+    """Kills random processes of a daemon one after the other, never the first of its kind."""
 
     def __init__(self, supervisor: int, pause: float) -> None:
-        """``pause``: mean seconds between two kills; 0: none is killed."""
+        """Notes the processes that are never killed. ``pause``: mean seconds between two kills; 0: none is killed."""
         self._supervisor = supervisor
         self._pause = pause
         self._first = set(first_of_each(supervisor).values())
@@ -47,7 +48,7 @@ class Killer:
         self.killed: dict[str, int] = {}
 
     def kill_if_due(self) -> None:
-        """Kills one random process, when its time has come."""
+        """Kills one random process if the next kill is due."""
         if not self._pause or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + random.expovariate(1 / self._pause)
@@ -60,7 +61,7 @@ class Killer:
 
 
 class Attacks:
-    """Runs one attacker at a time, until the block ends; ``done`` counts them."""
+    """Runs one attacker at a time, until the block ends; ``done`` counts those that have ended."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
@@ -75,7 +76,7 @@ class Attacks:
         self._stack.close()
 
     def go_on(self) -> None:
-        """Starts the next one when the last is over. Raises SystemExit: the attacker itself failed."""
+        """Starts the next attack if the last one is over. Raises SystemExit: the attacker itself failed."""
         if self._running is not None:
             if self._running.poll() is None:
                 return
@@ -89,7 +90,7 @@ class Attacks:
 
 @contextlib.contextmanager
 def clients(count: int) -> Iterator[list[dict[str, Any]]]:
-    """So many ordinary clients of each protocol; afterwards the list holds what each saw."""
+    """Runs ``count`` ordinary clients of each protocol within the block; the list that it yields has their reports afterwards."""
     seen: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         running = [
@@ -102,7 +103,7 @@ def clients(count: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def first_of_each(supervisor: int) -> dict[str, int]:
-    """The process ids of those that stay: kind -> the first that was started."""
+    """Returns the process that was started first of each kind, and the supervisor: kind -> process id."""
     found = {"supervisor": supervisor}
     for pid, kind in sorted(children(supervisor).items()):
         found.setdefault(kind, pid)
@@ -110,7 +111,10 @@ def first_of_each(supervisor: int) -> dict[str, int]:
 
 
 def grown(samples: list[dict[str, Footprint]]) -> dict[str, tuple[int, int]]:
-    """By process: descriptors and private bytes of the last sample above the most of the first quarter."""
+    """Returns how much each process grew: name -> descriptors and private bytes.
+
+    The last sample is compared with the largest values of the first quarter.
+    """
     early = samples[: max(1, len(samples) // 4)]
     return {
         name: (
@@ -122,7 +126,7 @@ def grown(samples: list[dict[str, Footprint]]) -> dict[str, tuple[int, int]]:
 
 
 def main() -> int:
-    """Parses the command line and soaks."""
+    """Parses the command line, runs and prints the report."""
     parser = argparse.ArgumentParser(
         prog="bench.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -176,7 +180,7 @@ def _report(
     attacks: int,
     tracebacks: int,
 ) -> int:
-    """Prints what came of it; returns the exit status."""
+    """Prints the outcome of the run; returns the exit status."""
     failures: dict[str, int] = {}
     for client in seen:
         for said, count in client["failures"].items():

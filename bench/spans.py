@@ -1,12 +1,12 @@
-"""Shows where the microseconds of one request go: the daemon's own traces, and what each process of the way has used.
+"""Shows where the microseconds of one request go: the daemon's traces, and the processor time of each process it passes.
 
     python -m bench.spans --peer DIR [--rows NAME,...]     DIR as for ``python -m bench``; its perf_analyzer is the client, its
                                                            compare.py says what a row is. The peer's server does not run.
 
-One request in so many is traced while the row runs. A span is the median over those; "outside" is what the client's own median
-has besides: its work, the kernel's, and waiting for a processor. The second table divides what each process has used by the
-requests it answered, and says how many a second two processors could do if nobody ever waited: with all of them, and with the
-client alone, which no server can pass.
+One request in so many is traced while the row runs. A span is the median over the traced ones; "outside" is the rest of the
+client's own median: its work, the kernel's, and waiting for a processor. The second table divides the processor time of each
+process by the requests it answered, and says how many requests a second two processors could do if nobody ever waited: with all
+processes, and with the client alone, which no server can exceed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RATES = {"16MiB": 1, "1MiB": 5, "": 40}
 
 
 def spans(trace: dict[str, int]) -> dict[str, float]:
-    """Microseconds of each span of one request, of which every moment is known."""
+    """Returns the microseconds of each span of a request. ``trace``: name of a moment -> nanoseconds; it has every moment."""
     at, found = min(trace.values()), {}
     for span, names in SPANS.items():
         end = next(trace[name] for name in names if name in trace)
@@ -61,7 +61,7 @@ def spans(trace: dict[str, int]) -> dict[str, float]:
 
 
 def traces(file: Path) -> Iterator[dict[str, int]]:
-    """Moments of each whole trace in a file of the daemon's."""
+    """Yields the moments of each complete trace in a trace file of the daemon: name -> nanoseconds."""
     moments: dict[int, dict[str, int]] = {}
     for entry in json.loads(file.read_text() or "[]"):
         for stamp in entry.get("timestamps", ()):
@@ -72,14 +72,14 @@ def traces(file: Path) -> Iterator[dict[str, int]]:
 
 
 def settled(file: Path) -> None:
-    """Returns when nothing more is written."""
+    """Waits until the file does not grow any more."""
     size = -1
     while size != (size := file.stat().st_size if file.exists() else 0):
         time.sleep(0.3)
 
 
 class Measured:
-    """A measured row of the table."""
+    """Runs a row and holds its figures."""
 
     def __init__(self, supervisor: int, file: Path, command: list[str], rate: int) -> None:
         with httpclient.InferenceServerClient(ADDRESS) as client:
@@ -109,7 +109,7 @@ class Measured:
 
 
 def run(command: list[str]) -> tuple[float, str]:
-    """Processor time of a client in microseconds, and what it said. Raises SystemExit: it could not be run."""
+    """Runs a client. Returns its processor time in microseconds, and its output."""
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
         _, _, used = os.wait4(process.pid, 0)
@@ -119,7 +119,10 @@ def run(command: list[str]) -> tuple[float, str]:
 
 
 def compare_module(peer: Path) -> ModuleType:
-    """compare.py: its ``ROWS`` (name -> protocol, concurrency, arguments of perf_analyzer), and ``measure``."""
+    """Loads the peer's compare.py.
+
+    It has ``ROWS`` (name -> protocol, concurrency, arguments of perf_analyzer) and ``measure``.
+    """
     spec = importlib.util.spec_from_file_location("compare", peer / "compare.py")
     assert spec is not None
     assert spec.loader is not None
@@ -129,7 +132,7 @@ def compare_module(peer: Path) -> ModuleType:
 
 
 def report(rows: dict[str, Measured]) -> None:
-    """Both tables, as Markdown."""
+    """Prints both tables as Markdown."""
     print(f"| row | {' | '.join(SPANS)} | outside | p50 us |")
     print("| --- " * (len(SPANS) + 3) + "|")
     for name, row in rows.items():

@@ -1,4 +1,4 @@
-"""How long a start takes with a warm cache, beside the least it could take: ``import jax`` and the parameters on the device.
+"""Measures how long a start takes with a warm cache, beside the least it could take: ``import jax`` and loading parameters.
 
 python -m bench.start [--rounds N]        example models; the first start, which compiles, is not counted
 python -m bench.start --artifact          minilm as ``tensord export`` writes it: a program and parameters, no Python
@@ -46,14 +46,14 @@ jax.block_until_ready(jax.device_put(load_file(sys.argv[1] + "/minilm/1/params.s
 
 
 def bare(source: str, folder: str) -> float:
-    """Seconds for a process that imports jax and loads the models' parameters."""
+    """Runs a process that imports jax and loads the models' parameters; returns the seconds that it took."""
     begin = time.perf_counter()
     subprocess.run([sys.executable, "-c", source, folder], cwd=ROOT, check=True)
     return time.perf_counter() - begin
 
 
 def start(cache: str, arguments: Sequence[str], models: Sequence[str]) -> float:
-    """Seconds from the start of the daemon until it is ready to serve those models."""
+    """Starts the daemon and stops it; returns the seconds from its start until it was ready to serve the models."""
     command = [sys.executable, "-m", "tensord", "serve", *arguments, "--http-port", "18101", "--grpc-port", "0"]
     command += ["--allow-metrics=false"]
     environment = {**os.environ, "XDG_CACHE_HOME": cache}
@@ -72,7 +72,7 @@ def start(cache: str, arguments: Sequence[str], models: Sequence[str]) -> float:
 
 
 def ready(models: Sequence[str]) -> bool:
-    """Returns whether every model is served."""
+    """Returns whether the daemon serves every one of the models."""
     try:
         for path in ("health/ready", *(f"models/{name}/ready" for name in models)):
             with urllib.request.urlopen(f"http://{ADDRESS}/v2/{path}", timeout=5) as answer:
@@ -84,7 +84,7 @@ def ready(models: Sequence[str]) -> bool:
 
 
 def main() -> None:
-    """Prints medians and their ratio; the rounds alternate."""
+    """Measures both in turn and prints the medians and their ratio."""
     parser = argparse.ArgumentParser(prog="bench.start", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--artifact", action="store_true", help="minilm as it is exported")

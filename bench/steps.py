@@ -1,13 +1,13 @@
-"""Measures a served step of a stepped model, beside the same step in a bare loop; how soon a request joins others.
+"""Measures a served step of a stepped model beside the same step in a bare loop, and how soon a request joins others.
 
     python -m bench.steps [--rounds 5] [--seconds 2] [--slots 64]     bench/models/writer with so many slots
 
-Both run in turn, a hundred steps each; what is told of a round are first quartiles. The bare loop calls the model's jitted
-``step`` for all slots and reads what it gives. The served one has requests in all slots but one, which begin together; it is
-measured while they are stepped and none begins or ends. Processor time is the worker's, or the loop's; it minds a busy machine
-less than the clock does, which has the front and the client on the same cores. What a request that joins waits for its first
-response is counted: the steps that the others got in between. The time that it takes is told beside what it takes alone, its
-prefill and the way to the worker and back.
+Both run in turn, a hundred steps each; printed for a round are first quartiles. The bare loop calls the model's jitted ``step``
+for all slots and reads its outputs. The served model has requests in all slots but one, which begin together; it is measured
+while they are stepped and none begins or ends. Processor time is the worker's, or the loop's; a busy machine changes it less than
+wall time, because the front and the client run on the same cores. For a request that joins it counts how many steps the others
+got before its first response. The time until that response is printed beside the time it takes without other requests, which is
+its prefill and the way to the worker and back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ JOINS = 8
 
 
 class Cost(NamedTuple):
-    """Microseconds of a step: by the clock, the processor's of who runs it, and the front's."""
+    """The microseconds of one step: wall time, processor time of the process that runs it, and of the front."""
 
     clock_us: float
     processor_us: float
@@ -49,10 +49,10 @@ class Cost(NamedTuple):
 
 
 class Bare:
-    """The step in a loop."""
+    """Runs the model's step in a loop, without a daemon."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: of the version."""
+        """Loads and compiles the model. ``folder``: the folder of its version."""
         module = runpy.run_path(str(folder / "model.py"))
         (init, _, step), parameters = module["create"](folder, {}, jax.devices()[0])
         self.slots: int = module["slots"]
@@ -63,13 +63,13 @@ class Bare:
         self.run(5)
 
     def run(self, count: int) -> None:
-        """So many steps, each read."""
+        """Runs ``count`` steps and reads the outputs of each."""
         for _ in range(count):
             self._carry, outputs, emit, finished = self._step(self._parameters, self._carry, self._active)
             np.asarray(outputs["token"]), np.asarray(emit), np.asarray(finished)
 
     def measure(self) -> Cost:
-        """Measures steps of all slots."""
+        """Measures steps with all slots in use."""
         began, used = time.perf_counter(), time.process_time()
         self.run(MEASURED)
         lasted, used = time.perf_counter() - began, time.process_time() - used
@@ -77,17 +77,20 @@ class Bare:
 
 
 class Served:
-    """The daemon with the model, asked by a crowd and by one that joins it."""
+    """The daemon with the model, which a crowd of requests and one that joins them are sent to."""
 
     def __init__(self, daemon: int, slots: int) -> None:
-        """``daemon``: its process id."""
+        """Opens a connection for the crowd and one for the request that joins. ``daemon``: its process id."""
         found = {name: pid for pid, name in children(daemon).items()}
         self._processes = found["workers"], found["daemon.grpc"]
         self._crowd, self._size = TokenStream(GRPC), slots - 1
         self._joining = TokenStream(GRPC)
 
     def measure(self) -> Cost | None:
-        """Measures steps of all slots but one. None: on a busy machine the responses of nearly all steps came at once."""
+        """Measures steps with all slots but one in use.
+
+        Returns None if the responses of nearly all steps came at once, as on a busy machine.
+        """
         before = self._gather()
         first, began = self._crowd.wait(before + BEFORE * self._size)
         used = [processor_us(pid) for pid in self._processes]
@@ -98,11 +101,13 @@ class Served:
         return Cost((ended - began) * 1e6 / steps, used[0] / steps, used[1] / steps) if steps > MEASURED / 2 else None
 
     def alone_us(self) -> float:
-        """Until the first response of a request to which nobody else is."""
+        """Returns the median microseconds until the first response of a request while there is no other one."""
         return statistics.median(self._join() for _ in range(20))
 
     def joining(self, step_us: float, seconds: float) -> list[tuple[float, float]]:
-        """The same of requests that join the crowd at any moment of a step, and the steps that it got meanwhile."""
+        """Returns, for requests that join the crowd at random moments, the microseconds until their first response and how
+        many steps the crowd got meanwhile.
+        """
         found: list[tuple[float, float]] = []
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
@@ -126,7 +131,7 @@ class Served:
         return (ended - began) * 1e6
 
     def _gather(self) -> int:
-        """The crowd begins. Returns how many responses there were before."""
+        """Sends the crowd's requests. Returns how many responses had come before."""
         before = self._crowd.responses
         self._crowd.ask(BEFORE + MEASURED + AFTER, self._size)
         return before
@@ -135,18 +140,18 @@ class Served:
         self._crowd.wait(ended=self._crowd.asked)
 
     def close(self) -> None:
-        """Ends both connections."""
+        """Closes both connections."""
         self._crowd.close()
         self._joining.close()
 
 
 def quiet(costs: list[Cost]) -> Cost:
-    """The first quartile of each figure: what else runs on the machine only ever adds to them."""
+    """Returns the first quartile of each figure, because other programs on the machine only ever add to it."""
     return Cost(*(statistics.quantiles(each, n=4, method="inclusive")[0] for each in zip(*costs, strict=True)))
 
 
 def processor_us(pid: int) -> float:
-    """Returns the processor time that all threads of a process have used."""
+    """Returns the processor time that all threads of a process have used, in microseconds."""
     used = 0
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -155,7 +160,7 @@ def processor_us(pid: int) -> float:
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Parses the command line, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
@@ -167,7 +172,7 @@ def main() -> int:
 
 
 def write_model(repository: Path, slots: int) -> Path:
-    """The writer with so many slots. Returns the folder of its version."""
+    """Writes the model ``writer`` with so many slots. Returns the folder of its version."""
     folder = repository / "writer"
     shutil.copytree(WRITER, folder)
     file = folder / "1" / "model.py"
@@ -182,7 +187,7 @@ def write_model(repository: Path, slots: int) -> Path:
 
 
 def measure(arguments: argparse.Namespace, repository: Path) -> int:
-    """Both in turn."""
+    """Measures both in turn and prints the figures; returns the exit status."""
     bare = Bare(write_model(repository, arguments.slots))
     tensord = [sys.executable, "-m", "tensord", "serve", f"--model-repository={repository}", "--device=cpu"]
     tensord += [f"--http-port={HTTP.rpartition(':')[2]}", f"--grpc-port={GRPC[1]}", "--allow-metrics=false"]

@@ -1,11 +1,11 @@
-"""Streams of responses, some cancelled, some read slowly, while their worker is killed: ``python -m bench.streams SECONDS``.
+"""Runs streams of responses, some cancelled, some read slowly, while the worker is killed: ``python -m bench.streams SECONDS``.
 
-The model is a generator, or with ``--stepped`` a stepped model that gives the same.
+The model is a generator, or with ``--stepped`` a stepped model that gives the same responses.
 
-Each client asks one request after the other on streams of its own, over gRPC, and compares every response: they come in their
-order and are complete, or the request ends with one error, or the client has left by itself. Printed: how often each of these,
-and how many descriptors and private bytes each process had in the course of it; of the workers each one as it was killed, when
-all were equally old. Exit status 1: a response was wrong, one was missing, or a request never ended.
+Each client sends one request after the other on gRPC streams of its own, and compares every response: they come in order and are
+complete, or the request ends with one error, or the client cancels. It prints how often each of these happened, and the
+descriptors and private bytes of each process over time; those of a worker are read just before it is killed, when all have the
+same age. Exit status 1: a response was wrong, one was missing, or a request never ended.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PATIENCE = 240.0
 
 
 class StreamClient(threading.Thread):
-    """Asks until it is stopped. ``seen``: what its requests came to, and what was wrong."""
+    """A client thread that sends requests until it is stopped. ``seen``: the outcomes of its requests, counted."""
 
     def __init__(self, address: str, seed: int) -> None:
         super().__init__(daemon=True)
@@ -57,7 +57,7 @@ class StreamClient(threading.Thread):
         self.seen: Counter[str] = Counter()
 
     def stop(self) -> None:
-        """After the request that it has begun."""
+        """Stops the client after the request that it has begun."""
         self._stopped.set()
 
     def run(self) -> None:
@@ -73,7 +73,7 @@ class StreamClient(threading.Thread):
 
 
 class _Stream:
-    """A call of ModelStreamInfer."""
+    """A call of ModelStreamInfer, for one request at a time."""
 
     def __init__(self, stub: service_pb2_grpc.GRPCInferenceServiceStub, chance: random.Random) -> None:
         self._chance = chance
@@ -81,7 +81,7 @@ class _Stream:
         self._call = stub.ModelStreamInfer(iter(self._requests.get, None), timeout=PATIENCE)
 
     def ask(self) -> str:
-        """Sends a request and reads what comes. Returns ``complete``, ``cancelled``, ``error: ...`` or ``wrong: ...``."""
+        """Sends a request and reads its responses. Returns ``complete``, ``cancelled``, ``error: ...`` or ``wrong: ...``."""
         chance = self._chance
         base = np.float32(chance.randint(0, 1000)) + np.arange(16, dtype=np.float32)
         count, slow = chance.randint(0, _MOST), chance.random() < _SLOW
@@ -121,14 +121,14 @@ def _request(base: np.ndarray, count: int) -> service_pb2.ModelInferRequest:
 
 
 class Course:
-    """Footprints of each process, by role, over time."""
+    """Collects footprints of each process over time, by role."""
 
     def __init__(self, supervisor: int) -> None:
         self._supervisor = supervisor
         self._found: dict[str, list[Footprint]] = {}
 
     def note(self, *kinds: str) -> None:
-        """Of the processes of these roles; none given: of all but the workers."""
+        """Reads the footprints of the processes with these roles; with none given, of all but the workers."""
         # One of them may have ended just now.
         with contextlib.suppress(OSError):
             for kind, footprint in footprints(self._supervisor).items():
@@ -136,7 +136,10 @@ class Course:
                     self._found.setdefault(kind, []).append(footprint)
 
     def report(self) -> list[str]:
-        """A line for each role. The first quarter is left out: caches fill, and a process's first requests are under way."""
+        """Returns a line for each role.
+
+        The first quarter is left out: caches fill, and a process's first requests are under way.
+        """
         lines = []
         for kind, course in self._found.items():
             settled = course[len(course) // 4 :]
@@ -147,19 +150,19 @@ class Course:
 
 
 def serves() -> bool:
-    """Returns whether a worker has the model."""
+    """Returns whether the model is ready."""
     with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{_HTTP}/v2/models/{_MODEL}/ready", timeout=5):
         return True
     return False
 
 
 def told(clients: list[StreamClient]) -> Counter[str]:
-    """Returns the outcomes of all clients' requests."""
+    """Returns the outcomes of all clients' requests, counted."""
     return sum((client.seen for client in clients), Counter())
 
 
 def main() -> int:
-    """Parses the command line, runs, reports."""
+    """Parses the command line, runs and prints the report."""
     parser = argparse.ArgumentParser(prog="bench.streams", description=__doc__)
     parser.add_argument("seconds", type=float)
     parser.add_argument("--clients", type=int, default=64)

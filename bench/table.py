@@ -1,4 +1,4 @@
-"""The figures of a side-by-side run as a Markdown table, beside what was asked for.
+"""Formats the figures of a side-by-side run as a Markdown table, beside the ratios that were asked for.
 
 python -m bench.table FIGURES.json        FIGURES.json as ``python -m bench --peer DIR --json`` writes it
 """
@@ -35,7 +35,7 @@ ASKED = {
 
 
 def markdown(figures: Path) -> str:
-    """Formats a line for each row that was measured; a ratio that was asked for and met is bold."""
+    """Formats a line for each row that was measured; a ratio that meets what was asked for is bold."""
     lines = ["| row | ours/s | peer/s | rate x | asked for | ours p50 us | peer p50 us | p50 x | asked for |"]
     lines.append("| --- " * 9 + "|")
     for name, row in json.loads(figures.read_text()).items():

@@ -1,4 +1,4 @@
-"""Measures one run of a small network with all threads of XLA and with one, by its number of rows: where to set the bound.
+"""Measures a small network with all threads of XLA and with one, by its number of rows, to find where one is enough.
 
 python -m bench.threads [--rounds N]      784 x 512 x 512 x 10 (bench/models/mlp); rounds alternate, medians are printed
 
@@ -26,14 +26,14 @@ _RUNS = 100
 
 
 class Spent(NamedTuple):
-    """Microseconds a run."""
+    """The microseconds of one run: wall time, and processor time of the process."""
 
     clock: float
     processor: float
 
 
 class Program:
-    """The network for so many rows, as a worker compiles it for a place."""
+    """The network compiled for ``rows`` rows, with the worker's options."""
 
     def __init__(self, apply: Any, placement: Placement, rows: int) -> None:
         import jax
@@ -46,7 +46,7 @@ class Program:
         self._compiled = placement.compile(lowered)
 
     def measure(self) -> Spent:
-        """The median by the clock and the mean of processor time, of a hundred runs."""
+        """Runs the program a hundred times; returns the median wall time and the mean processor time."""
         spans: list[float] = []
         processor = time.process_time()
         for _ in range(_RUNS):
@@ -58,7 +58,7 @@ class Program:
 
 
 def main() -> None:
-    """Prints a line for each bucket."""
+    """Measures each batch size and prints a line for it."""
     parser = argparse.ArgumentParser(prog="bench.threads", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     rounds = parser.parse_args().rounds

@@ -1,7 +1,7 @@
-"""Many requests on one gRPC stream, read as cheaply as Python can: what comes is counted, not taken apart.
+"""Sends many requests on one gRPC stream and reads the responses as cheaply as Python can: it counts them without parsing.
 
-A client that took each response apart would need longer for one step's than the step takes, and its own queue would be
-measured as the server's. Here a read costs a receive and two searches, however many responses it brought.
+Parsing each response would take longer than the step that made it, and the client's own queue would be measured as the server's.
+Here a read costs a receive and two searches, however many responses it brought.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT = 8
 
 
 class TokenStream:
-    """A connection with one stream to the model ``writer``; a thread reads it. ``responses`` and ``ended`` only grow."""
+    """A connection with one stream to the model ``writer``, read by a thread. ``responses`` and ``ended`` only grow."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._socket = socket.create_connection(address, _PATIENCE)
@@ -45,14 +45,17 @@ class TokenStream:
         self._thread.start()
 
     def ask(self, count: int, times: int = 1) -> None:
-        """Sends so many requests in one go, each for ``count`` tokens."""
+        """Sends ``times`` requests at once, each for ``count`` tokens."""
         message = _request(list(range(PROMPT)), count)
         content = bytes(1) + len(message).to_bytes(4, "big") + message
         self._socket.sendall(frames.frame(frames.DATA, 0, _STREAM, content) * times)
         self.asked += times
 
     def wait(self, responses: int = 0, ended: int = 0) -> tuple[int, float]:
-        """Returns once so many have come: responses by then, and when that was. Raises TimeoutError: they do not."""
+        """Waits until so many responses and ended requests have come. Raises TimeoutError: they do not.
+
+        Returns how many responses have come then, and when the last were read.
+        """
         with self._news:
             if not self._news.wait_for(lambda: self.responses >= responses and self.ended >= ended, _PATIENCE):
                 raise TimeoutError(f"{self.responses} responses of {responses}, {self.ended} ends of {ended}")
@@ -75,7 +78,7 @@ class TokenStream:
                     self._news.notify_all()
 
     def close(self) -> None:
-        """Closes the connection: nobody waits for tokens under way."""
+        """Closes the connection; responses under way are dropped."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -83,14 +86,14 @@ class TokenStream:
 
 
 class Count:
-    """Counts a mark in bytes that come in pieces."""
+    """Counts occurrences of a mark in bytes that arrive in pieces."""
 
     def __init__(self, mark: bytes) -> None:
         self._mark = mark
         self._rest = b""
 
     def add(self, piece: bytes) -> int:
-        """How many have become whole with it."""
+        """Returns how many occurrences of the mark this piece completes."""
         text = self._rest + piece
         self._rest = text[1 - len(self._mark) :]
         return text.count(self._mark)

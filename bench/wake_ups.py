@@ -1,10 +1,10 @@
-"""Measures what it costs on this machine to wake a process that sleeps: the reason why fronts and workers look before they sleep.
+"""Measures what it costs on this machine to wake a process that sleeps: the reason why fronts and workers poll before they sleep.
 
     python -m bench.wake_ups [--count 3000]
 
-Two processes pass a byte to and fro over a socket pair like a lane's. On one core nobody is woken on an idle processor; on two
-cores each of them is, because the core of the other one has nothing to do meanwhile. Half of the difference is one wake-up, and
-``expert.spin_us`` should be several times that.
+Two processes pass a byte to and fro over a socket pair like a lane's. On one core the other process never has to be woken on an
+idle core; on two cores it always has, because its core has nothing else to do meanwhile. Half of the difference is one wake-up,
+and ``expert.spin_us`` should be several times that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tensord.shm import channel
 
 
 def round_trips(ours: int, theirs: int, count: int) -> list[float]:
-    """Microseconds of each, from a process on our core to one on theirs and back."""
+    """Returns the microseconds of each round trip between a process on core ``ours`` and one on core ``theirs``."""
     before = os.sched_getaffinity(0)
     near, far = channel.pair()
     echo = [sys.executable, "-m", "bench.wake_ups", "--echo", str(far.fileno()), str(theirs)]
@@ -45,14 +45,14 @@ def round_trips(ours: int, theirs: int, count: int) -> list[float]:
 
 
 def _echo(sock: socket.socket, core: int) -> None:
-    """The other process, until the pair is closed."""
+    """Runs the other process: sends each byte back until the socket pair is closed."""
     os.sched_setaffinity(0, {core})
     while sock.recv(1):
         sock.send(b"x")
 
 
 def main() -> int:
-    """Parses the command line and measures."""
+    """Parses the command line, measures and prints."""
     parser = argparse.ArgumentParser(
         prog="bench.wake_ups", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,12 @@
-"""How soon a daemon that has just started answers as fast as it ever does: the rate of each second of load.
+"""Measures how soon a daemon that has just started answers as fast as it ever does: the rate of each second of load.
 
 python -m bench.warm [--seconds 30] [--models addsub,identity,mlp]   a daemon of its own for each model, with an empty cache
 
-Sixteen connections ask from the moment that the daemon is ready. Given are the answers of the first, third and tenth second, each
-as a part of those of the median second of the last third, and the processor time of the daemon's processes for an answer, which
-says on a busy machine whether it is the daemon that differs. The shapes of addsub and identity are open in their configurations,
-so that a first request waits for its program, and that of grouped calls is compiled beside the next ones: the first second has
-both. The programs of mlp are compiled before it is ready.
+Sixteen connections send requests from the moment that the daemon is ready. Printed are the answers of the first, third and tenth
+second, divided by those of the median second of the last third, and the processor time of the daemon's processes for an answer,
+which shows on a busy machine whether the daemon itself was slower. The shapes of addsub and identity are open in their
+configurations, so a first request waits until its program is compiled, and the program of grouped calls is compiled during the
+next ones: the first second has both. The programs of mlp are compiled before the daemon is ready.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHOWN = (1, 3, 10)
 
 
 def rows() -> dict[str, Row]:
-    """A kind of load for each model."""
+    """Returns a kind of load for each model: model -> row."""
     a, b = np.arange(16, dtype=np.float32).reshape(1, 16), np.full((1, 16), 2, np.float32)
     small = infer_request("addsub", [("INPUT0", a), ("INPUT1", b)], "OUTPUT0")
     large = infer_request("identity", [("INPUT0", a.ravel())], "OUTPUT0")
@@ -45,7 +45,7 @@ def rows() -> dict[str, Row]:
 
 
 def each_second(address: str, row: Row, seconds: int, pid: int) -> tuple[list[int], list[float]]:
-    """Right answers in each second of load, and the daemon's processor time for each of them in microseconds."""
+    """Counts right answers in each second of load; returns them, and the daemon's processor microseconds for an answer."""
     counts, used = [0] * seconds, [used_us(pid)]
     with connected(address, row.connection, row.connections) as (poll, connections):
         begin = time.perf_counter()
@@ -65,13 +65,13 @@ def each_second(address: str, row: Row, seconds: int, pid: int) -> tuple[list[in
 
 
 def used_us(pid: int) -> float:
-    """Processor time of a daemon's processes since they started, in microseconds."""
+    """Returns the processor time of a daemon's processes since they started, in microseconds."""
     usages = [Usage.of(each) for each in (pid, *children(pid))]
     return sum(usage.user_us + usage.kernel_us for usage in usages)
 
 
 def main() -> None:
-    """A line for each model."""
+    """Measures each model and prints a line for it."""
     parser = argparse.ArgumentParser(
         prog="bench.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

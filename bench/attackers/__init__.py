@@ -1,4 +1,4 @@
-"""Clients that mean harm, a module for each way to reach the daemon.
+"""Clients that attack the daemon, a module for each protocol or way to reach it.
 
-Each attack goes on for its time and counts what happened, so that a reader sees that there was one.
+Each attack goes on for its time and counts what it sent and what happened to it, so that a reader sees that there was an attack.
 """

@@ -1,4 +1,4 @@
-"""One attack in a process of its own: ``python -m bench.attackers NAME HTTP GRPC SECONDS [CLIENTS]``; prints what happened.
+"""Runs one attack in a process of its own and prints its counts: ``python -m bench.attackers NAME HTTP GRPC SECONDS [CLIENTS]``.
 
 CLIENTS is the path of the daemon's socket for clients, which attacks on lanes need.
 """

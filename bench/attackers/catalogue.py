@@ -1,4 +1,4 @@
-"""All attacks by their names."""
+"""The table of all attacks: name -> function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks on the gRPC front: raw HTTP/2 frames, as no library would send them."""
+"""Attacks on the gRPC front with raw HTTP/2 frames that no client library would send."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BURST_ANSWER = 4_000_000
 
 
 def huge_deadlines(target: Target) -> None:
-    """Calls with the longest time-outs that gRPC can say, 99999999 hours, one after the other."""
+    """Makes calls with the longest timeouts that gRPC can express, 99999999 hours, one after the other."""
     message = _prefixed(_small_call())
     while target.going_on():
         with target.refusals(), target.grpc_socket() as connection:
@@ -40,7 +40,7 @@ def huge_deadlines(target: Target) -> None:
 
 
 def no_window_and_gone(target: Target) -> None:
-    """Grants nothing, asks for an answer and closes its half, again and again."""
+    """Connects with an HTTP/2 window of 0, sends a call and shuts down the sending half, again and again."""
     kept: list[socket.socket] = []
     message = _prefixed(_small_call())
     while target.going_on():
@@ -58,7 +58,7 @@ def no_window_and_gone(target: Target) -> None:
 
 
 def no_window_and_stays(target: Target) -> None:
-    """Two connections that ask for many answers of 16 MiB and grant nothing."""
+    """Asks on two connections for many answers of 16 MiB and never grants any HTTP/2 window for them."""
     no_window = ((frames.INITIAL_WINDOW_SIZE, 0),)
     with contextlib.ExitStack() as stack:
         message = _prefixed(_large_answer(stack.enter_context(target.region(_LARGE)), _LARGE))
@@ -85,7 +85,7 @@ def no_window_and_stays(target: Target) -> None:
 
 
 def unread_bursts(target: Target) -> None:
-    """200 connections that each ask for an answer of 4 MB, all in one moment, and grant nothing."""
+    """Asks on 200 connections at once for an answer of 4 MB each, and grants no HTTP/2 window for them."""
     no_window = ((frames.INITIAL_WINDOW_SIZE, 0),)
     with target.region(_BURST_ANSWER) as region:
         call = _call(1, _prefixed(_large_answer(region, _BURST_ANSWER)))
@@ -93,7 +93,7 @@ def unread_bursts(target: Target) -> None:
 
 
 def dribbled_messages(target: Target) -> None:
-    """Sixteen connections announce 60 MiB each and send a byte now and then."""
+    """Announces a message of 60 MiB on each of sixteen connections, and sends one byte of it now and then."""
     connections = []
     prefix = struct.pack(">BI", 0, 60 * _MIB)
     for _ in range(16):
@@ -112,7 +112,7 @@ def dribbled_messages(target: Target) -> None:
 
 
 def half_frames(target: Target) -> None:
-    """Connections with half a frame, or half a header block, after the preface."""
+    """Opens connections that send half a frame, or half a header block, after the HTTP/2 preface."""
     halves = (
         frames.frame(frames.HEADERS, frames.END_HEADERS, 1, _block())[:20],
         frames.frame(frames.HEADERS, 0, 1, _block()[:10]),
@@ -129,12 +129,12 @@ def half_frames(target: Target) -> None:
 
 
 def idle_connections(target: Target) -> None:
-    """More connections than the front takes, which ask nothing."""
+    """Opens more connections than the front accepts, and sends no request on them."""
     pile_up(target, target.grpc_socket, 5000)
 
 
 def frame_floods(target: Target) -> None:
-    """Frames that do nothing, each kind in turn, as fast as one process can send them."""
+    """Sends frames that have no effect, one kind after the other, as fast as one process can."""
     open_stream = _headers(1)
     floods = {
         "unknown": frames.frame(77, 0, 0),
@@ -157,7 +157,7 @@ def frame_floods(target: Target) -> None:
 
 
 def new_header_names(target: Target) -> None:
-    """Calls of unknown methods, each with fifty header names that were never seen."""
+    """Calls unknown methods, each with fifty header names that the server has never seen."""
     count = 0
     while target.going_on():
         encoder = hpack.Encoder()  # its table is the connection's
@@ -176,7 +176,7 @@ def new_header_names(target: Target) -> None:
 
 
 def rapid_resets(target: Target) -> None:
-    """Calls that are reset as soon as they are made."""
+    """Makes calls and resets their streams at once."""
     message = _prefixed(_small_call())
     while target.going_on():
         with target.refusals(), target.grpc_socket() as connection:
@@ -193,7 +193,7 @@ def rapid_resets(target: Target) -> None:
 
 
 def many_entries(target: Target) -> None:
-    """Messages within their size that hold as many entries as fit: parameters, inputs, elements, settings, unknown fields."""
+    """Sends messages of an allowed size with as many entries as fit: parameters, inputs, elements, settings, unknown fields."""
     count = 2 * _MIB
     elements = b"\x42\x01a" * count
     contents = b"\x2a" + varint(len(elements)) + elements
@@ -219,7 +219,7 @@ def many_entries(target: Target) -> None:
 
 
 def _large_answer(region: str, byte_size: int) -> bytes:
-    """A ModelInferRequest whose input lies in a region and whose answer has to be sent."""
+    """Builds a ModelInferRequest whose input lies in a region and whose output has to be sent over the connection."""
     tensor = service_pb2.ModelInferRequest.InferInputTensor(name="INPUT0", datatype="FP32", shape=[byte_size // 4])
     tensor.parameters["shared_memory_region"].string_param = region
     tensor.parameters["shared_memory_byte_size"].int64_param = byte_size
@@ -241,7 +241,7 @@ def _prefixed(message: bytes) -> bytes:
 
 
 def _block(*more: tuple[str, str]) -> bytes:
-    """A header block that indexes nothing, so it can be sent on any connection."""
+    """Encodes a header block that does not use the HPACK table, so that it can be sent on any connection."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", _SERVICE + "ModelInfer"), (":authority", "x")]
     fields += [("te", "trailers"), ("content-type", "application/grpc"), *more]
     return bytes(hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in fields]))

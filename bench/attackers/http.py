@@ -19,7 +19,7 @@ _BURST_ANSWER = 4_000_000
 
 
 def unread_answers(target: Target) -> None:
-    """Four connections that ask for answers of 16 MiB one after the other and read none; a new one for each that is cut off."""
+    """Asks on four connections for one answer of 16 MiB after the other and reads none; replaces a connection that is closed."""
     with contextlib.ExitStack() as stack:
         request = _large_answer(stack.enter_context(target.region(_LARGE)), _LARGE)
         connections: list[socket.socket] = []
@@ -43,7 +43,7 @@ def unread_answers(target: Target) -> None:
 
 
 def dribbled_bodies(target: Target) -> None:
-    """Heads that announce 60 MiB, thirty-two at a time, with a byte of the body now and then."""
+    """Announces bodies of 60 MiB on thirty-two connections, and sends one byte of each body now and then."""
     head = b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: 100\r\n"
     head += b"Content-Length: %d\r\n\r\n" % (60 * _MIB)
     connections: list[socket.socket] = []
@@ -68,7 +68,7 @@ def dribbled_bodies(target: Target) -> None:
 
 
 def half_heads(target: Target) -> None:
-    """Connections with half a head."""
+    """Opens connections that send half of a request's head."""
 
     def half_open() -> socket.socket:
         connection = target.http_socket()
@@ -79,34 +79,34 @@ def half_heads(target: Target) -> None:
 
 
 def idle_connections(target: Target) -> None:
-    """More connections than the front takes, which ask nothing."""
+    """Opens more connections than the front accepts, and sends no request on them."""
     pile_up(target, target.http_socket, 5000)
 
 
 def many_inputs(target: Target) -> None:
-    """JSON bodies with 900,000 inputs."""
+    """Sends JSON bodies with 900,000 inputs."""
     one = b'{"name":"INPUT0","datatype":"FP32","shape":[1],"data":[1]}'
     _post(target, b'{"inputs":[' + b",".join([one] * 900_000) + b"]}")
 
 
 def long_strings(target: Target) -> None:
-    """JSON bodies with 28 MB of strings where there should be numbers."""
+    """Sends JSON bodies with 28 MB of strings as a tensor's elements."""
     tensor = {"name": "INPUT0", "datatype": "BYTES", "shape": [4_000_000], "data": ["abcd"] * 4_000_000}
     _post(target, json.dumps({"inputs": [tensor]}, separators=(",", ":")).encode())
 
 
 def wide_parameters(target: Target) -> None:
-    """JSON bodies with 28 MB of parameters."""
+    """Sends JSON bodies with 28 MB of parameters."""
     _post(target, json.dumps({"parameters": {f"p{i}": "x" * 20 for i in range(800_000)}, "inputs": []}).encode())
 
 
 def deep_arrays(target: Target) -> None:
-    """JSON bodies with a million arrays in each other."""
+    """Sends JSON bodies with a million arrays nested in each other."""
     _post(target, b'{"inputs":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}")
 
 
 def pipelined(target: Target) -> None:
-    """One connection that asks thousands of times before it reads."""
+    """Sends thousands of requests on one connection before it reads an answer."""
     burst = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n" * 300
     while target.going_on():
         with target.refusals(), target.http_socket() as connection:
@@ -118,7 +118,7 @@ def pipelined(target: Target) -> None:
 
 
 def huge_chunks(target: Target) -> None:
-    """Chunks that announce more than any body may have, and chunk extensions without end."""
+    """Sends chunks that announce more bytes than any body may have, and chunk extensions without end."""
     head = b"POST /v2/models/addsub/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     while target.going_on():
         with target.refusals(), target.http_socket() as connection:
@@ -134,7 +134,7 @@ def huge_chunks(target: Target) -> None:
 
 
 def gzip_members(target: Target) -> None:
-    """Bodies of empty gzip members, twenty bytes each: every one takes a new decompressor."""
+    """Sends bodies of 400,000 empty gzip members, twenty bytes each, for each of which the server needs a new decompressor."""
     body = gzip.compress(b"", mtime=0) * 400_000
     head = b"POST /v2/models/addsub/infer HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
     while target.going_on():
@@ -147,7 +147,7 @@ def gzip_members(target: Target) -> None:
 
 
 def gzip_bombs(target: Target) -> None:
-    """Six at a time, of 60 kB each, that inflate to 60 MiB of blanks."""
+    """Sends six gzip bodies at a time, 60 kB each, that inflate to 60 MiB of blanks."""
     body = gzip.compress(b" " * (60 << 20), mtime=0)
     head = b"POST /v2/models/addsub/infer HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
     while target.going_on():
@@ -162,7 +162,7 @@ def gzip_bombs(target: Target) -> None:
 
 
 def gone_pipeliners(target: Target) -> None:
-    """Clients that send two requests ahead, and something behind them that is not read, and leave."""
+    """Sends two requests and the beginning of a third one, and closes the connection without reading."""
     body = b'{"inputs":[{"name":"INPUT0","datatype":"FP32","shape":[4],"data":[1,2,3,4]}]}'
     one = b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     while target.going_on():
@@ -172,13 +172,13 @@ def gone_pipeliners(target: Target) -> None:
 
 
 def unread_bursts(target: Target) -> None:
-    """200 connections that each ask for an answer of 4 MB, all in one moment, and read nothing."""
+    """Asks on 200 connections at once for an answer of 4 MB each, and reads none of them."""
     with target.region(_BURST_ANSWER) as region:
         burst(target, target.http_socket, _large_answer(region, _BURST_ANSWER), 200)
 
 
 def waiting_bodies(target: Target) -> None:
-    """64 connections that send bodies of a MiB to a model that takes 200 ms for each of them."""
+    """Sends bodies of 1 MiB on 64 connections to a model that takes 200 ms for each of them."""
     values = bytes(1 << 20)
     tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [len(values) // 4]}
     head = json.dumps({"inputs": [{**tensor, "parameters": {"binary_data_size": len(values)}}]}).encode()
@@ -208,7 +208,7 @@ def waiting_bodies(target: Target) -> None:
 
 
 def _large_answer(region: str, byte_size: int) -> bytes:
-    """A request whose input lies in a region and whose answer has to be sent, in one piece with its head."""
+    """Builds an HTTP request whose input lies in a region and whose output has to be sent in the answer's body."""
     place = {"shared_memory_region": region, "shared_memory_byte_size": byte_size}
     tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [byte_size // 4], "parameters": place}
     output = {"name": "OUTPUT0", "parameters": {"binary_data": True}}
@@ -217,7 +217,7 @@ def _large_answer(region: str, byte_size: int) -> bytes:
 
 
 def _post(target: Target, body: bytes) -> None:
-    """The same body, again and again, on new connections."""
+    """Posts one body to the server again and again, each time on a new connection, and counts the statuses."""
     head = b"POST /v2/models/addsub/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     while target.going_on():
         with target.refusals(), target.http_socket() as connection:

@@ -1,4 +1,4 @@
-"""Attacks on clients' lanes: records and descriptors as no client library would send them."""
+"""Attacks on lanes (the clients' socket connections to a worker): records and descriptors that no client library would send."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _IDENTITY = PreparedRequest("identity", 0, (PreparedTensor("INPUT0", "FP32", (_L
 
 
 class Lane:
-    """A client's connection with one lane to a worker."""
+    """A client's connection to the daemon, with one lane to a worker."""
 
     def __init__(self, path: str, model: str = "addsub") -> None:
-        """Raises OSError: the daemon refuses it."""
+        """Connects to the daemon and opens the lane. Raises OSError: the daemon refuses it."""
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._decoder = decoder(ToSubmitter)
         self._last = 0
@@ -68,22 +68,22 @@ class Lane:
         self.send(WireVersion(WIRE_VERSION))
 
     def send(self, *records: Record, fd: int = -1) -> None:
-        """Sends one datagram. Raises OSError: the worker takes nothing within five seconds, or has ended the lane."""
+        """Sends records as one datagram. Raises OSError: the worker takes nothing within five seconds, or has ended the lane."""
         content = b"\x01\xdc" + len(records).to_bytes(2, "big") + b"".join(map(encoder.encode, records))
         self.send_bytes(content, fd)
 
     def send_bytes(self, content: bytes, fd: int = -1) -> None:
-        """Sends a datagram whatever it says. Raises as ``send``."""
+        """Sends any bytes as one datagram. Raises OSError as ``send`` does."""
         socket.send_fds(self._sock, [content], [] if fd < 0 else [fd])
 
     def ask(self, *prepared: PreparedRequest | int, contents: tuple[bytes, ...]) -> None:
-        """Asks for each. Raises as ``send``."""
+        """Sends a request for each of the prepared requests, all with the same contents. Raises OSError as ``send`` does."""
         self._last += len(prepared)
         first = self._last - len(prepared) + 1
         self.send(*[RequestRecord(first + number, one, contents) for number, one in enumerate(prepared)])
 
     def answers(self) -> Iterator[AnswerRecord]:
-        """Yields the answers that are there. Raises ConnectionError: the worker has ended the lane."""
+        """Yields the answers that have arrived, without waiting. Raises ConnectionError: the worker has ended the lane."""
         while True:
             try:
                 content, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE, _FDS, socket.MSG_DONTWAIT)
@@ -96,7 +96,7 @@ class Lane:
             yield from (each for each in self._decoder.decode(content[1:]) if isinstance(each, AnswerRecord))
 
     def open_segment(self, number: int, byte_size: int) -> None:
-        """Hands over sealed memory of zeros. Raises as ``send``."""
+        """Sends the worker sealed shared memory of zeros. Raises OSError as ``send`` does."""
         fd = os.memfd_create("tensord-bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, byte_size)
@@ -106,7 +106,7 @@ class Lane:
             os.close(fd)
 
     def close(self) -> None:
-        """Ends the lane and the connection."""
+        """Closes the lane and the connection."""
         self._sock.close()
         self._connection.close()
 
@@ -126,7 +126,7 @@ def _large() -> tuple[bytes, ...]:
 
 
 def never_reads(target: Target) -> None:
-    """Sixteen clients that ask for large answers as long as the worker takes requests, and read none."""
+    """Asks on sixteen lanes for large answers as long as the worker takes requests, and reads no answer."""
     with contextlib.ExitStack() as stack:
         lanes: list[Lane] = []
         while target.going_on():
@@ -147,7 +147,7 @@ def never_reads(target: Target) -> None:
 
 
 def holds_leases(target: Target) -> None:
-    """Four clients that read every answer and give no memory of one back."""
+    """Reads every answer on four lanes, and gives none of the leased memory back."""
     with contextlib.ExitStack() as stack:
         with target.refusals():
             lanes = [stack.enter_context(_lane(target, "identity")) for _ in range(4)]
@@ -161,7 +161,7 @@ def holds_leases(target: Target) -> None:
 
 
 def flood(target: Target) -> None:
-    """Sends small requests in large datagrams as fast as they are taken, more than may be in flight."""
+    """Sends small requests, 200 to a datagram, as fast as the worker takes them, more than may be in flight."""
     while target.going_on():
         with target.refusals(), _lane(target) as lane:
             lane.send(Prepare(0, _SMALL))
@@ -173,7 +173,7 @@ def flood(target: Target) -> None:
 
 
 def forged(target: Target) -> None:
-    """Records that lie: leases of nobody, numbers of nothing, places outside, arenas, sizes, bytes at random."""
+    """Sends false records: leases never granted, unknown numbers, ranges outside of a segment, wrong sizes, random bytes."""
     chance = random.Random(0)
     outside = PreparedTensor("INPUT0", "FP32", (_LARGE,), RegionSlice("@1", 1 << 40, 4 * _LARGE))
     nowhere = PreparedTensor("INPUT0", "FP32", (_LARGE,), RegionSlice("@9", 0, 4 * _LARGE))
@@ -203,7 +203,7 @@ def forged(target: Target) -> None:
 
 
 def connects_and_ends(target: Target) -> None:
-    """Clients that come, ask, and go without a word while they are answered."""
+    """Opens a lane, sends a request and closes the lane before the answer, again and again."""
     while target.going_on():
         with target.refusals(), _lane(target, "identity") as lane:
             lane.open_segment(1, 1 << 20)
@@ -212,7 +212,7 @@ def connects_and_ends(target: Target) -> None:
 
 
 def growing_segments(target: Target) -> None:
-    """Hands over more and larger memory until it is refused, asks for answers from all of it, and does so again."""
+    """Hands over larger and larger shared memory until it is refused, asks for answers from all of it, and begins again."""
     while target.going_on():
         with target.refusals(), _lane(target, "identity") as lane:
             for number in range(100):

@@ -1,4 +1,4 @@
-"""Attacks by owners of shared memory: what they register is theirs, and they change it."""
+"""Attacks by a client that changes shared memory which it has registered, or registers too much of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIZE = 1 << 20
 
 
 def cut_while_registered(target: Target) -> None:
-    """A file is cut down and made whole again by one thread while another registers it, so that some are cut in between."""
+    """Registers a file while a second thread truncates and extends it, so that it shrinks in the middle of a registration."""
     stop = threading.Event()
 
     def change(path: Path) -> None:
@@ -39,7 +39,7 @@ def cut_while_registered(target: Target) -> None:
 
 
 def many_regions(target: Target) -> None:
-    """Registers regions until no more are taken, with an object of its own for each, and lets them go again."""
+    """Registers regions, each with its own shared memory file, until the server refuses more, and unregisters them."""
     with contextlib.ExitStack() as stack:
         ask = stack.enter_context(_asking(target))
         names = []
@@ -65,7 +65,7 @@ def _object(byte_size: int = _SIZE) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _asking(target: Target) -> Iterator[Callable[[str, dict[str, object]], None]]:
-    """A function that posts JSON on a kept connection and counts the statuses."""
+    """Yields a function that posts JSON on one kept connection and counts the status of each answer."""
     connection = http.client.HTTPConnection(target.http, timeout=60)
 
     def ask(path: str, content: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""What an attack is aimed at, and what its connections need."""
+"""The daemon that an attack is aimed at, and functions that open and fill connections to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tensord.daemon.grpc import frames
 
 @dataclass
 class Target:
-    """A daemon's two addresses, HOST:PORT each, its socket for clients, and how long it is attacked."""
+    """A daemon's HTTP and gRPC addresses (HOST:PORT), its socket for clients, and how many seconds to attack it."""
 
     http: str
     grpc: str
@@ -36,7 +36,7 @@ class Target:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     def going_on(self) -> bool:
-        """Until the time is over, and something has happened."""
+        """Returns whether the attack goes on: until its time is over and at least one thing was counted."""
         return time.monotonic() < self._end or not self.counts
 
     def count(self, what: str, number: int = 1) -> None:
@@ -44,7 +44,7 @@ class Target:
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """What the daemon does against the attacker is counted and ends nothing."""
+        """Counts timeouts and lost connections within the block instead of raising them: the daemon may refuse an attacker."""
         try:
             yield
         except TimeoutError:
@@ -54,7 +54,10 @@ class Target:
 
     @contextlib.contextmanager
     def region(self, byte_size: int) -> Iterator[str]:
-        """The name of a registered system region of zeros: with it a small request can ask for a large answer."""
+        """Registers a system region of zeros within the block and yields its name.
+
+        With it a small request can ask for a large answer.
+        """
         name = object_name()
         path = Path("/dev/shm", name)
         with httpclient.InferenceServerClient(self.http) as client:
@@ -69,11 +72,11 @@ class Target:
                 path.unlink(missing_ok=True)
 
     def http_socket(self) -> socket.socket:
-        """A new connection to the HTTP front."""
+        """Returns a new connection to the HTTP front."""
         return _connected(self.http)
 
     def grpc_socket(self, settings: tuple[tuple[int, int], ...] = ()) -> socket.socket:
-        """A new connection to the gRPC front, with preface and SETTINGS sent."""
+        """Returns a new connection to the gRPC front, on which the HTTP/2 preface and SETTINGS were sent."""
         made = _connected(self.grpc)
         try:
             made.sendall(frames.PREFACE + frames.settings(settings))
@@ -84,7 +87,7 @@ class Target:
 
 
 def pile_up(target: Target, connect: Callable[[], socket.socket], count: int) -> None:
-    """Opens connections and keeps them, up to so many, until the time is over; one that is refused is tried again."""
+    """Opens up to ``count`` connections and keeps them until the time is over; opens further ones in place of those refused."""
     connections: list[socket.socket] = []
     while target.going_on():
         if len(connections) < count:
@@ -98,7 +101,7 @@ def pile_up(target: Target, connect: Callable[[], socket.socket], count: int) ->
 
 
 def burst(target: Target, connect: Callable[[], socket.socket], request: bytes, count: int) -> None:
-    """Opens so many connections, sends the request on each of them one right after the other, and keeps them."""
+    """Opens ``count`` connections, then sends the request on all of them at once, and keeps them until the time is over."""
     connections: list[socket.socket] = []
     for _ in range(count):
         with target.refusals():
@@ -114,7 +117,7 @@ def burst(target: Target, connect: Callable[[], socket.socket], request: bytes, 
 
 
 def drain(connection: socket.socket, at_most: int = 1 << 20) -> int:
-    """Takes what there is of answers without waiting; returns its size. Raises ConnectionError: the daemon has hung up."""
+    """Reads what has arrived, without waiting; returns how many bytes. Raises ConnectionError: the daemon has hung up."""
     connection.setblocking(False)
     try:
         taken = len(connection.recv(at_most))

@@ -1,7 +1,7 @@
-"""Writes down which functions of ours a process enters, while it is told to: ``bench.route`` has this folder in PYTHONPATH.
+"""Records which of our functions a process calls: ``bench.route`` puts this folder into PYTHONPATH.
 
 Python imports a module of this name in every process that finds one, before anything else. Calls are written to a file of the
-process, ``PID.calls`` in the folder that ROUTE_FOLDER names, while the byte of the file ``row`` there is not zero.
+process, ``PID.calls`` in the folder that ROUTE_FOLDER names, as long as the byte in that folder's file ``row`` is not zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INLINE = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 
 
 class _Recorder:
-    """A profile function of all threads."""
+    """A profile function for all threads, which writes each call to the process's file."""
 
     def __init__(self, folder: Path, ours: str) -> None:
         self._path = folder / f"{os.getpid()}.calls"

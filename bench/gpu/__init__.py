@@ -1,1 +1,1 @@
-"""The first ten minutes on a GPU: facts of its driver, of XLA on it and of tensord, in one file of JSON and one page."""
+"""Measures a host with a GPU: its driver, XLA on it and tensord on it; the results go to one JSON file and one page."""

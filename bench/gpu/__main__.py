@@ -1,16 +1,16 @@
-"""Measures a host with a GPU, unattended, within the minutes that it is given: by worth, so that what is cut off is worth least.
+"""Measures a host with a GPU, unattended, within the given minutes; the most valuable measurements come first.
 
     pip install '.[cuda12,test]'
     python -m bench.gpu [--minutes 10] [--out FOLDER]
 
-    host     what this machine is: card, driver, versions
-    driver   what its driver grants: page-locking, handles of other processes, bandwidth      (driver_checks.py)
-    xla      what XLA does with memory that is ours, and after errors                         (xla_checks.py)
-    serve    a daemon on the GPU and one on the CPU, stock clients, kill -9, what is to be reached     (serve.py)
+    host     the machine: card, driver, versions
+    driver   what its driver allows: page-locking, handles of other processes, bandwidth      (driver_checks.py)
+    xla      what XLA does with memory of ours, and after errors                              (xla_checks.py)
+    serve    a daemon on the GPU and one on the CPU, stock clients, kill -9, the targets      (serve.py)
     tests    tests/gpu
 
 FOLDER/report.json has everything, FOLDER/gpu.md is a page for docs/measurements.md; both are written again after each part. Each
-check is a process of its own: one that hangs, or takes its context along, costs itself.
+check is a process of its own, so that a hang or a lost context costs only that check.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _END = 20.0
 
 
 def main() -> int:
-    """Parses the command line and measures. Returns 1 if there is no GPU to measure."""
+    """Parses the command line, runs the parts and writes both files. Returns 1 if there is no GPU to measure."""
     parser = argparse.ArgumentParser(
         prog="bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def _tests(folder: Path, until: float) -> dict[str, Any]:
-    """The tests that need a GPU, as far as they come."""
+    """Runs the tests that need a GPU until ``until``; returns how many ran and what failed."""
     result = folder / "tests_gpu.xml"
     result.unlink(missing_ok=True)
     command = [

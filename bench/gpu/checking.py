@@ -1,4 +1,4 @@
-"""Checks, each a process of its own: a hang or a context that is lost costs one of them. And how what they time is said."""
+"""Runs checks, each in a process of its own so that a hang or a lost context costs only that check; and times calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Check = Callable[[], Any]
 
 
 def run(module: str, names: Sequence[str], until: float) -> dict[str, Any]:
-    """What each check found, or how it ended. ``until``: CLOCK_MONOTONIC in seconds, after which none begins."""
+    """Runs each check of a module and returns its result or how it ended.
+
+    ``until``: CLOCK_MONOTONIC in seconds; no check begins later.
+    """
     return {name: _run_one(module, name, until) for name in names}
 
 
@@ -55,19 +58,19 @@ def _run_one(module: str, name: str, until: float) -> Any:
 
 
 def main(checks: Mapping[str, Check]) -> None:
-    """Of a module with checks: runs the one that the command line names and prints what it found. Never returns."""
+    """Runs the check that the command line names, prints its result as JSON and ends the process."""
     print(json.dumps(checks[sys.argv[1]](), default=str), flush=True)
     # What XLA and the driver do at the end of a process is not asked for.
     os._exit(0)
 
 
 def largest() -> int:
-    """Bytes of the largest transfer."""
+    """Returns the size of the largest transfer that a check may make, in bytes."""
     return int(os.environ.get(LARGEST, "256")) * MIB
 
 
 def tried(function: Callable[[], Any]) -> Any:
-    """What it returns, or the error that it ends with, as a sentence."""
+    """Calls a function and returns its result, or the error that it raised as a sentence."""
     try:
         return function()
     except Exception as error:
@@ -75,7 +78,10 @@ def tried(function: Callable[[], Any]) -> Any:
 
 
 def timed(function: Callable[[], Any], count: int = 200, warm: int = 10, seconds: float = 2.0) -> dict[str, float]:
-    """Microseconds of a call: median and percentiles, of so many calls or as many as the time allows."""
+    """Returns the microseconds of one call: median, 10th and 99th percentile.
+
+    It calls ``count`` times, or as often as fits into ``seconds``, after ``warm`` calls that are not timed.
+    """
     for _ in range(warm):
         function()
     lasted: list[float] = []
@@ -90,6 +96,6 @@ def timed(function: Callable[[], Any], count: int = 200, warm: int = 10, seconds
 
 
 def rate(byte_size: int, function: Callable[[], Any], count: int = 200) -> dict[str, float]:
-    """As ``timed``, and the bytes of a call per second of its median."""
+    """Returns the times of a call as ``timed`` does, and with them the gigabytes a second at the median."""
     found = timed(function, count, warm=2)
     return found | {"GB_s": round(byte_size / max(found["p50_us"], 0.1) / 1e3, 2)}

@@ -1,9 +1,9 @@
-"""A program with one stock client, which asks for some seconds and checks its answers; one line of JSON.
+"""Runs one stock client, which sends requests for some seconds and checks the answers; prints one line of JSON.
 
     python -m bench.gpu.client '{"url": "127.0.0.1:18100", "protocol": "http", "way": "cuda", "byte_size": 65536, "seconds": 2}'
 
-It says "ready" when it has been answered rightly once, and begins with the next line of its input. ``way``: where the tensors
-lie, "body", "system" or "cuda". ``byte_size``: of input and output each, of the model ``identity``.
+It prints "ready" when its first request was answered rightly, and begins to measure with the next line of its input. ``way``:
+where the tensors lie, "body", "system" or "cuda". ``byte_size``: of the input and of the output of the model ``identity``, each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PATIENCE = 120.0
 
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True):
-    """What it is told."""
+    """The JSON object of the command line."""
 
     url: str
     protocol: str
@@ -34,7 +34,7 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def main() -> None:
-    """Asks as the command line says."""
+    """Sends requests as the command line says, and prints the figures."""
     asked = msgspec.json.decode(sys.argv[1], type=Asked)
     if asked.protocol == "http":
         import tritonclient.http as library
@@ -68,7 +68,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _placed(asked: Asked, client: Any, given: Any, wanted: Any, values: Any) -> Iterator[Callable[[Any], Any]]:
-    """Puts the input where it is to lie; what is yielded reads the output."""
+    """Puts the input into the body or a region; yields a function that returns the output of an answer."""
     byte_size, name = asked.byte_size, object_name()
     if asked.way == "body":
         given.set_data_from_numpy(values)
@@ -100,7 +100,7 @@ def _placed(asked: Asked, client: Any, given: Any, wanted: Any, values: Any) -> 
 
 
 def _loop(ask: Callable[[], Any], seconds: float) -> tuple[Any, list[float], list[str]]:
-    """The last answer, how long each took in seconds, and what went wrong."""
+    """Asks for some seconds. Returns the last answer, the seconds that each took, and the errors."""
     answer, lasted, errors = None, list[float](), list[str]()
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends:

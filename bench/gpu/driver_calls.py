@@ -1,6 +1,6 @@
-"""The CUDA driver as the checks use it, without anything of tensord's between; and another process that owns memory on the GPU.
+"""Wraps the CUDA driver's functions for the checks, without tensord's code; and runs a process that owns memory on the GPU.
 
-Run as a module it is that process: a line of standard input is a wish, a line of standard output the answer, in JSON.
+Run as a module it is that process: a line of standard input is a command, a line of standard output the answer, in JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HANDLE_SIZE = 64
 
 
 def good(result: Any) -> Any:
-    """What a call returned. Raises RuntimeError with the driver's name for what went wrong."""
+    """Returns the values of a driver call's result. Raises RuntimeError with the driver's name for the error: the call failed."""
     code, *values = result
     if code != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(name_of(result))
@@ -33,12 +33,12 @@ def good(result: Any) -> Any:
 
 
 def name_of(result: Any) -> str:
-    """CUDA_SUCCESS, CUDA_ERROR_..."""
+    """Returns the driver's name for the result of a call: CUDA_SUCCESS, CUDA_ERROR_..."""
     return getattr(result[0], "name", str(result[0]))
 
 
 def open_context() -> Any:
-    """The first device, whose primary context is this thread's then."""
+    """Makes the first device's primary context current in this thread; returns the device."""
     good(driver.cuInit(0))
     device = good(driver.cuDeviceGet(0))
     good(driver.cuCtxSetCurrent(good(driver.cuDevicePrimaryCtxRetain(device))))
@@ -46,7 +46,7 @@ def open_context() -> Any:
 
 
 def make_stream() -> Any:
-    """One that waits for no other."""
+    """Creates a stream that does not wait for the default stream."""
     return good(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
 
@@ -56,7 +56,7 @@ def address_of(view: Any) -> int:
 
 
 def memory(byte_size: int, locked: bool) -> mmap.mmap:
-    """Host memory like an arena's, every page of it there, page-locked or not."""
+    """Allocates host memory as an arena has it (a memfd with all pages present), page-locked or not."""
     fd = os.memfd_create("bench-gpu")
     os.ftruncate(fd, byte_size)
     view = mmap.mmap(fd, byte_size)
@@ -68,20 +68,20 @@ def memory(byte_size: int, locked: bool) -> mmap.mmap:
 
 
 def open_handle(handle: str) -> int:
-    """The address here of another process's allocation."""
+    """Opens another process's allocation by its handle; returns its address in this process."""
     made = driver.CUipcMemHandle()
     ctypes.memmove(made.getPtr(), base64.b64decode(handle), _HANDLE_SIZE)
     return int(good(driver.cuIpcOpenMemHandle(made, driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value)))
 
 
 def handle_of(pointer: int) -> str:
-    """What another process opens it by."""
+    """Returns the handle by which another process can open the allocation, in base64."""
     made = good(driver.cuIpcGetMemHandle(pointer))
     return base64.b64encode(ctypes.string_at(made.getPtr(), _HANDLE_SIZE)).decode()
 
 
 class Owner:
-    """The other process. Use as a context manager."""
+    """Another process that owns memory on the GPU. Use as a context manager."""
 
     def __enter__(self) -> Owner:
         command = [sys.executable, "-m", __spec__.name]
@@ -93,11 +93,14 @@ class Owner:
         self.process.communicate()
 
     def make(self, byte_size: int, offset: int = 0) -> dict[str, Any]:
-        """Allocates; holds 0, 1, 2, ... of FP32. ``offset``: of what the handle is for, from the allocation's start."""
+        """Has the process allocate memory filled with 0, 1, 2, ... as FP32; returns its ``pointer`` and ``handle``.
+
+        ``offset``: bytes from the allocation's start to the address that the handle is made for.
+        """
         return self._ask("make", byte_size, offset)
 
     def free(self, number: int) -> None:
-        """Frees the allocation that was made as that one, counted from 0, and allocates as much again, full of ones."""
+        """Has the process free its allocation ``number``, counted from 0, and allocate as much again, full of ones."""
         self._ask("free", number)
 
     def _ask(self, *words: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What this host's driver grants, of what tensord's worker relies on: page-locking, handles of other processes, bandwidth.
+"""Checks what this host's driver allows of what tensord's worker needs: page-locking, handles of other processes, bandwidth.
 
-python -m bench.gpu.driver_checks NAME       one check, as JSON
+python -m bench.gpu.driver_checks NAME       runs one check and prints JSON
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNPRIVILEGED = 65534
 
 
 def attributes() -> dict[str, Any]:
-    """What the device says of itself."""
+    """Reads the device's attributes, the driver's version and the sizes of memory."""
     device = open_context()
     found: dict[str, Any] = {"driver": good(driver.cuDriverGetVersion())}
     for name in _ATTRIBUTES:
@@ -53,7 +53,7 @@ def attributes() -> dict[str, Any]:
 
 
 def page_locking(confine: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Which mappings can be page-locked, by which flags, how long that takes and what it brings.
+    """Finds which mappings can be page-locked, with which flags, how long that takes and how it speeds up copies.
 
     ``confine`` is called before anything is locked.
     """
@@ -94,7 +94,7 @@ def page_locking(confine: Callable[[], None] = lambda: None) -> dict[str, Any]:
 
 
 def page_locking_with_little_memlock() -> dict[str, Any]:
-    """Whether the driver minds RLIMIT_MEMLOCK, where nobody is privileged."""
+    """Finds whether page-locking fails in an unprivileged process with a small RLIMIT_MEMLOCK."""
 
     def confine() -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
@@ -106,7 +106,7 @@ def page_locking_with_little_memlock() -> dict[str, Any]:
 
 
 def bandwidth() -> dict[str, Any]:
-    """Bytes a second each way, page-locked and not, within the device, and both ways at once; and what a call costs."""
+    """Measures copies in bytes a second: each way, page-locked or not, within the device, both ways at once; and one call."""
     open_context()
     ours, other, most = make_stream(), make_stream(), largest()
     one, two = int(good(driver.cuMemAlloc(most))), int(good(driver.cuMemAlloc(most)))
@@ -152,7 +152,7 @@ def bandwidth() -> dict[str, Any]:
 
 
 def _duplex(byte_size: int, one: int, two: int, locked: int, second: int, ours: Any, other: Any) -> list[float]:
-    """What a worker gets whose ways in and out have a thread each."""
+    """Measures copies in both directions at once, each in a thread of its own; returns the GB/s of both."""
     context, counts = good(driver.cuCtxGetCurrent()), [0, 0]
     ends = time.perf_counter() + 1.5
 
@@ -176,7 +176,7 @@ def _duplex(byte_size: int, one: int, two: int, locked: int, second: int, ours: 
 
 
 def handles() -> dict[str, Any]:
-    """Memory of another process: where it lies here, what its range is, what is refused."""
+    """Opens memory of another process: checks its address, its range and its values, and what the driver refuses."""
     open_context()
     stream, found = make_stream(), dict[str, Any]()
     with Owner() as owner:
@@ -205,12 +205,12 @@ def handles() -> dict[str, Any]:
 
 
 def owner_frees() -> dict[str, Any]:
-    """What is seen of memory that its owner has freed, and used again, while it is open here."""
+    """Reads memory of another process after that process has freed it and allocated other memory."""
     return _gone(lambda owner: owner.free(0))
 
 
 def owner_dies() -> dict[str, Any]:
-    """What is seen of memory whose owner was killed."""
+    """Reads memory of another process after that process was killed."""
 
     def kill(owner: Owner) -> None:
         owner.process.kill()

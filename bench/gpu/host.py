@@ -1,4 +1,4 @@
-"""What this host is: cards, driver, versions of what matters."""
+"""Describes this host: its cards, driver, processor and the versions of the packages that matter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _QUERY = (
 
 
 def describe() -> dict[str, Any]:
-    """Everything by name; ``gpus``: what ``CUDA_VISIBLE_DEVICES`` calls them, empty with the reason in ``why``."""
+    """Returns the description, name -> value.
+
+    ``gpus``: the devices' names in ``CUDA_VISIBLE_DEVICES``; where it is empty ``why`` has the reason.
+    """
     gpus, why = usable_gpus(os.environ)
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),

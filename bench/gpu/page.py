@@ -1,4 +1,4 @@
-"""The report as a page: what was to be reached beside what was, then each part. Pure."""
+"""Formats the report as a Markdown page: the targets beside what was measured, then each part. It reads and writes no files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST = 400
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One row of what a GPU host has to reach."""
+    """One target that a GPU host has to reach, a row of the page's first table."""
 
     what: str
     #: Of what ``serve`` found. Raises KeyError, TypeError: that was not measured.
@@ -23,7 +23,7 @@ class Target:
     least: bool = False
 
     def line(self, found: Mapping[str, Any]) -> str:
-        """A row of the table."""
+        """Formats the table's row: target, limit, measured value, reached or not."""
         wanted = f"{'>=' if self.least else '<='} {self.limit:g} {self.unit}"
         try:
             value = self.value(found)
@@ -34,7 +34,7 @@ class Target:
 
 
 def _batch(found: Mapping[str, Any]) -> float:
-    """Microseconds of the largest batch."""
+    """Returns the microseconds that the worker took for the largest batch. Raises ValueError: none had 32 rows."""
     batches = found["in the worker, of a batch of mlp, on cuda"]
     of = batches[max(batches, key=int)]
     if int(max(batches, key=int)) < 32:
@@ -65,7 +65,7 @@ TARGETS = (
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Formats the whole page."""
     return "\n".join(_lines(report)) + "\n"
 
 
@@ -93,7 +93,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """One a figure, whatever it lies in."""
+    """Yields name and value of each figure; names of nested objects are joined by ": "."""
     for name, content in found.items():
         if (
             isinstance(content, Mapping)

@@ -1,7 +1,7 @@
-"""A daemon on the GPU, and one on the CPU beside which it is judged: small and large requests, and a worker that is killed.
+"""Measures a daemon on the GPU and one on the CPU: small and large requests, and a worker that is killed.
 
-The rows of small requests are the raw clients' of bench/closed_loop.py, as a stock client in Python takes longer than the daemon;
-large tensors come from stock clients (client.py), a process each.
+Small requests are sent by the raw clients of bench/closed_loop.py, because a stock client in Python takes longer than the daemon;
+large tensors are sent by stock clients (client.py), a process each.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _START = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Near(Row):
-    """Its answer may differ from what was computed beside by rounding: batches are computed in other orders."""
+    """A row whose answer may differ by rounding from the one computed on the CPU: batches are computed in another order."""
 
     def check(self, answer: bytes | bytearray) -> None:
         values = np.frombuffer(bytes(answer[-self.values.nbytes :]), self.values.dtype)
@@ -71,17 +71,25 @@ class Near(Row):
 
 
 class Serving:
-    """One run."""
+    """One run of all measurements."""
 
     def __init__(self, folder: Path, until: float, seconds: float, largest: int, port: int) -> None:
-        """``until``: CLOCK_MONOTONIC. ``largest``: MiB of a tensor. Logs go to ``folder``. ``port``: the first of three."""
+        """Sets up the run; nothing is started yet.
+
+        Args:
+          folder: where logs and configurations are written.
+          until: CLOCK_MONOTONIC in seconds; no measurement begins that would end later.
+          seconds: length of one measurement.
+          largest: MiB of the largest tensor.
+          port: the first of three ports.
+        """
         self._folder, self._until, self._seconds, self._largest = folder, until, seconds, largest
         self._ports = dict(zip(("http", "grpc", "metrics"), range(port, port + 3), strict=True))
         self._addresses = {what: f"127.0.0.1:{number}" for what, number in self._ports.items()}
         self._found: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
-        """What was found; what did not come to an end says why."""
+        """Runs all measurements and returns their results; an error that ended them is under ``stopped``."""
         try:
             with self._served("cuda") as pid:
                 self._small("cuda")
@@ -112,7 +120,7 @@ class Serving:
             yield pid
 
     def _small(self, device: str) -> None:
-        """Small requests of one client; and of 32, whose batches' time in the worker is the statistics'."""
+        """Measures small requests of one client, and those of 32 clients with the time of a batch in the worker."""
         a, b = np.arange(16, dtype=np.float32).reshape(1, 16), np.full((1, 16), 2, np.float32)
         x, expected = _mlp()
         for protocol, request, kind in (
@@ -147,7 +155,7 @@ class Serving:
                     self._note(name, tried(lambda p=protocol, w=way, c=count, s=size: self._ask(p, w, s * MIB, c)))  # type: ignore[misc]
 
     def _killed(self, supervisor: int) -> None:
-        """kill -9 of the worker under four clients, a third of their time after they began: no error, and right answers."""
+        """Kills the worker with SIGKILL while four clients ask, after a third of their time, and counts their errors."""
         if not self._has(4 * self._seconds + _AROUND):
             return
 
@@ -173,7 +181,7 @@ class Serving:
         meanwhile: Callable[[], None] | None = None,
         seconds: float = 0.0,
     ) -> dict[str, Any]:
-        """So many clients at once. Raises SystemExit: one was answered wrongly."""
+        """Runs ``count`` clients at once and returns their figures together. Raises SystemExit: a client got a wrong answer."""
         told = {"url": self._addresses[protocol], "protocol": protocol, "way": way, "byte_size": byte_size}
         words = json.dumps(told | {"seconds": seconds or self._seconds})
         with contextlib.ExitStack() as stack:
@@ -197,7 +205,7 @@ class Serving:
 
 
 def _wait(client: subprocess.Popen[str]) -> None:
-    """Until it is ready. Raises RuntimeError: it ended before."""
+    """Waits until a client is ready. Raises RuntimeError: the client ended before."""
     assert client.stdout is not None
     if client.stdout.readline().strip() != "ready":
         raise RuntimeError(f"a client ended with {client.wait()} before it was answered")
@@ -218,7 +226,7 @@ def _together(each: list[dict[str, Any]]) -> dict[str, Any]:
 
 @functools.cache
 def _mlp() -> tuple[Any, Any]:
-    """An input of ``mlp``, FP32[1, 784], and its logits, computed on the CPU in a process of its own: this one has no JAX."""
+    """Returns an input of ``mlp``, FP32[1, 784], and its logits, computed on the CPU by another process: this one has no JAX."""
     x = np.random.default_rng(0).random((1, 784), np.float32)
     code = (
         "import importlib.util, json, sys, jax, numpy as np\n"
@@ -241,7 +249,10 @@ def _mlp() -> tuple[Any, Any]:
 
 
 def _in_worker(address: str, model: str) -> dict[str, Any]:
-    """By the size of a batch: how often, and microseconds of input, computation and output of one, as the server counts them."""
+    """Returns the server's statistics of a model's batches.
+
+    Size of a batch -> how many batches, and the mean microseconds of input, computation and output of one.
+    """
     with urllib.request.urlopen(f"http://{address}/v2/models/{model}/stats", timeout=30) as answer:
         (found,) = json.load(answer)["model_stats"]
     parts = ("compute_input", "compute_infer", "compute_output")

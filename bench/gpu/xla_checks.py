@@ -1,6 +1,6 @@
-"""What XLA does on this host's GPU with memory that is not its own, how long a small run takes, and what is left after errors.
+"""Checks what XLA does on this host's GPU: with memory that is not its own, in small runs, and after errors.
 
-python -m bench.gpu.xla_checks NAME       one check, as JSON
+python -m bench.gpu.xla_checks NAME       runs one check and prints JSON
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ print(round(50 * (time.perf_counter() - began), 2))
 
 
 def _start(fraction: str = "0.1") -> tuple[Any, Any, Callable[..., Any]]:
-    """JAX, its GPU, and what makes an array of an address, an element type and a shape."""
+    """Starts JAX; returns it, its GPU, and a function that makes an array from an address, an element type and a shape."""
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", fraction)
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
     import jax
@@ -64,7 +64,7 @@ def _start(fraction: str = "0.1") -> tuple[Any, Any, Callable[..., Any]]:
 
 
 def views() -> dict[str, Any]:
-    """Another process's memory as an argument: in place, at which alignment, of which datatypes, given away."""
+    """Passes another process's memory to a program: in place or copied, at which alignments, of which datatypes, donated."""
     jax, device, view = _start()
     open_context()
     with Owner() as owner:
@@ -103,7 +103,7 @@ def views() -> dict[str, Any]:
 
 
 def latency() -> dict[str, Any]:
-    """4 KiB in and out, in the orders that a worker may choose."""
+    """Times a run with 4 KiB of input and output, with the copies in the orders that a worker may choose."""
     jax, _, view = _start()
     open_context()
     stream, byte_size = make_stream(), 4 * _SMALL
@@ -151,7 +151,7 @@ def latency() -> dict[str, Any]:
 
 
 def graphs() -> dict[str, Any]:
-    """What addresses that change cost a program of many kernels, with XLA's command buffers and without."""
+    """Times a program of many kernels whose addresses change, with XLA's command buffers and without."""
     if os.environ.get("XLA_FLAGS"):
         return _graphs()
     environment = {**os.environ, "XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
@@ -182,7 +182,7 @@ def _graphs() -> dict[str, Any]:
 
 
 def out_of_memory() -> dict[str, Any]:
-    """Where a program that needs too much fails, and what works afterwards."""
+    """Runs a program that needs too much memory; finds where it fails and whether programs run afterwards."""
     jax, _, _ = _start()
     open_context()
     found: dict[str, Any] = {}
@@ -199,7 +199,7 @@ def out_of_memory() -> dict[str, Any]:
 
 
 def illegal_address() -> dict[str, Any]:
-    """A program that reads memory which is not there: an error at the call, at the wait, or no end? And what is left."""
+    """Runs a program that reads an invalid address; finds whether the call, the wait or nothing fails, and what works then."""
     jax, _, view = _start()
     open_context()
     compiled = jax.jit(lambda a: a * 2).lower(jax.ShapeDtypeStruct((_SMALL,), FP32)).compile()
@@ -220,7 +220,7 @@ def illegal_address() -> dict[str, Any]:
 
 
 def callbacks() -> dict[str, Any]:
-    """A function of the host's in a program of the GPU's, as the worker starts JAX."""
+    """Calls a Python function on the host from a program on the GPU, with JAX started as the worker starts it."""
     jax, _, _ = _start()
     shape = jax.ShapeDtypeStruct((4,), np.float32)
     twice = jax.jit(lambda x: jax.pure_callback(lambda a: np.asarray(a) * 2, shape, x))
@@ -231,7 +231,7 @@ def callbacks() -> dict[str, Any]:
 
 
 def two_processes() -> dict[str, Any]:
-    """Milliseconds of a product of matrices: one process alone, and two beside each other on the GPU."""
+    """Times a matrix product in milliseconds: in one process alone, and in two processes on the GPU at once."""
     environment = {"JAX_PLATFORMS": "cuda,cpu", **os.environ, "XLA_CLIENT_MEM_FRACTION": "0.3"}
 
     def beside(count: int) -> list[Any]:

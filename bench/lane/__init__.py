@@ -1,1 +1,1 @@
-"""Clients on the same host over lanes, beside gRPC and HTTP with system regions, and beside the lower limits."""
+"""Measures clients on the same host over lanes, beside gRPC and HTTP with system regions, and beside lower limits."""

@@ -1,9 +1,9 @@
-"""Measures clients on the same host, over lanes and beside other ways: ``python -m bench.lane``.
+"""Measures clients on the same host, over lanes and in other ways: ``python -m bench.lane``.
 
     python -m bench.lane                 the lane, our own gRPC and HTTP with system regions by tritonclient, and the limits
     python -m bench.lane --peer DIR      and a real Triton over HTTP with system regions; DIR as for ``python -m bench``
 
-Rows: small-c1, a small request at a time; small-p16, sixteen such processes; 16MiB-c1; flight-64, 64 in flight on one
+Rows: small-c1, a small request at a time; small-p16, sixteen such processes; 16MiB-c1; flight-64, 64 requests in flight on one
 asynchronous client; simulators-64, 64 processes with 96x96x3 uint8 and 32 floats each (without gRPC). Each has a sibling, -vary,
 in which ids, values and, where the model has them, shapes differ. Every answer is compared with what is right, outside of p50.
 All ways are measured in turn in each round.
@@ -12,10 +12,10 @@ bare is client/examples/lane.c, the lane from C (small-c1). local is the same ji
 without a server, and limit two processes in C that pass the same bytes over a SEQPACKET socket and shared memory; both only in
 rows with one client and one request at a time.
 
-Of each way: answers a second, the lane's rate divided by its rate, p50, the lane's p50 divided by its p50 (all medians of the
-rounds, ratios of each round), and processor microseconds of an answer: of the clients, comparing included, and of each process
-of the server. At the end: what processes used in some seconds while a client with an idle lane was connected. Exit status 1: an
-answer was wrong.
+Printed for each way: answers a second, the lane's rate divided by this rate, p50, the lane's p50 divided by this p50 (all medians
+of the rounds, ratios of each round), and processor microseconds of an answer: of the clients, comparing included, and of each
+process of the server. At the end: the processor time used in some seconds while a client with an idle lane was connected. Exit
+status 1: an answer was wrong.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PROBE = 2000
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Holds the figures of one way of asking in one round."""
+    """The figures of one way of asking in one round."""
 
     rate: float
     p50_us: float
@@ -60,13 +60,13 @@ class Figures:
 
 
 class Server:
-    """A running server, by its process."""
+    """A running server, known by its process id."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
 
     def used_us(self) -> dict[str, float]:
-        """Returns the processor time of its processes since they started, by name."""
+        """Returns the processor time of the server's processes since they started: name -> microseconds."""
         found: dict[str, float] = {}
         for pid, name in {self._pid: "supervisor", **children(self._pid)}.items():
             found[name] = found.get(name, 0.0) + processor_us(pid)
@@ -74,12 +74,12 @@ class Server:
 
 
 class Load:
-    """The processes of a row on one way, which wait between rounds."""
+    """The client processes of a row that ask in one way; they wait between rounds."""
 
     def __init__(
         self, stack: contextlib.ExitStack, way: str, kind: str, address: str, row: Row, server: Server | None
     ) -> None:
-        """``kind``: as ``bench.lane.load`` has it. Raises SystemExit: a process has ended, with what it wrote."""
+        """Starts the processes. ``kind``: the WAY of ``bench.lane.load``. Raises SystemExit: a process has ended."""
         self.way = way
         self._server = server
         self._processes = [
@@ -97,7 +97,7 @@ class Load:
         return line
 
     def measure(self, seconds: float) -> Figures:
-        """Asks for so long."""
+        """Has all processes ask for so many seconds; returns their figures together."""
         before = self._server.used_us() if self._server else {}
         for process in self._processes:
             assert process.stdin is not None
@@ -114,7 +114,7 @@ class Load:
 
 
 class Limit:
-    """Two processes in C."""
+    """Two processes in C that pass a row's bytes to each other without a server."""
 
     def __init__(self, program: Path, row: Row) -> None:
         import random
@@ -125,7 +125,7 @@ class Limit:
         self._command = [str(program), *map(str, sizes)]
 
     def measure(self, seconds: float) -> Figures:
-        """Passes bytes for so long."""
+        """Passes bytes for so many seconds."""
         said = json.loads(subprocess.check_output([*self._command, str(seconds)], text=True))
         return Figures(
             said["answers"] / said["seconds"], said["p50_us"], said["client_us"], {"other": said["server_us"]}
@@ -133,7 +133,7 @@ class Limit:
 
 
 class Bare:
-    """The client's example in C, which compares each answer itself."""
+    """The client's example in C, lane.c, as a load; it compares each answer itself."""
 
     way = BARE
 
@@ -143,13 +143,13 @@ class Bare:
         self._call_us = self._run(_PROBE)
 
     def _run(self, calls: int) -> float:
-        """Asks so often. Returns the median in microseconds."""
+        """Makes so many calls. Returns the median latency in microseconds."""
         said = subprocess.check_output([*self._command, str(calls)], text=True)
         (median,) = re.findall(r"the median took ([\d.]+) us", said)
         return float(median)
 
     def measure(self, seconds: float) -> Figures:
-        """Asks for about so long."""
+        """Makes as many calls as take about so many seconds."""
         calls = max(1, int(1e6 * seconds / self._call_us))
         before, used, began = self._server.used_us(), children_us(), time.perf_counter()
         self._call_us = self._run(calls)
@@ -164,13 +164,13 @@ class Bare:
 
 
 def children_us() -> float:
-    """Returns the processor time of children that have ended."""
+    """Returns the processor time of all children that have ended, in microseconds."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return 1e6 * (usage.ru_utime + usage.ru_stime)
 
 
 def main() -> int:
-    """Parses the command line and measures."""
+    """Parses the command line, measures and prints a line for each row and way."""
     parser = argparse.ArgumentParser(
         prog="bench.lane", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -220,12 +220,12 @@ def main() -> int:
 
 
 def vars_of(figures: Figures) -> dict[str, object]:
-    """Returns the figures by name."""
+    """Returns the fields of the figures by name, for JSON."""
     return {name: getattr(figures, name) for name in ("rate", "p50_us", "client_us", "server_us")}
 
 
 def compiled(folder: Path, source: Path) -> Path:
-    """Returns a program in C. Raises SystemExit: there is no C compiler."""
+    """Compiles a C program into a folder and returns its path. Raises SystemExit: there is no C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         raise SystemExit(f"{source.name} is written in C: there is no compiler (cc)")
@@ -236,7 +236,7 @@ def compiled(folder: Path, source: Path) -> Path:
 
 @contextlib.contextmanager
 def ours(clients: Path, logs: Path) -> Iterator[Server]:
-    """The daemon, with its socket for clients there."""
+    """Runs the daemon within the block, with its socket for clients at the path ``clients``."""
     os.environ["TENSORD_CLIENTS_SOCKET"] = str(clients)
     command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml"]
     command += [f"--model-repository={ROOT / path}" for path in ("bench/models", "bench/lane/models")]
@@ -247,7 +247,7 @@ def ours(clients: Path, logs: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def triton(peer: Path, folder: Path, logs: Path) -> Iterator[Server]:
-    """A real Triton, with the models of the rows."""
+    """Runs a real Triton with the models of the rows within the block."""
     subprocess.run([peer / "setup.sh"], check=True, stdout=subprocess.DEVNULL)
     models = folder / "peer-models"
     models.mkdir()
@@ -259,7 +259,7 @@ def triton(peer: Path, folder: Path, logs: Path) -> Iterator[Server]:
 
 
 def lines(name: str, rounds: Sequence[dict[str, Figures]]) -> str:
-    """Returns a row of the table for each way."""
+    """Formats a line of the table for each way of a row."""
     made = []
     for way in rounds[0]:
         column = [each[way] for each in rounds]
@@ -278,7 +278,7 @@ def lines(name: str, rounds: Sequence[dict[str, Figures]]) -> str:
 
 
 def idle(server: Server, clients: str, seconds: float) -> str:
-    """Returns what was used while a client with an idle lane was connected, beside what was used without one."""
+    """Returns a line with the processor time used while a client with an idle lane was connected, and without one."""
     used = []
     for connects in (False, True):
         with contextlib.ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""One process of a load: ``python -m bench.lane.load WAY ROW ADDRESS NUMBER``.
+"""Runs one client process of a load: ``python -m bench.lane.load WAY ROW ADDRESS NUMBER``.
 
     WAY   lane (ADDRESS: the clients' socket), http or grpc (ADDRESS: HOST:PORT; tensors in system regions), local (no server)
 
-It asks for all of its kinds and checks, says ``ready``, and waits for a line with the seconds that it is to ask; then it prints
-what it measured as one JSON object, and so on until its input ends. Every answer is compared with what is right.
+It sends each of its requests and checks the answers, prints ``ready``, and waits for a line with the seconds that it is to ask;
+then it prints what it measured as one JSON object, and so on until its input ends. Every answer is compared with what is right.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AsyncAsk = Callable[[], Awaitable[None]]
 
 
 def requests(row: Row, number: int) -> Iterator[tuple[str, Tensors, Tensors]]:
-    """Yields a request's id, inputs and right outputs for ever: the same ones, or those of a pool in turn."""
+    """Yields the id, inputs and right outputs of requests without end: always the same, or those of a pool in turn."""
     chance = random.Random(number)
     many = _POOL if row.varies and row.model != "identity" else 4 if row.varies else 1
     pool = [(inputs, row.outputs(inputs)) for inputs in (row.inputs(chance) for _ in range(many))]
@@ -47,7 +47,7 @@ def requests(row: Row, number: int) -> Iterator[tuple[str, Tensors, Tensors]]:
 
 
 def check(outputs: Any, right: Tensors) -> None:
-    """Raises AssertionError: an output is another one, or of another shape."""
+    """Raises AssertionError: an output has other values than the right one, or another shape."""
     for name, values in right.items():
         found = outputs[name]
         # Of a few bytes numpy's comparison takes longer than a request.
@@ -57,7 +57,7 @@ def check(outputs: Any, right: Tensors) -> None:
 
 
 class Fixed:
-    """Outputs that come to the same memory each time, and what is right there.
+    """Compares outputs that are written to the same memory each time with the right ones.
 
     Between many processes nothing is in the processor's caches any more, and comparing by numpy takes longer than asking.
     """
@@ -69,7 +69,7 @@ class Fixed:
         self._memory = {name: memoryview(values.reshape(-1).view(np.uint8)) for name, values in found.items()}
 
     def check(self) -> None:
-        """Compares them, and spoils them for the next request. Raises AssertionError: one is another one."""
+        """Compares outputs, then changes a byte of each so that a stale one is noticed. Raises AssertionError: one differs."""
         for name, values in self._few.items():
             if bytes(self._memory[name]) != values:
                 raise AssertionError(f"output '{name}' is {self._found[name]}")
@@ -80,7 +80,7 @@ class Fixed:
 
 
 class Regions:
-    """System regions of one request at a time: its inputs one after the other, and its outputs."""
+    """System regions for one request at a time: one for its inputs, in a row, and one for its outputs."""
 
     def __init__(self, library: Any, row: Row) -> None:
         self._library = library
@@ -96,12 +96,12 @@ class Regions:
         return np.memmap(path, np.uint8, "r+")
 
     def registrations(self) -> Iterator[tuple[str, str, int]]:
-        """Yields a name, key and size of each."""
+        """Yields name, key and size in bytes of each region."""
         for kind, name in self.names.items():
             yield name, f"/{name}", self.sizes[kind]
 
     def tensors(self, inputs: Tensors, right: Tensors) -> tuple[list[Any], list[Any]]:
-        """Puts a request's tensors in place; returns what it says of them."""
+        """Writes a request's inputs into their region; returns tritonclient's objects for its inputs and its outputs."""
         said: tuple[list[Any], list[Any]] = [], []
         at = 0
         for name, values in inputs.items():
@@ -119,7 +119,7 @@ class Regions:
         return said
 
     def outputs(self, right: Tensors) -> Fixed:
-        """Returns where the outputs come to, with what is right."""
+        """Returns the outputs in their region, to be compared with the right ones."""
         at, found = 0, {}
         for name, values in right.items():
             found[name] = self.memory["output"][at : at + values.nbytes].view(values.dtype).reshape(values.shape)
@@ -136,7 +136,7 @@ class Regions:
 
 @contextlib.contextmanager
 def over_lane(row: Row, address: str, number: int) -> Iterator[Ask]:
-    """Arrays of the client's memory; a prepared call where nothing varies."""
+    """Yields a function that asks over a lane, with arrays of the client's memory; a prepared call where nothing varies."""
     from tensord_client.lane import Call, LaneConnection
 
     source = requests(row, number)
@@ -176,7 +176,7 @@ def over_lane(row: Row, address: str, number: int) -> Iterator[Ask]:
 
 @contextlib.contextmanager
 def over_library(way: str, row: Row, address: str, number: int) -> Iterator[Ask]:
-    """tritonclient with system regions; what it says is made once where nothing varies."""
+    """Yields a function that asks by tritonclient with system regions; where nothing varies its objects are made once."""
     import importlib
 
     library = importlib.import_module(f"tritonclient.{way}")
@@ -206,7 +206,7 @@ def over_library(way: str, row: Row, address: str, number: int) -> Iterator[Ask]
 
 @contextlib.contextmanager
 def in_process(row: Row, number: int) -> Iterator[Ask]:
-    """The jitted function on the same arrays, in this process."""
+    """Yields a function that calls the jitted function in this process, without a server."""
     import jax
 
     source, function = requests(row, number), row.jitted()
@@ -229,7 +229,7 @@ def in_process(row: Row, number: int) -> Iterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def flights(way: str, row: Row, address: str, number: int) -> AsyncIterator[list[AsyncAsk]]:
-    """Makes one client with an asker for each request that is to be in flight."""
+    """Yields one client's functions that ask, one for each request that is to be in flight."""
     async with contextlib.AsyncExitStack() as stack:
         askers: list[AsyncAsk] = []
         if way == "lane":
@@ -283,14 +283,14 @@ def _library_asker(client: Any, regions: Regions, row: Row, source: Iterator[tup
 
 
 def report(took: list[float], began: float, used: float) -> None:
-    """Prints what was measured."""
+    """Prints the figures of one measurement as JSON."""
     seconds, used = time.perf_counter() - began, time.process_time() - used
     figures = {"answers": len(took), "seconds": seconds, "p50_us": 1e6 * statistics.median(took)}
     print(json.dumps(figures | {"client_us": 1e6 * used / len(took)}), flush=True)
 
 
 def run(ask: Ask) -> None:
-    """Asks once; then for as long as each line of standard input says."""
+    """Asks some times to warm up; then measures for as many seconds as each line of standard input says."""
     for _ in range(_POOL):
         ask()()
     print("ready", flush=True)
@@ -307,7 +307,7 @@ def run(ask: Ask) -> None:
 
 
 async def run_flights(way: str, row: Row, address: str, number: int) -> None:
-    """Measures a row with many requests in flight on one client."""
+    """Does what ``run`` does, with many requests in flight on one client."""
     async with flights(way, row, address, number) as askers:
         for _ in range(_POOL):
             await asyncio.gather(*[ask() for ask in askers])
@@ -333,7 +333,7 @@ async def run_flights(way: str, row: Row, address: str, number: int) -> None:
 
 
 def main(way: str, name: str, address: str, number: int) -> None:
-    """Runs one process of the load."""
+    """Runs one client process of the load."""
     row = ROWS[name]
     if row.in_flight > 1:
         asyncio.run(run_flights(way, row, address, number))

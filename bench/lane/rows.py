@@ -1,4 +1,4 @@
-"""The rows: what is asked, by how many processes, with how many requests in flight in each, and what a right answer is."""
+"""Defines the rows: what is asked, by how many processes, with how many requests in flight in each, and the right answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Row:
 
     @property
     def byte_sizes(self) -> tuple[int, int]:
-        """Returns how large the inputs together, and the outputs together, are at most."""
+        """Returns the largest sizes in bytes of all inputs of a request together, and of all its outputs."""
         return {"addsub": (1024, 1024), "identity": (4 * _FLOATS, 4 * _FLOATS), "policy": (96 * 96 * 3 + 128, 128)}[
             self.model
         ]
@@ -45,7 +45,7 @@ class Row:
         return {"image": image, "state": np.full(32, chance.randrange(1000), np.float32)}
 
     def outputs(self, inputs: Tensors) -> Tensors:
-        """Computes the right outputs."""
+        """Computes the right outputs for the inputs."""
         match self.model:
             case "addsub":
                 a, b = inputs["INPUT0"], inputs["INPUT1"]
@@ -55,7 +55,7 @@ class Row:
         return {"actions": inputs["state"] + np.float32(inputs["image"].max())}
 
     def jitted(self) -> Any:
-        """Returns the same function, jitted, for this process."""
+        """Returns the model's function, jitted, to be called in this process."""
         import jax
 
         match self.model:

@@ -1,1 +1,1 @@
-"""Requests that differ: the rows, the requests, what a right answer says, and the client in C that sends them."""
+"""Measures requests that all differ: the rows, the requests, their right answers, and the client in C that sends them."""

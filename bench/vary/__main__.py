@@ -1,4 +1,4 @@
-"""Requests that differ, as clients behind a proxy or a mesh send them: ``python -m bench.vary``.
+"""Measures requests that all differ, as clients behind a proxy or a mesh send them: ``python -m bench.vary``.
 
     python -m bench.vary                              this checkout alone
     python -m bench.vary --other DIR                  and another checkout of ours, in turn
@@ -10,15 +10,15 @@ A row vary-PROTOCOL-KIND-cN has N connections, of which each sends, waits for it
 pool in which no two are the same. KIND says what differs: id; trace, a trace header, and over gRPC a deadline, in header blocks
 as grpc-core writes them; shape; models, three in turn; new, a connection for each request; all, ids, trace headers, values and
 the heads of four clients in turn; rnn, steps of sequences of one to forty steps, each of which one connection sends in order.
-Before a row is measured each request is asked once of each server and what came is checked in full; then every answer is
-compared with it, byte for byte. The client is one thread in C (client.c); what it takes itself for each answer is printed.
+Before a row is measured each request is sent once to each server and the answers are checked in full; then every answer is
+compared with the first, byte for byte. The client is one thread in C (client.c); its own time for each answer is printed.
 
 Rates, p50 and cpu, the processor time of all the server's processes for an answer, are medians of the rounds; x is the median
 of the rounds' ratios ours/that server (rate: more is better), with the least and the largest of them. Every other round begins
 with the last server, so that none always comes first. How far the control's x is from 1 is noise, and so much of any other x may
 be. On a busy machine the processor times say more than the rates. MB is the memory of all the server's processes after the row.
-Answers that never came are said beside the rate. A server that answers wrongly or not at all fails the row, which is said
-instead; the others go on, and one that has died is started again before them.
+The number of requests that were never answered is printed beside the rate. A server that answers wrongly or not at all fails the
+row, and the error is printed instead; the other rows are still measured, and a server that has died is started again before them.
 Exit status 1: an answer was wrong or never came.
 """
 
@@ -99,7 +99,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _alike(names: Sequence[str]) -> list[list[Row]]:
-    """The rows in their order, those that follow each other and send the same together."""
+    """Groups the rows, in their order, into runs of rows that send the same pool."""
     rows = [ROWS[name] for name in names]
     return [list(group) for _, group in itertools.groupby(rows, lambda row: (row.protocol, row.kind))]
 
@@ -107,7 +107,7 @@ def _alike(names: Sequence[str]) -> list[list[Row]]:
 def _measure(
     client: Client, measured: list[Server], rows: list[Row], arguments: argparse.Namespace, report: dict[str, Any]
 ) -> int:
-    """Measures rows that send the same and prints each; returns how many failed."""
+    """Measures rows that send the same pool and prints each; returns how many failed."""
     protocol, failed = rows[0].protocol, 0
     requests = pool(protocol, rows[0].kind, arguments.pool)
     files: list[Path] = []
@@ -142,20 +142,20 @@ def _measure(
 
 
 def orders(count: int) -> Iterator[range]:
-    """Yields the order of each round's servers, first to last and last to first in turn."""
+    """Yields the order of the servers for each round, without end: first to last and last to first in turn."""
     forwards = range(count)
     return itertools.cycle((forwards, forwards[::-1]))
 
 
 def _revive(measured: list[Server]) -> None:
-    """One that has died fails the row that it died of, not those that follow."""
+    """Starts servers that have died again, so that only the row in which one died fails."""
     for server in measured:
         if server.revive():
             print(f"{server.name} had died and was started again", flush=True)
 
 
 def _figures(client: Client, server: Server, row: Row, file: Path, seconds: float) -> Figures:
-    """One measurement, with what it cost the server."""
+    """Makes one measurement, with the processor time that the server used in it."""
     before = server.used_us()
     figures = client.measure(row.protocol, server.address(row.protocol), file, row.connections, seconds, row.renews)
     after = server.used_us()
@@ -165,7 +165,7 @@ def _figures(client: Client, server: Server, row: Row, file: Path, seconds: floa
 
 
 def head(names: Sequence[str]) -> str:
-    """The first lines of the table."""
+    """Formats the head of the table."""
     columns = ["row"]
     for name in names:
         columns += [f"{name}/s", *(["x"] if name != names[0] else []), "p50 us", "cpu us", "MB"]
@@ -174,10 +174,11 @@ def head(names: Sequence[str]) -> str:
 
 
 def line(name: str, rounds: Sequence[Sequence[Figures]], memory: Sequence[float | None]) -> str:
-    """A row of the table: of each server its columns.
+    """Formats a row of the table with the columns of each server.
 
     Args:
-      rounds: in each round what each server did, ours first.
+      rounds: for each round the figures of each server, ours first.
+      memory: megabytes of each server; None: not known.
     """
     cells = [name]
     for number, column in enumerate(zip(*rounds, strict=True)):

@@ -1,8 +1,8 @@
-"""Whether an answer says what it must: everything it says is compared with what was asked.
+"""Checks an answer of a server against the right answer: everything in it is compared.
 
     model, id, and of each output name, datatype, shape and every value        no output more, none less
 
-Answers of HTTP may be compressed where the request allows it.
+HTTP answers may be compressed where the request allows it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ _PREFIX_SIZE = 5
 
 
 class WrongAnswer(AssertionError):
-    """It does not say what it must."""
+    """An answer is not the right one."""
 
 
 def check(protocol: str, asked: Asked, answer: bytes) -> None:
-    """Raises WrongAnswer. ``answer``: with its head over HTTP, with its five bytes before the message over gRPC."""
+    """Raises WrongAnswer: the answer is not the right one.
+
+    ``answer``: over HTTP with its head, over gRPC with the five bytes before the message.
+    """
     try:
         if protocol == "http":
             model, id, outputs = _http(answer)
@@ -45,7 +48,10 @@ def check(protocol: str, asked: Asked, answer: bytes) -> None:
 
 
 def check_blocks(blocks: Iterable[bytes]) -> None:
-    """Raises WrongAnswer: a call did not end with OK. ``blocks``: header blocks that index nothing, each behind a flag."""
+    """Raises WrongAnswer: a call did not end with OK.
+
+    ``blocks``: header blocks that do not use the HPACK table, each after a byte that is not 0 where the block is one of trailers.
+    """
     for block in blocks:
         decoder = hpack.Decoder()
         fields = dict(decoder.decode(block[1:]))

@@ -1,9 +1,9 @@
-"""The client in C (client.c): compiled where it is needed, and handed a pool whose answers were checked.
+"""Compiles the client in C (client.c), and gives it a pool of requests whose answers were checked.
 
-    record: each request once ─▶ answers.py checks what came ─▶ measure: from now on every answer has to be that, byte for byte
+    record: each request once ─▶ answers.py checks the answers ─▶ measure: each answer has to be the recorded one, byte for byte
 
-A server answers the same request with the same bytes, and which these are differs from server to server; so what Python has
-read and found right once, C can compare at the cost of a few nanoseconds.
+A server answers the same request with the same bytes, but two servers with different ones; so an answer that Python has found
+right once can be compared in C within a few nanoseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RECORDING = 4
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one measurement."""
+    """The figures of one measurement."""
 
     answers: int
     #: With those before the clock started and after it stopped.
@@ -46,15 +46,15 @@ class Figures:
 
     @property
     def rate(self) -> float:
-        """Answers a second."""
+        """Returns answers a second."""
         return self.answers / self.seconds
 
 
 class Client:
-    """The program, and a folder for its files."""
+    """The compiled client, and a folder for its files."""
 
     def __init__(self, folder: Path) -> None:
-        """Compiles it. Raises SystemExit: there is no C compiler."""
+        """Compiles the client into the folder. Raises SystemExit: there is no C compiler."""
         compiler = shutil.which("cc")
         if compiler is None:
             raise SystemExit("the client is written in C: there is no compiler (cc)")
@@ -64,9 +64,9 @@ class Client:
         subprocess.run(command, check=True)
 
     def record(self, address: str, pool: Pool) -> Path:
-        """Asks each request once; returns the file with the pool and the answers of this server.
+        """Sends each request once and checks the answers; returns a file with the pool and this server's answers.
 
-        Raises WrongAnswer: one of them does not say what it must.  RuntimeError: the client could not go on.
+        Raises WrongAnswer: an answer is not the right one; RuntimeError: the client could not go on.
         """
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             empty, recorded = Path(folder, "pool"), Path(folder, "recorded")
@@ -86,9 +86,9 @@ class Client:
     def measure(
         self, protocol: str, address: str, pool: Path, connections: int, seconds: float, renews: bool = False
     ) -> Figures:
-        """A closed loop. ``renews``: each request has a connection of its own.
+        """Runs a closed loop and returns its figures. ``renews``: each request has a connection of its own.
 
-        Raises WrongAnswer: one differs from what was recorded.  RuntimeError: the client could not go on.
+        Raises WrongAnswer: an answer differs from the recorded one; RuntimeError: the client could not go on.
         """
         words = [f"--seconds={seconds}", *(["--new"] if renews else [])]
         return Figures(**json.loads(self._run(protocol, address, connections, pool, *words)))
@@ -105,7 +105,7 @@ class Client:
 
 @contextlib.contextmanager
 def compiled() -> Iterator[Client]:
-    """A client whose files are gone when the block ends."""
+    """Compiles the client; its files are removed when the block ends."""
     with tempfile.TemporaryDirectory(prefix="tensord-bench-") as folder:
         yield Client(Path(folder))
 
@@ -115,7 +115,7 @@ def _piece(content: bytes) -> bytes:
 
 
 def _file(pool: Pool, blocks: list[bytes], answers: list[bytes]) -> bytes:
-    """As client.c reads it."""
+    """Packs a pool with its header blocks and answers into the file that client.c reads."""
     pieces = [struct.pack("<I", len(pool.exchanges)), _piece(pool.opening), struct.pack("<I", len(blocks))]
     pieces += map(_piece, blocks)
     for exchange, answer in zip(pool.exchanges, answers, strict=True):
@@ -126,7 +126,7 @@ def _file(pool: Pool, blocks: list[bytes], answers: list[bytes]) -> bytes:
 
 
 def _recorded(content: bytes) -> tuple[list[bytes], list[bytes]]:
-    """Header blocks and answers as client.c writes them."""
+    """Unpacks the header blocks and the answers from the file that client.c writes."""
     pieces, (count,), at = [], struct.unpack_from("<I", content), 4
     while at < len(content):
         (size,) = struct.unpack_from("<I", content, at)

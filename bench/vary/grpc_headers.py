@@ -1,4 +1,4 @@
-"""Header blocks as grpc-core writes them: deadlines and what calls repeat are put into the table, metadata is not.
+"""Encodes header blocks as grpc-core writes them: metadata stays out of the HPACK table, all other fields go into it.
 
     | 40 :path | ... | 40 grpc-timeout | 00 traceparent |    the first call
     | c4       | ... | 40 grpc-timeout | 00 traceparent |    a later one; each deadline moves the others, until they are evicted
@@ -39,14 +39,14 @@ def fields(method: str, timeout: str, trace: str) -> tuple[list[Field], list[Fie
 
 
 class Encoder:
-    """The encoding end of one connection, whose table has its default size."""
+    """Encodes the header blocks of one connection, whose HPACK table has its default size."""
 
     def __init__(self) -> None:
         #: The newest one first.
         self._entries: list[Field] = []
 
     def encode(self, said: list[Field], metadata: list[Field]) -> bytes:
-        """A block: ``said`` goes into the table, ``metadata`` does not."""
+        """Encodes a block: the fields of ``said`` go into the table, those of ``metadata`` do not."""
         return b"".join(
             [*map(self._indexed, said), *(b"\x00" + _text(name) + _text(value) for name, value in metadata)]
         )
@@ -66,5 +66,5 @@ class Encoder:
 
 
 def _text(content: bytes) -> bytes:
-    """Not in Huffman's code."""
+    """Encodes a string literal without Huffman coding."""
     return bytes(encode_integer(len(content), 7)) + content

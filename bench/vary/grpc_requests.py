@@ -1,4 +1,4 @@
-"""gRPC requests as several clients write them: a ModelInferRequest each, and the frames it is sent in."""
+"""Builds gRPC requests as several clients write them: a ModelInferRequest each, and the frames that carry it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Writer = Callable[[str, str, Mapping[str, np.ndarray], tuple[str, ...]], bytes]
 def tritonclient(
     model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...], step: Step | None = None
 ) -> bytes:
-    """As tritonclient.grpc does with the outputs it wants."""
+    """Builds a message as tritonclient.grpc does when it is told which outputs are wanted."""
     return _message(model, id, inputs, outputs, step=step)
 
 
 def all_outputs(model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
-    """Names no output, as Triton's Java and JavaScript examples do."""
+    """Builds a message that names no output, as Triton's Java and JavaScript examples do."""
     return _message(model, id, inputs, ())
 
 
 def versioned(model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
-    """With a version, as Triton's Go example does."""
+    """Builds a message with a version, as Triton's Go example does."""
     return _message(model, id, inputs, outputs, version="1")
 
 
 def reordered(model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
-    """Inputs and outputs in the other order, as a client does that keeps them in a table of its own."""
+    """Builds a message with inputs and outputs in reverse order, as a client may that keeps them in a hash table."""
     return _message(model, id, dict(reversed(inputs.items())), outputs[::-1])
 
 
@@ -64,22 +64,22 @@ def _message(
 
 
 def unary(message: bytes) -> bytes:
-    """The frames of a call on stream 0."""
+    """Builds the frames of a unary call on stream 0."""
     return call(message)
 
 
 def unary_with(block: bytes, message: bytes) -> bytes:
-    """The frames of a call on stream 0 that has this header block."""
+    """Builds the frames of a unary call on stream 0 with a given header block."""
     return frames.frame(frames.HEADERS, frames.END_HEADERS, 0, block) + last_message(message)
 
 
 def on_stream(message: bytes) -> bytes:
-    """The frame of a message on a stream that is open."""
+    """Builds the DATA frame of a message on a stream that is already open."""
     return frames.frame(frames.DATA, 0, 0, b"\0" + len(message).to_bytes(4, "big") + message)
 
 
 def opening(streams: bool) -> bytes:
-    """What a connection begins with; with ``streams`` also the ModelStreamInfer that stays open, as stream 1."""
+    """Returns the bytes that begin a connection; with ``streams`` they also open ModelStreamInfer as stream 1."""
     if not streams:
         return HELLO
     # A stream carries many answers: the client in C grants its window again.

@@ -1,7 +1,7 @@
-"""HTTP requests as four clients write them: head, JSON and its order, with binary tensors.
+"""Builds HTTP requests as four clients write them: their head, their JSON and its order, with binary tensors.
 
-The heads are what these clients send when they are given a body of bytes and one header, `traceparent`; the JSON is what
-tritonclient makes, and for the others what `json.dumps`, Go's `json.Marshal` of a struct and a hand make.
+The heads are those that these clients send for a body of bytes and one header, `traceparent`. The JSON is tritonclient's, and for
+the others that of `json.dumps`, of Go's `json.Marshal` and of a person.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def tritonclient(
     outputs: tuple[str, ...],
     step: Step | None = None,
 ) -> bytes:
-    """tritonclient.http of 2.60 and later."""
+    """Builds a request as tritonclient.http of 2.60 and later does."""
     said = {"id": id} if id else {}
     last = {} if step is None else {"parameters": step.parameters}
     content, tensors = _body(
@@ -52,7 +52,7 @@ def tritonclient(
 
 
 def requests(model: str, id: str, trace: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
-    """Python's requests with a session; spaces in the JSON, and all outputs."""
+    """Builds a request as Python's requests does with a session: spaces in the JSON, all outputs asked for."""
     said = {"id": id} if id else {}
     content, tensors = _body(
         {
@@ -82,7 +82,7 @@ def requests(model: str, id: str, trace: str, inputs: Mapping[str, np.ndarray], 
 
 
 def go(model: str, id: str, trace: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
-    """Go's net/http: its own fields, then the caller's in alphabetical order, each word with a capital."""
+    """Builds a request as Go's net/http does: its own fields, then the caller's by name, each word with a capital letter."""
     said = {"id": id} if id else {}
     content, tensors = _body(
         {
@@ -109,7 +109,7 @@ def go(model: str, id: str, trace: str, inputs: Mapping[str, np.ndarray], output
 
 
 def curl(model: str, id: str, trace: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
-    """curl with `--data-binary`, and JSON as people type it."""
+    """Builds a request as curl does with `--data-binary`, with JSON as people type it."""
     said = {"id": id} if id else {}
     content, tensors = _body(
         {
@@ -141,12 +141,12 @@ def _size(values: np.ndarray) -> dict[str, int]:
 
 
 def _body(content: object, inputs: Mapping[str, np.ndarray], spaces: bool = False) -> tuple[bytes, bytes]:
-    """The JSON, and the tensors behind it."""
+    """Returns the JSON, and the bytes of all tensors that follow it."""
     separators = (", ", ": ") if spaces else (",", ":")
     return json.dumps(content, separators=separators).encode(), b"".join(values.tobytes() for values in inputs.values())
 
 
 def _joined(model: str, *fields: str, body: bytes) -> bytes:
-    """The request; fields that are empty are left out."""
+    """Builds the request from its head's fields and its body; empty fields are left out."""
     head = "\r\n".join((f"POST /v2/models/{model}/infer HTTP/1.1", *filter(None, fields)))
     return f"{head}\r\n\r\n".encode() + body

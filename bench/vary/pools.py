@@ -1,4 +1,4 @@
-"""Pools of requests that differ from each other, each with what a right answer says.
+"""Makes pools of requests that differ from each other, each with its right answer.
 
     id      ids count up; values, as in all pools, are random     models  three models in turn
     trace   a trace header that never repeats, over gRPC          new     like "trace"; the client connects for each request
@@ -42,7 +42,7 @@ _SEED = 17
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks, and what a right answer says."""
+    """The contents of a request, and of the right answer to it."""
 
     model: str
     id: str
@@ -54,7 +54,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request as the client in C sends it, and what it asks."""
+    """A request as the client in C sends it, and its contents."""
 
     request: bytes
     asked: Asked
@@ -64,7 +64,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What one measurement sends; ``protocol`` as the client in C names it: http, grpc or stream."""
+    """The requests of one measurement. ``protocol`` as the client in C names it: http, grpc or stream."""
 
     protocol: str
     #: Sent once on each connection.
@@ -73,7 +73,7 @@ class Pool:
 
 
 class Numbers:
-    """Random values, ids and traces from a seed."""
+    """Draws values, ids and trace headers from a seed."""
 
     def __init__(self) -> None:
         self._values = np.random.default_rng(_SEED)
@@ -94,7 +94,7 @@ class Numbers:
         return Asked("post", id, {"logits": logits}, {"probabilities": probabilities}, rounded=True)
 
     def sequence(self) -> Iterator[tuple[Asked, Step]]:
-        """The steps of one."""
+        """Yields the steps of a new sequence."""
         who, length = self._texts.getrandbits(48) + 1, self._texts.randint(1, _MOST_STEPS)
         h = np.zeros((1, 256), np.float32)
         for number in range(length):
@@ -107,28 +107,28 @@ class Numbers:
         return self._texts.randint(1, _MOST_ROWS)
 
     def trace(self) -> str:
-        """A `traceparent` as W3C Trace Context has it."""
+        """Returns a `traceparent` header's value, as W3C Trace Context defines it."""
         return f"00-{self._texts.getrandbits(128):032x}-{self._texts.getrandbits(64):016x}-01"
 
     def timeout(self) -> str:
-        """A `grpc-timeout` as grpc-core writes it, long enough for any answer."""
+        """Returns a `grpc-timeout` as grpc-core writes it, long enough for any answer."""
         return f"{self._texts.randint(10_000, 99_999)}m"
 
     def _operand(self, *shape: int) -> np.ndarray:
-        """Sixteenths, whose sums and differences are exact."""
+        """Returns random multiples of 1/16, whose sums and differences are exact in FP32."""
         return (self._values.integers(-(1 << 16), 1 << 16, shape) / 16).astype(np.float32)
 
 
 @functools.cache
 def _weights() -> dict[str, np.ndarray]:
-    """Those of the recurrent network, from its own model.py."""
+    """Returns the weights of the recurrent network, from its model.py."""
     module = runpy.run_path(str(ROOT / "bench" / "models" / "rnn" / "1" / "model.py"))
     _, params = module["create"](None, None, jax.devices("cpu")[0])
     return {name: np.asarray(array) for name, array in params.items()}
 
 
 def pool(protocol: str, kind: str, count: int) -> Pool:
-    """So many requests of a kind. Raises KeyError: the protocol has no such kind."""
+    """Makes a pool of ``count`` requests of a kind. Raises KeyError: the protocol has no such kind."""
     make = KINDS[protocol][kind]
     opening = b"" if protocol == "http" else grpc_requests.opening(protocol == "stream")
     exchanges = list(islice(make(Numbers()), count))
@@ -198,7 +198,10 @@ def _grpc_id(numbers: Numbers) -> Iterator[Exchange]:
 
 
 def _grpc_trace(numbers: Numbers) -> Iterator[Exchange]:
-    """Blocks mean what they say only behind those before them: calls of one table belong together, and the first empties it."""
+    """Yields calls whose header blocks use one HPACK table for 120 calls; the first of them empties the table.
+
+    A block can only be read after those before it, so the calls of one table must be sent in order on one connection.
+    """
     while True:
         encoder, before = grpc_headers.Encoder(), grpc_headers.EMPTIED
         for left in reversed(range(_CALLS_OF_A_TABLE)):
@@ -215,7 +218,7 @@ def _grpc_shape(numbers: Numbers) -> Iterator[Exchange]:
 
 
 def _grpc_models(numbers: Numbers) -> Iterator[Exchange]:
-    """All messages are equally long: a length says nothing of the model."""
+    """Yields calls to three models in turn, with messages of equal length: the length does not tell the model."""
     models = (numbers.addsub, numbers.identity, numbers.post)
     sizes = [len(_grpc(make("-"))) for make in models]
     ids = ["-" * (1 + max(sizes) - size) for size in sizes]

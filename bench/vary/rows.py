@@ -1,4 +1,4 @@
-"""The rows: what each one sends, over how many connections."""
+"""Defines the rows: what each one sends, over how many connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MANY = {("http", "all"): (64, 256, 3000), ("stream", "rnn"): (64,)}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of load."""
+    """One kind of load, a row of the table."""
 
     protocol: str
     kind: str
@@ -21,12 +21,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As ``--rows`` has it."""
+        """Returns the name that ``--rows`` uses."""
         return f"vary-{self.protocol}-{self.kind}-c{self.connections}"
 
     @property
     def renews(self) -> bool:
-        """Each request has a connection of its own."""
+        """Returns whether each request has a connection of its own."""
         return self.kind == "new"
 
 

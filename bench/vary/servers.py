@@ -1,4 +1,4 @@
-"""Who is measured: this checkout, another one of ours, this one once more, a real Triton."""
+"""Starts the servers that are measured: this checkout, another one of ours, this one once more, a real Triton."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PEER_HTTP, _PEER_GRPC = "127.0.0.1:18000", "127.0.0.1:18001"
 
 
 class Server:
-    """One under measurement; it runs inside the block.
+    """One server that is measured; it runs within the block.
 
     Args:
-      run: starts it, and yields its process id; given how many times it was started before. None: somebody else started it.
+      run: starts the server and yields its process id; called with how many times it was started before. None: it runs already.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Server:
         self._running.close()
 
     def revive(self) -> bool:
-        """Starts it again where it has died. Returns whether it had."""
+        """Starts the server again if it has died. Returns whether it had."""
         if self.pid is None or _lives(self.pid):
             return False
         self._running.close()
@@ -57,23 +57,23 @@ class Server:
         return True
 
     def address(self, protocol: str) -> str:
-        """Of the protocol as pools name it."""
+        """Returns the address for a protocol, named as in a pool."""
         return self.http if protocol == "http" else self.grpc
 
     def used_us(self) -> float | None:
-        """Processor time of all its processes since they started."""
+        """Returns the processor time of all its processes since they started, in microseconds; None: not known."""
         if self.pid is None:
             return None
         usages = [Usage.of(pid) for pid in (self.pid, *children(self.pid))]
         return sum(usage.user_us + usage.kernel_us for usage in usages)
 
     def megabytes(self) -> float | None:
-        """Memory of all its processes; what several share counts once."""
+        """Returns the memory of all its processes in MB, what several share counted once; None: not known."""
         return None if self.pid is None else proportional(self.pid) / 1e6
 
 
 def program(checkout: Path) -> list[str]:
-    """The daemon of a checkout, to be run there, with its own Python if it has one."""
+    """Returns the command of a checkout's daemon, to be run in that checkout, with its own Python if it has one."""
     python = checkout / ".venv" / "bin" / "python"
     # Older ones have no package of that name.
     module = "tensord" if (checkout / "tensord" / "__main__.py").exists() else "daemon"
@@ -81,12 +81,12 @@ def program(checkout: Path) -> list[str]:
 
 
 def _lives(pid: int) -> bool:
-    """Whether that child of ours has not ended."""
+    """Returns whether a child process of ours is still running."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
 
 
 def ours(name: str, checkout: Path, logs: Path) -> Server:
-    """A daemon of a checkout; the models and the configuration are always ours."""
+    """Describes a daemon of a checkout. The models and the configuration are those of this checkout."""
     port = _PORTS[name]
     http, grpc = f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"
     command = [*program(checkout), "serve", "--config", str(ROOT / "bench" / "serve.toml")]
@@ -96,7 +96,10 @@ def ours(name: str, checkout: Path, logs: Path) -> Server:
 
 
 def peer(where: str, logs: Path) -> Server:
-    """A real Triton: in a folder with setup.sh and triton.sh, which is started, or HTTP,GRPC: addresses of one that runs."""
+    """Describes a real Triton.
+
+    ``where``: a folder with setup.sh and triton.sh, which is started; or HTTP,GRPC, the addresses of one that runs.
+    """
     if ":" in where:
         http, _, grpc = where.partition(",")
         return Server(PEER, http, grpc)
@@ -107,5 +110,5 @@ def peer(where: str, logs: Path) -> Server:
 
 
 def _log(logs: Path, name: str, start: int) -> Path:
-    """Each start has a file of its own: why one died stands in the one before."""
+    """Returns the path of a start's log. Each start has one of its own, so that the one before still says why the server died."""
     return logs / f"{name}{f'-{start + 1}' if start else ''}.log"

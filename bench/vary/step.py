@@ -1,4 +1,4 @@
-"""What a request says of its sequence."""
+"""Describes the place of a request in its sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One of a sequence."""
+    """One step of a sequence: the sequence's id, and whether the step begins or ends it."""
 
     sequence_id: int
     start: bool
@@ -14,5 +14,5 @@ class Step(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, int | bool]:
-        """As Triton's clients name them."""
+        """Returns the request's parameters, named as Triton's clients name them."""
         return {"sequence_id": self.sequence_id, "sequence_start": self.start, "sequence_end": self.end}

@@ -1,8 +1,8 @@
-"""Sum and difference: as little arithmetic as a model can have, so what is measured is the way there and back."""
+"""Declares a model of sum and difference, so little arithmetic that everything else of a request is measured."""
 
 
 def create(path, config, device):
-    """No parameters; the inputs of any length, each length compiled when it is first asked for."""
+    """Returns the function. It has no parameters, and is compiled for each input shape when the first request with it comes."""
 
     def apply(params, inputs):
         a, b = inputs["INPUT0"], inputs["INPUT1"]

@@ -1,4 +1,4 @@
-"""784 x 512 x 512 x 10 with ReLU: enough arithmetic that batching pays."""
+"""Declares a network of 784 x 512 x 512 x 10 with ReLU: enough arithmetic that batching pays."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,10 @@ batch_buckets = (1, 2, 4, 8, 16, 32, 64)
 
 
 def create(path, config, device):
-    """Weights from a fixed seed, float32 also where 64-bit types are on, so both servers of a comparison hold the same."""
+    """Returns the function, and weights from a fixed seed, so that both servers of a comparison have the same.
+
+    They are float32 also where 64-bit types are on.
+    """
     with jax.default_device(device):
         keys = jax.random.split(jax.random.PRNGKey(0), 3)
         shapes = ((784, 512), (512, 512), (512, 10))

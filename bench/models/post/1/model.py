@@ -1,4 +1,4 @@
-"""Softmax of ten numbers: the last step of a classifier, a model as small as ``addsub`` but one that batches."""
+"""Declares a softmax of ten numbers, the last step of a classifier: a model as small as ``addsub`` that batches."""
 
 import jax
 
@@ -6,5 +6,5 @@ batch_buckets = (1, 2, 4, 8, 16, 32, 64)
 
 
 def create(path, config, device):
-    """No parameters."""
+    """Returns the function. It has no parameters."""
     return lambda params, inputs: {"probabilities": jax.nn.softmax(inputs["logits"], axis=-1)}, {}

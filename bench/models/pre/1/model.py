@@ -1,4 +1,4 @@
-"""Pixels to numbers from -1 to 1: the first step of a classifier."""
+"""Declares the first step of a classifier: it turns pixels into numbers from -1 to 1."""
 
 import jax.numpy as jnp
 
@@ -6,5 +6,5 @@ batch_buckets = (1, 2, 4, 8, 16, 32, 64)
 
 
 def create(path, config, device):
-    """No parameters."""
+    """Returns the function. It has no parameters."""
     return lambda params, inputs: {"x": inputs["pixels"].astype(jnp.float32) / 127.5 - 1}, {}

@@ -1,4 +1,4 @@
-"""``count`` responses to a request: base + 0, base + 1, ... each by a jitted function."""
+"""Declares a generator that gives ``count`` responses to a request: base + 0, base + 1, ..., each by a jitted function."""
 
 import jax
 import numpy as np

@@ -1,4 +1,7 @@
-"""h' = tanh(x Wx + h Wh), y = h' Wo: a recurrent network whose hidden state of each sequence stays on the device."""
+"""Declares a recurrent network whose hidden state stays on the device, one for each sequence.
+
+h' = tanh(x Wx + h Wh), y = h' Wo
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +10,7 @@ state = {"h": "FP32[256]"}
 
 
 def create(path, config, device):
-    """Weights from a fixed seed, so both servers of a comparison hold the same."""
+    """Returns the function, and weights from a fixed seed, so that both servers of a comparison have the same."""
     with jax.default_device(device):
         keys = jax.random.split(jax.random.PRNGKey(1), 3)
         shapes = {"wx": (64, 256), "wh": (256, 256), "wo": (256, 64)}

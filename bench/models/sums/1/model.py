@@ -1,4 +1,7 @@
-"""The sum of a sequence so far. Where its state is missing it begins at 0, so that a lost sum is a wrong answer and no error."""
+"""Declares a Triton Python model that returns the sum of a sequence so far.
+
+Where a sequence has no state it begins at 0, so that a lost sum shows as a wrong answer and not as an error.
+"""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils

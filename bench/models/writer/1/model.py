@@ -1,4 +1,4 @@
-"""A small decoder that goes on greedily after a prompt, for many texts at once: a stepped model.
+"""Declares a stepped model: a small decoder that continues prompts greedily, for many requests at once.
 
 Weights from a fixed seed, so both servers of a comparison hold the same: the arithmetic counts, not the text.
 """
@@ -36,7 +36,10 @@ def norm(x):
 
 
 def network(params, tokens, at, attend):
-    """The next token after each; ``attend`` of a layer and its q, k and v, [n, heads, size], knows who sees whom."""
+    """Returns the next token after each position.
+
+    ``attend``: called with the layer and its q, k and v, [n, heads, size]; it knows which positions see which.
+    """
     x = params["embedding"][tokens] + params["positions"][at]
     for i, layer in enumerate(params["layers"]):
         y = norm(x)

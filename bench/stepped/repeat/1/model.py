@@ -1,4 +1,4 @@
-"""As ``repeat`` in ``bench/models``, a step at a time for many requests: base + 0, base + 1, ..., then an end without outputs."""
+"""Declares ``repeat`` of ``bench/models`` as a stepped model: base + 0, base + 1, ..., then an end without outputs."""
 
 import jax.numpy as jnp
 

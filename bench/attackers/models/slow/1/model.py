@@ -1,4 +1,4 @@
-"""A model that takes 200 ms for each request."""
+"""Declares a model that takes 200 ms for each request."""
 
 import time
 
@@ -8,7 +8,7 @@ host = True
 
 
 def create(path, config, device):
-    """No parameters."""
+    """Returns the model's function, which sleeps. It has no parameters."""
 
     def apply(params, inputs):
         time.sleep(0.2)

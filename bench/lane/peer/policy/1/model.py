@@ -1,4 +1,4 @@
-"""The model ``policy`` as a real Triton serves it."""
+"""Declares the model ``policy`` for a real Triton, as a Python backend model."""
 
 import jax
 import numpy as np
