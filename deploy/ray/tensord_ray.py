@@ -1,4 +1,4 @@
-"""tensord on Ray Serve: one daemon a node, and a handle that says where to ask; tensors go to the daemon and not through Ray.
+"""Runs tensord on Ray Serve: one daemon a node, and a handle that finds one; tensors go to the daemon and not through Ray.
 
     serve deploy serve.yaml                                    one daemon on each node, with the models of one configuration
 
@@ -10,7 +10,7 @@
     Fleet ── push ───▶ Directory (an actor) ◀─ what is new? ─ Daemon
     Fleet ══ tensors, by tensord_client ═══════════════════════════════════════════════════════▶ tensord serve
 
-This file has to be importable on every node, beside packages tensord and tensord-client (docs/fleet.md).
+This file has to be importable on every node, with the packages tensord and tensord-client (docs/fleet.md).
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ _log = logging.getLogger("ray.serve")
 
 
 class Nearest(RequestRouter):
-    """Chooses the daemon on the caller's own node, else the one whose workers have least to do.
+    """Routes ``Daemon.where`` to the daemon on the caller's own node, else to the one whose workers have least to do.
 
-    What it calls is ``Daemon.where``, whose ``avoid`` names replicas that the caller has just failed to reach.
+    The call's ``avoid`` names replicas that the caller has just failed to reach.
     """
 
     def initialize_state(self, **_: Any) -> None:
@@ -78,20 +78,20 @@ class Nearest(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Returns the replicas by preference, one a rank."""
+        """Returns the replicas in order of preference, each in a list of its own."""
         avoided = pending_request.kwargs.get("avoid", ()) if pending_request is not None else ()
         ranked = sorted(candidate_replicas, key=lambda replica: rank(replica, self._node, avoided))
         return [[replica] for replica in ranked]
 
 
 def rank(replica: RunningReplica, node: str, avoided: Sequence[str]) -> tuple[bool, bool, float, float]:
-    """Orders replicas: those to avoid last, the own node's first, then by load; chance decides between equals."""
+    """Returns a replica's sort key: those to avoid come last, then those on other nodes, then by load, then by chance."""
     load = float(replica.routing_stats.get("load", 0.0))
     return replica.replica_id.unique_id in avoided, replica.node_id != node, load, random.random()
 
 
 def directory(app: str) -> ActorHandle:
-    """Returns the directory of an application; the first one who asks starts it. It outlives updates of the application."""
+    """Returns the directory actor of an application, and starts it if it does not run. It outlives updates of the application."""
     options = {"name": f"tensord-directory-{app}", "namespace": "tensord", "lifetime": "detached"}
     actor = ray.remote(Directory)
     return actor.options(
@@ -100,10 +100,10 @@ def directory(app: str) -> ActorHandle:
 
 
 class Directory:
-    """Keeps the newest parameters of each set, and hands them to the daemons, which ask for them one after the other.
+    """Keeps the newest parameters of each set, and hands them to the daemons, which ask for them one push after the other.
 
-    It is an actor that ends when no daemon has asked for a while. What it keeps ends with it, also where its node fails; daemons
-    keep what they have then.
+    It is an actor that ends when no daemon has asked for a while, or when its node fails. The parameters it keeps are lost then;
+    the daemons keep theirs.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Directory:
         self._ending: asyncio.Task[None] | None = None
 
     async def _end(self) -> None:
-        """Ends the actor when nobody follows it any more."""
+        """Kills this actor once no daemon has called ``follow`` for ALONE_SECONDS."""
         alone = time.monotonic()
         while time.monotonic() - alone < ALONE_SECONDS:
             await asyncio.sleep(5)
@@ -127,15 +127,16 @@ class Directory:
         ray.kill(ray.get_runtime_context().current_actor)
 
     async def follow(self, replica: str, incarnation: str, done: int, error: str, wait: float) -> dict[str, Any]:
-        """Takes a daemon's answer to its last push, and returns the next one, at once or when there is one.
+        """Takes a daemon's result of its last push, and returns the next push as soon as there is one.
 
         Args:
-          incarnation: the directory's, as the daemon knows it; with another one its numbers mean nothing.
-          done: the serial number of the last push that it has carried out, 0: none.
-          error: why that failed; "": it did not.
-          wait: seconds to wait for news.
+          replica: the id of the daemon's replica.
+          incarnation: the directory's identity that the daemon knows; if the directory has another one, ``done`` does not count.
+          done: the serial number of the last push that the daemon has carried out, 0: none.
+          error: why that push failed; "": it did not.
+          wait: seconds to wait for a push.
 
-        Returns: "incarnation" and "push", which is None where there is nothing new.
+        Returns: a dictionary of "incarnation" and "push"; "push" is None where there is nothing new.
         """
         if incarnation != self._incarnation:
             done = 0
@@ -158,15 +159,16 @@ class Directory:
         return min(later, key=lambda push: push["serial"], default=None)
 
     async def leave(self, replica: str) -> None:
-        """Takes a daemon that stops out of those that are waited for."""
+        """Removes a daemon that stops, so that no push waits for it."""
         async with self._news:
             self._seen.pop(replica, None)
             self._news.notify_all()
 
     async def push(self, model: str, set: str, version: int, options: Mapping[str, Any], tree: Any) -> int:
-        """Pushes parameters to every daemon. Returns their number once all have them.
+        """Pushes parameters to every daemon. Returns their version once all daemons have them.
 
-        Raises: ValueError: a higher number is there, or some daemon refuses them, with its node. Others may have them then.
+        Raises: ValueError: the set has this version or a higher one, or a daemon refuses them; its node is named, and others may
+        have them then.
         """
         async with self._news:
             former = self._pushes.get((model, set))
@@ -221,13 +223,13 @@ class Daemon:
     """The daemon of a node: started with the replica, healthy while it is ready, drained before it is stopped."""
 
     async def __init__(self, configuration: Mapping[str, Mapping[str, Any]], models: Mapping[str, str]) -> None:
-        """Starts the daemon, and returns once it is ready and has what was pushed.
+        """Starts the daemon, and returns once it is ready and has all parameters that were pushed before.
 
         Args:
           configuration: sections with keys, as in tensord.toml. Addresses, ports and sockets are set here.
           models: name -> URL of models that ``tensord fetch`` brings to this node first.
 
-        Raises: RuntimeError: it does not start, with what it said last.
+        Raises: RuntimeError: the daemon does not start, with the last lines of its log.
         """
         context = ray.get_runtime_context()
         self._directory = directory(serve.get_replica_context().app_name)
@@ -258,7 +260,7 @@ class Daemon:
         self._following = asyncio.create_task(self._follow(incarnation, done))
 
     def where(self, avoid: Sequence[str] = ()) -> dict[str, str]:
-        """Returns where to ask: the node, the folder with sockets for callers on it, and the address for others."""
+        """Returns where to send requests: the node, the folder with the sockets for callers on it, and the address for others."""
         if self._stopping:
             raise RuntimeError("the daemon is stopping")
         return {
@@ -269,12 +271,12 @@ class Daemon:
         }
 
     def check_health(self) -> None:
-        """Raises RuntimeError: the daemon is not ready, so that Serve replaces it."""
+        """Raises RuntimeError: the daemon is not ready. Serve replaces the replica then."""
         if not self._stopping and (reason := self._unready()):
             raise RuntimeError(f"tensord on {self._host}: {reason}")
 
     def record_routing_stats(self) -> dict[str, float]:
-        """Returns what ``Nearest`` compares: the part of the last seconds in which the workers had something to run."""
+        """Returns the load that ``Nearest`` compares: 0 to 1, the part of the last seconds in which the workers were busy."""
         with (
             contextlib.suppress(OSError, ValueError),
             socket.create_connection(("127.0.0.1", self._agent_port), 1) as agent,
@@ -284,7 +286,7 @@ class Daemon:
         return {"load": 1.0}
 
     async def __del__(self) -> None:
-        """Serve calls it when no caller is sent here any more."""
+        """Stops the daemon. Serve calls this when it sends no more calls to the replica."""
         self._stopping = True
         following = getattr(self, "_following", None)
         if following is not None:
@@ -327,7 +329,7 @@ class Daemon:
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
 
     def _read(self, process: subprocess.Popen[str]) -> None:
-        """Takes the daemon's log into the replica's."""
+        """Copies the daemon's log into the replica's log, line by line."""
         assert process.stderr is not None
         for line in process.stderr:
             self._lines.append(line)
@@ -342,7 +344,7 @@ class Daemon:
             time.sleep(0.1)
 
     def _unready(self) -> str:
-        """Returns why the daemon is not ready; "": it is."""
+        """Returns why the daemon is not ready; "" if it is."""
         if self._process is None or self._process.poll() is not None:
             return "it has ended"
         try:
@@ -355,7 +357,7 @@ class Daemon:
             return str(error)
 
     def _stop(self) -> None:
-        """Drains the daemon and ends it, so that what it has begun is answered. Its folder goes with it."""
+        """Drains the daemon, so that requests under way are answered, ends it and removes its folder."""
         process = self._process
         if process is not None and process.poll() is None:
             control = os.path.join(self._folder, "control.sock")
@@ -372,7 +374,7 @@ class Daemon:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _catch_up(self) -> tuple[str, int]:
-        """Takes everything that was pushed before. Returns the directory's incarnation and the last serial number."""
+        """Takes all parameters that were pushed before. Returns the directory's incarnation and the last serial number."""
         incarnation, done, error = "", 0, ""
         while True:
             said = await self._directory.follow.remote(self._replica, incarnation, done, error, 0.0)
@@ -384,7 +386,7 @@ class Daemon:
                 raise RuntimeError(f"parameters that were pushed before: {error}")
 
     async def _follow(self, incarnation: str, done: int) -> None:
-        """Takes what is pushed, for as long as the replica lives."""
+        """Takes parameters as they are pushed, for as long as the replica lives."""
         error = ""
         while True:
             try:
@@ -399,7 +401,10 @@ class Daemon:
                 done, error = said["push"]["serial"], await asyncio.to_thread(self._take, said["push"])
 
     def _take(self, push: Mapping[str, Any]) -> str:
-        """Pushes parameters into the daemon. Returns why it refuses them; "": it has them, or newer ones, or no such model."""
+        """Pushes parameters into the daemon. Returns why it refuses them, or "".
+
+        It is no error that the daemon has newer ones or does not serve the model.
+        """
         try:
             tree = ray.get(push["tree"][0])
             parameters = self._client.model(push["model"]).parameters
@@ -412,11 +417,11 @@ class Daemon:
 
 
 def application(arguments: Mapping[str, Any]) -> serve.Application:
-    """Builds the application, as serve.yaml names it.
+    """Builds the Ray Serve application that serve.yaml names.
 
     Args:
-      arguments: "nodes", how many have a daemon; "configuration" and "models" as ``Daemon`` has them; "node", what each daemon's
-        replica asks of its node, as ``ray_actor_options`` says it.
+      arguments: "nodes", how many have a daemon; "configuration" and "models" as ``Daemon`` takes them; "node", what each replica
+        asks of its node, in the form of ``ray_actor_options``.
     """
     daemon = Daemon.options(
         num_replicas=int(arguments.get("nodes", 1)), ray_actor_options=dict(arguments.get("node") or {"num_cpus": 1})
@@ -425,10 +430,10 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 class Fleet:
-    """The daemons of an application, for a task, an actor or a driver. Any thread may use it; not inside of an event loop."""
+    """The daemons of an application, for a task, an actor or a driver. Any thread may use it, but not within an event loop."""
 
     def __init__(self, app: str = "tensord", patience: float = 60.0) -> None:
-        """Takes the application's name, and the seconds that a call looks for a daemon which takes it."""
+        """Finds the application. ``patience``: seconds that a call looks for a daemon that takes its request."""
         self._daemons = serve.get_app_handle(app)
         self._directory = directory(app)
         self._node = ray.get_runtime_context().get_node_id()
@@ -439,11 +444,11 @@ class Fleet:
     def model(
         self, name: str, version: int = 0, *, timeout: float | None = None, parameter_set: str = ""
     ) -> FleetModel:
-        """Returns a model; the arguments are those of ``tensord_client.Client.model``."""
+        """Returns a model as a function; the arguments are those of ``tensord_client.Client.model``."""
         return FleetModel(self, name, {"version": version, "timeout": timeout, "parameter_set": parameter_set})
 
     def push(self, model: str, tree: Any, *, version: int = 0, set: str = "main", **options: Any) -> int:
-        """Pushes parameters to the daemons of all nodes, and to those that come later. Returns their number.
+        """Pushes parameters to the daemons of all nodes, and to those that come later. Returns the parameters' version.
 
         ``options`` are those of ``tensord_client``'s ``parameters.update``.
 
@@ -453,7 +458,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def client(self) -> Iterator[tensord_client.Client]:
-        """Gives the client of the nearest daemon, for streams, sequences and arrays of its memory. It stays with that daemon."""
+        """Yields the client of the nearest daemon, for streams, sequences and shared memory. It stays with that daemon."""
         way = self._enter(())
         try:
             yield way.client
@@ -461,7 +466,10 @@ class Fleet:
             self._exit(way)
 
     def _enter(self, avoid: Sequence[str]) -> _Way:
-        """Returns the way to the nearest daemon, in use until ``_exit``. Raises tensord_client.Unavailable, Ray's errors."""
+        """Returns a connection to the nearest daemon; call ``_exit`` after use.
+
+        Raises tensord_client.Unavailable: no daemon can be reached; or an error of Ray.
+        """
         with self._lock:
             way = self._way
             # A fork has its own connections; a daemon on this node is the nearest for as long as it is there.
@@ -486,7 +494,7 @@ class Fleet:
                 self._retire(way)
 
     def _retire(self, way: _Way | None) -> None:
-        """Closes a way that nobody uses any more."""
+        """Closes a connection unless a call still uses it."""
         if way is not None and not way.users:
             way.client.close()
 
@@ -502,18 +510,18 @@ class _Way:
 
 
 class FleetModel:
-    """A model of the fleet as a function of arrays."""
+    """A model of the fleet, called like a function of arrays."""
 
     def __init__(self, fleet: Fleet, name: str, options: dict[str, Any]) -> None:
         self._fleet, self._name, self._options = fleet, name, options
         self._key = (name, *options.values())
 
     def __call__(self, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Any) -> tensord_client.Answer:
-        """Asks the nearest daemon, as ``tensord_client.Model`` does.
+        """Sends a request to the nearest daemon, as ``tensord_client.Model`` does, and returns its outputs.
 
-        A daemon that is gone, drains or refuses is left for another one. A request that may have run there is not sent again.
+        If the daemon is gone, drains or refuses the request, another one is asked. A request that may have run is not sent again.
 
-        Raises: tensord_client.ServingError.
+        Raises: tensord_client.ServingError: the request failed.
         """
         until, pause, avoid = time.monotonic() + self._fleet._patience, 0.02, []
         while True:
@@ -545,7 +553,7 @@ class FleetModel:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Returns ports that nobody has now."""
+    """Returns ports that no process uses at the moment."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

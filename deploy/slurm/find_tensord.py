@@ -1,9 +1,9 @@
-"""Finds a daemon of tensord.sbatch: that of the caller's own node, over a lane, else one of the others over HTTP.
+"""Finds a daemon that tensord.sbatch started: the one on the caller's own node, over a lane, else another one over HTTP.
 
     client = find_tensord.connect()
     logits = client.model("digits")({"image": images})["logits"]
 
-It needs tensord-client alone. As a program it says where it would ask.
+It needs only tensord-client. Run as a program it prints the client that it found.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _PAUSE = 0.5
 
 
 def connect(folder: str | os.PathLike[str] = "", *, wait: float = 60.0) -> tensord_client.Client:
-    """Connects to a daemon.
+    """Connects to a daemon: the one on this node, else one of the others.
 
     Args:
-      folder: where the daemons' addresses are; "": ``$ADDRESSES``, else ``~/.tensord/addresses``.
-      wait: seconds to wait for one that is there and ready.
+      folder: the folder with the daemons' addresses; "": ``$ADDRESSES``, else ``~/.tensord/addresses``.
+      wait: seconds to wait for a daemon that is ready.
 
-    Raises: tensord_client.Unavailable: there is none, with what was tried.
+    Raises: tensord_client.Unavailable: there is no such daemon, with what was tried.
     """
     addresses = Path(folder or os.environ.get("ADDRESSES") or Path.home() / ".tensord" / "addresses")
     own = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
