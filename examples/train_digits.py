@@ -30,7 +30,7 @@ DECAY_1, DECAY_2, EPSILON = 0.9, 0.999, 1e-8
 
 
 def network() -> ModuleType:
-    """The model's own module: what is trained is what is served."""
+    """Loads the model's own module, so that what is trained is what is served."""
     spec = importlib.util.spec_from_file_location("digits_model", VERSION / "model.py")
     assert spec is not None
     assert spec.loader is not None
@@ -40,7 +40,7 @@ def network() -> ModuleType:
 
 
 def splits() -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Images FP32[n, 64] and labels INT64[n] of "train", "validation" and "held_out"."""
+    """Returns images FP32[n, 64] and labels INT64[n] of "train", "validation" and "held_out"."""
     import sklearn.datasets  # a second, which those who only want the network need not spend
 
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
@@ -51,7 +51,7 @@ def splits() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def initial(random: np.random.Generator) -> dict[str, jax.Array]:
-    """Kernels and weights scaled to their fan-in (He), biases zero."""
+    """Returns untrained parameters: kernels and weights scaled to their fan-in (He), biases zero."""
     shapes = {"kernel_0": (3, 3, 1, 16), "kernel_1": (3, 3, 16, 32), "weight_2": (512, 64), "weight_3": (64, 10)}
     params = {}
     for name, shape in shapes.items():
@@ -62,14 +62,14 @@ def initial(random: np.random.Generator) -> dict[str, jax.Array]:
 
 
 def shifted(images: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Each image moved by at most one pixel each way, so that the network does not learn positions by heart."""
+    """Moves each image by at most one pixel in each direction, so that the network does not learn positions by heart."""
     padded = np.pad(images.reshape(-1, 8, 8), ((0, 0), (1, 1), (1, 1)))
     corners = random.integers(0, 3, (len(images), 2))
     return np.stack([image[y : y + 8, x : x + 8].ravel() for image, (y, x) in zip(padded, corners, strict=True)])
 
 
 def train(model: ModuleType, seed: int = 0) -> dict[str, np.ndarray]:
-    """Adam on the cross entropy, the rate falling to zero along a cosine."""
+    """Trains the network and returns its parameters: Adam on the cross entropy, the rate falling to zero along a cosine."""
     images, labels = splits()["train"]
     random = np.random.default_rng(seed)
     params = initial(random)
@@ -104,21 +104,21 @@ def train(model: ModuleType, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def correct(model: ModuleType, params: dict[str, np.ndarray], split: str) -> tuple[int, int]:
-    """How many images of a split are recognised, and how many there are."""
+    """Returns how many images of a split are recognised, and how many there are."""
     images, labels = splits()[split]
     logits = jax.jit(model.apply)(params, {"image": images})["logits"]
     return int((np.argmax(logits, axis=1) == labels).sum()), len(labels)
 
 
 def samples() -> dict[str, list[object]]:
-    """The first held-out image of each digit, for the clients."""
+    """Returns the first held-out image of each digit and its label, for the clients."""
     images, labels = splits()["held_out"]
     first = [int(np.flatnonzero(labels == digit)[0]) for digit in range(10)]
     return {"images": images[first].astype(int).tolist(), "labels": labels[first].tolist()}
 
 
 def main() -> None:
-    """Trains, reports, writes."""
+    """Trains the network, prints how many images it recognises, and writes the parameters and samples."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=VERSION / "params.npz")
     parser.add_argument("--samples", type=Path, default=SAMPLES)

@@ -43,7 +43,7 @@ _OTHERS = {"test", "tests", "idle_test", "site-packages", "lib2to3", "idlelib", 
 
 
 def documents() -> list[str]:
-    """Every topic, and every docstring that says something, once."""
+    """Returns every topic and every docstring long enough to learn from, each text once."""
     try:
         topics = dict(importlib.import_module("pydoc_data.topics").topics)
     except ImportError:  # some distributions leave it out
@@ -77,7 +77,7 @@ def _title(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunction
 
 
 def splits() -> dict[str, np.ndarray]:
-    """Numbers of characters of "train" and "held_out": the documents one after the other, each after an end."""
+    """Returns the characters' numbers of "train" and "held_out": the documents one after the other, each after an end mark."""
     texts = documents()
     order = np.random.default_rng(0).permutation(len(texts))
     chosen = {"train": [i for i in order if i % 50], "held_out": [i for i in order if not i % 50]}
@@ -88,7 +88,7 @@ def splits() -> dict[str, np.ndarray]:
 
 
 def initial(random: np.random.Generator) -> dict[str, Any]:
-    """Weights scaled to their fan-in; what is added to the stream begins at zero."""
+    """Returns untrained parameters: weights scaled to their fan-in; those that add to the residual stream are zero."""
     count = len(MODEL["CHARACTERS"]) + 1
 
     def normal(*shape: int, scale: float = 1.0) -> jax.Array:
@@ -111,7 +111,7 @@ def initial(random: np.random.Generator) -> dict[str, Any]:
 
 
 def loss(params: Any, tokens: jax.Array) -> jax.Array:
-    """Nats a character. ``tokens``: INT32[batch, length]."""
+    """Returns the cross entropy in nats a character. ``tokens``: INT32[batch, length]."""
     at = jnp.arange(tokens.shape[1] - 2)
     before, seen, following = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
     logits = MODEL["network"](params, before, seen, jnp.broadcast_to(at, seen.shape), MODEL["windowed"](at))
@@ -119,7 +119,7 @@ def loss(params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def orthogonal(update: jax.Array) -> jax.Array:
-    """About the nearest matrix with orthogonal rows or columns: Newton and Schulz's iteration, with Muon's coefficients."""
+    """Approximates the nearest matrix with orthogonal rows or columns: Newton-Schulz iteration with Muon's coefficients."""
     x = update if update.shape[0] <= update.shape[1] else update.T
     x = x / (jnp.linalg.norm(x) + 1e-7)
     for _ in range(5):
@@ -129,12 +129,16 @@ def orthogonal(update: jax.Array) -> jax.Array:
 
 
 def share(count: int, steps: int) -> float:
-    """Of the rates, in that step: all of it between a short beginning and a long end."""
+    """Returns the factor of the learning rates in a step: it rises in the first 50 and falls to 0 at the end."""
     return min(1.0, count / 50, (steps - count) / (COOLING * steps))
 
 
 def make_step() -> Callable[..., Any]:
-    """One update of (params, first and second moments), given its number, its share of the rates and a batch."""
+    """Returns a compiled function that makes one update.
+
+    It takes the parameters, the first and second moments, the step's number, its factor of the rates and a batch; it returns the
+    first three updated, and the loss.
+    """
 
     def update(path: Any, p: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, count: Any, share: Any) -> Any:
         if path[0].key == "layers":
@@ -156,7 +160,7 @@ def make_step() -> Callable[..., Any]:
 
 
 def train(steps: int, say: Callable[[str], None] = print) -> Any:
-    """The parameters after so many batches, each of pieces from anywhere in the text."""
+    """Trains for ``steps`` batches of pieces from anywhere in the text; returns the parameters."""
     texts = splits()
     say(", ".join(f"{name}: {len(text)} characters" for name, text in texts.items()))
     random = np.random.default_rng(0)
@@ -180,7 +184,7 @@ def train(steps: int, say: Callable[[str], None] = print) -> Any:
 
 
 def main() -> None:
-    """Trains, reports, writes."""
+    """Trains the model and writes its parameters."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=VERSION / "params.npz")
     parser.add_argument("--steps", type=int, default=3000)

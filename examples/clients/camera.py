@@ -1,4 +1,4 @@
-"""A camera loop: frames come 60 times a second, and the loop acts upon the newest answer that there is.
+"""Runs a camera loop: frames come 60 times a second, and the loop acts upon the newest answer that there is.
 
 python examples/clients/camera.py [--url ADDRESS] [--frames N]           (pip install tensord-client)
 
@@ -19,7 +19,7 @@ RATE = 60.0
 
 
 def main() -> int:
-    """Runs the loop; 0 when the last answer is right."""
+    """Runs the loop. Returns 0 if the last answer is right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a server; without it the daemon of this host is looked for")
     parser.add_argument("--frames", type=int, default=120)

@@ -1,4 +1,4 @@
-"""Handwritten digits, asked by the client of tensord: a model is a function of arrays.
+"""Recognises handwritten digits with tensord's own client, in which a model is a function of arrays.
 
 python examples/clients/client.py [--url ADDRESS]           (pip install tensord-client)
 """
@@ -13,7 +13,7 @@ import tensord_client
 
 
 def main() -> int:
-    """Asks for all samples in one batch, then for each by itself; 0 when every digit is right."""
+    """Sends all samples in one batch, then each by itself. Returns 0 if every digit is right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a server; without it the daemon of this host is looked for")
     samples = json.loads((Path(__file__).parent / "digits.json").read_text())

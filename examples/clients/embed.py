@@ -1,4 +1,4 @@
-"""How alike texts are: text -> tokenizer -> minilm -> cosine similarity of every pair.
+"""Compares texts by meaning: text -> tokenizer -> minilm -> cosine similarity of every pair.
 
 python examples/clients/embed.py [--url HOST:PORT] [TEXT ...]    (pip install 'tritonclient[http]'; a server with minilm)
 """
@@ -19,7 +19,7 @@ TEXTS = (
 
 
 def infer(client: triton.InferenceServerClient, model: str, **arrays: np.ndarray) -> triton.InferResult:
-    """One request with the named arrays as its inputs."""
+    """Sends one request with the named arrays as its inputs; returns its result."""
     inputs = []
     for name, array in arrays.items():
         tensor = triton.InferInput(name, array.shape, "BYTES" if array.dtype == object else "INT64")
@@ -29,7 +29,7 @@ def infer(client: triton.InferenceServerClient, model: str, **arrays: np.ndarray
 
 
 def main() -> int:
-    """Prints the table; 0 when the texts that are alike came out so."""
+    """Prints the table of similarities. Returns 0 if the built-in texts came out alike in the expected pairs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="localhost:8000")
     parser.add_argument("texts", nargs="*", help="at most 32; some of our own if none are given")

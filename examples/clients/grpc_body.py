@@ -1,4 +1,4 @@
-"""Handwritten digits over gRPC, the images in the message (raw contents).
+"""Recognises handwritten digits over gRPC, with the images in the message (raw contents).
 
 python examples/clients/grpc_body.py [--url HOST:PORT]           (pip install 'tritonclient[grpc]')
 """
@@ -13,7 +13,7 @@ import tritonclient.grpc as triton
 
 
 def main() -> int:
-    """Asks for all samples in one batch; 0 when every digit is right."""
+    """Sends all samples in one batch. Returns 0 if every digit is right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="localhost:8001")
     url = parser.parse_args().url

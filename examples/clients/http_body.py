@@ -1,4 +1,4 @@
-"""Handwritten digits, the images in the body of the request (binary tensor data).
+"""Recognises handwritten digits over HTTP, with the images in the request's body (binary tensor data).
 
 python examples/clients/http_body.py [--url HOST:PORT]           (pip install 'tritonclient[http]')
 """
@@ -13,7 +13,7 @@ import tritonclient.http as triton
 
 
 def main() -> int:
-    """Asks for all samples in one batch; 0 when every digit is right."""
+    """Sends all samples in one batch. Returns 0 if every digit is right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="localhost:8000")
     url = parser.parse_args().url

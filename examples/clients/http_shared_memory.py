@@ -1,4 +1,4 @@
-"""Handwritten digits through system shared memory: the request and its answer carry names and offsets, no tensors.
+"""Recognises handwritten digits through system shared memory: requests and answers carry names and offsets, no tensors.
 
 python examples/clients/http_shared_memory.py [--url HOST:PORT]  (pip install 'tritonclient[http]'; same host as the daemon)
 """
@@ -15,7 +15,7 @@ from tritonclient.utils import shared_memory
 
 
 def main() -> int:
-    """Asks for all samples in one batch; 0 when every digit is right."""
+    """Sends all samples in one batch. Returns 0 if every digit is right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="localhost:8000")
     url = parser.parse_args().url

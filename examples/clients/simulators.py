@@ -1,4 +1,4 @@
-"""Simulators in processes of their own, and one policy: what they ask at the same time shares the model's batches.
+"""Runs simulators in processes of their own with one policy: requests sent at the same time share the model's batches.
 
 python examples/clients/simulators.py [--url ADDRESS] [--processes N] [--steps N]           (pip install tensord-client)
 
@@ -15,7 +15,7 @@ import tensord_client
 
 
 def simulate(seed: int, url: str | None, steps: int) -> int:
-    """Runs one simulator and returns the sum of its actions. A process has a client of its own."""
+    """Runs one simulator with a client of its own, as in its own process; returns the sum of its actions."""
     random = np.random.default_rng(seed)
     total = 0
     with tensord_client.connect(url) as client:
@@ -29,7 +29,7 @@ def simulate(seed: int, url: str | None, steps: int) -> int:
 
 
 def main() -> int:
-    """Runs them all; 0 when one of them, run again by itself, does the same."""
+    """Runs all simulators. Returns 0 if the first one, run again by itself, takes the same actions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a server; without it the daemon of this host is looked for")
     parser.add_argument("--processes", type=int, default=64)

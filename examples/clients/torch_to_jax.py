@@ -1,4 +1,4 @@
-"""Images in PyTorch, answers in JAX: the client takes the arrays of either, and needs neither.
+"""Sends images from PyTorch and takes the answers into JAX: the client takes the arrays of either, and needs neither.
 
 python examples/clients/torch_to_jax.py [--url ADDRESS]           (pip install tensord-client torch jax)
 
@@ -16,7 +16,7 @@ import torch
 
 
 def main() -> int:
-    """Asks for all samples, and goes on with the answers in JAX; 0 when every digit is right."""
+    """Sends all samples and computes on with the answers in JAX. Returns 0 if every digit is right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a server; without it the daemon of this host is looked for")
     samples = json.loads((Path(__file__).parent / "digits.json").read_text())

@@ -1,4 +1,4 @@
-"""Has the writer go on with a text, and prints what it writes as it comes.
+"""Has the model ``writer`` continue a text, and prints each character as it comes.
 
 python examples/clients/write_grpc.py [--url HOST:PORT] ["json.dumps("]           (pip install 'tritonclient[grpc]')
 """
@@ -12,7 +12,7 @@ import tritonclient.grpc as triton
 
 
 def main() -> int:
-    """Prints characters until the model has ended; 0 when it did so well."""
+    """Prints characters until the model ends. Returns 0 if it ended without an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", nargs="?", default="The ")
     parser.add_argument("--url", default="localhost:8001")

@@ -1,4 +1,4 @@
-"""An adapter for each customer, and one call of the model for many of them.
+"""Pushes an adapter for each customer, and computes requests of many customers in one call of the model.
 
 python examples/parameters/adapters.py [--url ADDRESS] [--customers N]                     (pip install tensord-client)
 
@@ -16,7 +16,7 @@ SIZE, RANK = 64, 4
 
 
 def main():
-    """Pushes and asks; 0 when every customer was answered by their own adapter."""
+    """Pushes the adapters and sends the requests. Returns 0 if every customer was answered by their own adapter."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a server; without it the daemon of this host is looked for")
     parser.add_argument("--customers", type=int, default=32)

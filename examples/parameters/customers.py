@@ -1,4 +1,4 @@
-"""A model for each customer: one program, and many parameter sets of it.
+"""Serves a model for each customer: one program, and many parameter sets for it.
 
 python examples/parameters/customers.py [--url ADDRESS] [--customers N]                    (pip install tensord-client)
 
@@ -23,7 +23,7 @@ def fitted(articles, ratings):
 
 
 def main():
-    """Pushes and asks; 0 when every customer was answered by their own weights."""
+    """Pushes the sets and sends the requests. Returns 0 if every customer was answered by their own weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a server; without it the daemon of this host is looked for")
     parser.add_argument("--customers", type=int, default=20)

@@ -1,9 +1,9 @@
-"""A learner that pushes a policy, and actors that ask for it: REINFORCE on a pole that is balanced on a cart.
+"""Runs a learner that pushes a policy, and actors that ask it: REINFORCE on a pole that is balanced on a cart.
 
 python examples/parameters/learner.py [--url ADDRESS] [--pushes N] [--plot return.png]        (pip install tensord-client jax)
 
 Actors play against the served model "cartpole" and know nothing of its parameters. After each round of games the learner takes a
-step along the gradient and pushes what comes of it as the next number; answers say by which number they were computed.
+step along the gradient and pushes the new parameters as the next version; each answer says which version computed it.
 """
 
 import argparse
@@ -21,7 +21,7 @@ RATE, DISCOUNT, ENTROPY = 0.01, 0.99, 0.01
 
 
 class Cart:
-    """Games that are played at the same time. Source: Barto, Sutton and Anderson (1983), as Gym's CartPole has it."""
+    """Plays many games at the same time. Source: Barto, Sutton and Anderson (1983), as Gym's CartPole has it."""
 
     def __init__(self, count, seed):
         self.random = np.random.default_rng(seed)
@@ -42,7 +42,10 @@ class Cart:
 
 
 def play(policy, seed):
-    """Plays a round of games with what is served now. Returns states, actions, who was alive, and the numbers that answered."""
+    """Plays a round of games with the policy that is served now.
+
+    Returns states, actions, which games were still going on, and the parameter versions that answered.
+    """
     games, random = Cart(GAMES, seed), np.random.default_rng(seed)
     states, actions, alive, numbers = [], [], [], set()
     while games.alive.any() and len(states) < LONGEST:
@@ -57,7 +60,7 @@ def play(policy, seed):
 
 
 def act(url, seed, rounds, stop):
-    """Plays round after round, with no more than what a client has."""
+    """Plays round after round until ``stop`` is set, with nothing but a client, and puts the results into the queue."""
     with tensord_client.connect(url) as client:
         policy = client.model("cartpole", timeout=60)
         while not stop.is_set():
@@ -72,7 +75,7 @@ def act(url, seed, rounds, stop):
 
 
 def loss(params, states, actions, returns, weights):
-    """What REINFORCE goes down: games that went well become likelier, and the policy stays curious."""
+    """Returns REINFORCE's loss: games that went well become likelier, and an entropy term keeps the policy exploring."""
     hidden = jnp.tanh(states @ params["hidden"]["kernel"] + params["hidden"]["bias"])
     chances = jax.nn.log_softmax(hidden @ params["action"]["kernel"] + params["action"]["bias"])
     taken = jnp.take_along_axis(chances, actions[:, None], 1)[:, 0]
@@ -82,7 +85,7 @@ def loss(params, states, actions, returns, weights):
 
 @jax.jit
 def climb(params, means, squares, count, played):
-    """Takes one step of Adam; returns parameters and Adam's two averages."""
+    """Takes one step of Adam; returns the parameters and Adam's two averages."""
     slope = jax.grad(loss)(params, *played)
     means = jax.tree.map(lambda mean, each: 0.9 * mean + 0.1 * each, means, slope)
     squares = jax.tree.map(lambda square, each: 0.999 * square + 0.001 * each**2, squares, slope)
@@ -94,7 +97,7 @@ def climb(params, means, squares, count, played):
 
 
 def returns_of(alive):
-    """Computes for each moment of each game how long it went on, discounted, beside what was usual at that moment."""
+    """Computes each game's discounted return from each step on, relative to the mean of the games still alive at that step."""
     found, after = np.zeros(alive.shape, np.float32), np.zeros(alive.shape[1], np.float32)
     for at in reversed(range(len(alive))):
         after = (1 + DISCOUNT * after) * alive[at]
@@ -104,7 +107,10 @@ def returns_of(alive):
 
 
 def learn(client, rounds, pushes):
-    """Learns from what is played and pushes it. Yields the number that was pushed and the mean return of the round."""
+    """Learns from the rounds that were played and pushes new parameters.
+
+    Yields the version that was pushed, the mean return of the round, and the versions that it was played with.
+    """
     policy = client.model("cartpole")
     params = begin()
     means = squares = jax.tree.map(jnp.zeros_like, params)
@@ -122,7 +128,7 @@ def learn(client, rounds, pushes):
 
 
 def begin(seed=0):
-    """Makes parameters that know nothing, of the shapes that the model has."""
+    """Makes parameters of an untrained policy, in the shapes that the model has."""
     first = jax.random.normal(jax.random.key(seed), (4, 32)) * 0.5
     return {
         "hidden": {"kernel": first, "bias": jnp.zeros(32)},
@@ -131,7 +137,7 @@ def begin(seed=0):
 
 
 def draw(found, picture):
-    """Draws the return of each round over the number that was pushed then."""
+    """Draws the return of each round over the version that was pushed after it."""
     from matplotlib import pyplot
 
     drawn, axes = pyplot.subplots(figsize=(7, 3))
@@ -143,7 +149,7 @@ def draw(found, picture):
 
 
 def main():
-    """Learns; 0 when the last rounds went better than the first ones."""
+    """Learns. Returns 0 if the last rounds went better than the first ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a server; without it the daemon of this host is looked for")
     parser.add_argument("--pushes", type=int, default=60)

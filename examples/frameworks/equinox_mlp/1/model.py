@@ -1,4 +1,4 @@
-"""An Equinox module is the parameters itself: its functions and flags are compiled in, its arrays are arguments."""
+"""Serves an Equinox module: the module is the parameters; its functions and flags are compiled in, its arrays are arguments."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""A Flax linen module: ``module.apply`` is the function, what ``init`` gave are the parameters."""
+"""Serves a Flax linen module: ``module.apply`` is the function, what ``init`` returned are the parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ max_batch_size = 8
 
 
 class Network(nn.Module):
-    """Two layers."""
+    """A network of two layers."""
 
     @nn.compact
     def __call__(self, x):

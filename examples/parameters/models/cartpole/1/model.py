@@ -1,4 +1,4 @@
-"""A policy for a pole on a cart: what is seen, to the logits of pushing left and right. It begins knowing nothing.
+"""Serves a policy for a pole on a cart: from the state to the logits of pushing left and right. It starts untrained.
 
 ``examples/parameters/learner.py`` pushes better parameters while actors ask.
 """
@@ -15,7 +15,7 @@ HIDDEN = 32
 
 
 def begin(seed=0):
-    """Makes parameters that know nothing: both pushes are as likely."""
+    """Makes parameters of an untrained policy: both pushes are as likely."""
     first = jax.random.normal(jax.random.key(seed), (4, HIDDEN)) * 0.5
     return {
         "hidden": {"kernel": first, "bias": jnp.zeros(HIDDEN)},
@@ -30,7 +30,7 @@ def logits(params, state):
 
 
 def create(path, config, device):
-    """Returns the function and the parameters of the repository, number 0."""
+    """Returns the function and its first parameters, version 0."""
 
     def apply(params, inputs):
         return {"logits": logits(params, inputs["state"])}

@@ -1,4 +1,4 @@
-"""What somebody thinks of an article: its 8 properties, weighed. Each customer has weights of their own (``customers.py``)."""
+"""Predicts how a customer rates an article: its 8 properties, weighted. Each customer has own weights (``customers.py``)."""
 
 import jax.numpy as jnp
 
@@ -8,7 +8,7 @@ outputs = {"score": "FP32[1]"}
 
 
 def create(path, config, device):
-    """Returns the function and the weights of those of whom nothing is known."""
+    """Returns the function and the weights for customers who have rated nothing."""
 
     def apply(params, inputs):
         return {"score": inputs["article"] @ params["weights"] + params["bias"]}
