@@ -1,1 +1,1 @@
-"""Tests, one folder a room."""
+"""Tests of tensord, one folder for each package or topic."""

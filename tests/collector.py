@@ -1,4 +1,4 @@
-"""A collector of spans for tests: it takes OTLP over HTTP, and decodes its protobufs."""
+"""Provides a collector of spans: it takes OTLP over HTTP and decodes its protobufs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.daemon_process import wait_until
 
 
 class Collector:
-    """Takes OTLP over HTTP, and keeps what came."""
+    """Takes OTLP over HTTP, and keeps the spans that were sent."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -42,7 +42,7 @@ class Collector:
         self._thread.start()
 
     def of(self, trace_id: str, count: int) -> list[Any]:
-        """Waits until so many spans of a trace have come."""
+        """Waits until so many spans of a trace have come; returns them."""
         wait_until(lambda: len(self._of(trace_id)) >= count, f"{count} spans of trace {trace_id}")
         return self._of(trace_id)
 
@@ -50,7 +50,7 @@ class Collector:
         return [span for span in self.spans if span.trace_id.hex() == trace_id]
 
     def named(self, trace_id: str, count: int) -> dict[str, Any]:
-        """Returns the spans of a trace by name, once so many have come; each name is there once."""
+        """Returns the spans of a trace by name once so many have come. Fails if two have the same name."""
         found = self.of(trace_id, count)
         assert len({span.name for span in found}) == len(found) == count, sorted(span.name for span in found)
         return {span.name: span for span in found}

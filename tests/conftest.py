@@ -55,7 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start daemons take longest: first, so that no process still works on one of them when the others have ended."""
+    """Moves files that start daemons to the front.
+
+    They take longest, so no process should still work on one of them when the others have ended.
+    """
     long = {item.path for item in items if isinstance(item, pytest.Function) and _starts_daemons(item)}
     items.sort(key=lambda item: item.path not in long)
     on_stub.skip(items)
@@ -67,13 +70,13 @@ def _starts_daemons(item: pytest.Function) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Daemons of the tests put no socket where the user's own daemon has it."""
+    """Keeps the sockets of the tests' daemons away from the folder where the user's own daemon has its socket."""
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def leaves_nothing() -> Iterator[None]:
-    """Every module of tests ends with the processes and descriptors it began with."""
+    """Fails if a module of tests ends with more processes or descriptors than it began with."""
     # What is there by now stays. A collection in a test need not walk through all of JAX each time, which takes 0.3 s.
     gc.collect()
     gc.freeze()
@@ -83,7 +86,7 @@ def leaves_nothing() -> Iterator[None]:
 
 @pytest.fixture
 def start_daemon(tmp_path: Path) -> Iterator[Callable[..., DaemonProcess]]:
-    """Starts daemons that live until the test ends."""
+    """Yields a function that starts daemons, which live until the test ends."""
     started: list[DaemonProcess] = []
 
     def start(*repositories: Path, **options: dict[str, Any]) -> DaemonProcess:
@@ -101,7 +104,7 @@ def start_daemon(tmp_path: Path) -> Iterator[Callable[..., DaemonProcess]]:
 
 @pytest.fixture(scope="session")
 def cuda_stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
-    """The stand-in for the CUDA driver, loaded into this process. Device memory is readable here, as arrays of XLA:CPU."""
+    """Loads the stand-in for the CUDA driver into this process. Device memory is readable here, as arrays of XLA:CPU."""
     stub = CudaStub(tmp_path_factory.mktemp("cuda"), devices=2, delay_us=200)
     stub.load()
     return stub
@@ -109,6 +112,6 @@ def cuda_stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
 
 @pytest.fixture
 def cuda_owner(cuda_stub: CudaStub) -> Iterator[CudaOwner]:
-    """Another process with memory on the same devices."""
+    """Starts another process with memory on the same devices."""
     with CudaOwner(os.environ | cuda_stub.environment) as owner:
         yield owner

@@ -1,7 +1,7 @@
-"""A process that owns GPU memory, as a client of the daemon does: the real ``tritonclient.utils.cuda_shared_memory`` in it.
+"""Runs a process that owns GPU memory, as a client of the daemon does, with the real ``tritonclient.utils.cuda_shared_memory``.
 
-A handle cannot be opened by the process that made it, and an owner that is killed must not take the tests along: so it is a
-process of its own, on a real driver or on the tests' stand-in, and does what it is told.
+A handle cannot be opened by the process that made it, and the tests must survive an owner that is killed: so it is a process of
+its own, on a real driver or on the tests' stand-in, and carries out commands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests import prepared
 
 
 class CudaOwner:
-    """Regions by name. Use as a context manager."""
+    """A process with CUDA regions, each by its name. Use as a context manager."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         given, questions = os.pipe()
@@ -45,27 +45,27 @@ class CudaOwner:
         return answer
 
     def create(self, name: str, byte_size: int, device: int = 0) -> bytes:
-        """Allocates; the handle in base64, as tritonclient's clients take it."""
+        """Allocates a region; returns its handle in base64, as tritonclient's clients take it."""
         return self._ask("create", name, byte_size, device)
 
     def put(self, name: str, *arrays: np.ndarray[Any, Any]) -> None:
-        """Writes arrays one behind the other, from the start."""
+        """Writes arrays into a region, one behind the other, from its start."""
         self._ask("put", name, arrays)
 
     def get(self, name: str, dtype: Any, shape: tuple[int, ...], offset: int = 0) -> np.ndarray[Any, Any]:
-        """Reads what lies at ``offset``."""
+        """Reads an array from a region at byte ``offset``."""
         return self._ask("get", name, np.dtype(dtype), shape, offset)
 
     def destroy(self, name: str) -> None:
-        """Frees it."""
+        """Frees a region."""
         self._ask("destroy", name)
 
     def register(self, url: str, name: str, byte_size: int) -> None:
-        """Registers it over gRPC from within that process, on a connection that lives as long."""
+        """Registers a region at a daemon over gRPC, on a connection of the process that it keeps open."""
         self._ask("register", url, name, byte_size)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is dead."""
+        """Kills the process with SIGKILL and waits until it is dead."""
         self._process.kill()
         self._process.wait()
 

@@ -1,4 +1,4 @@
-"""A real daemon for tests: its own ports, its own cache, every process of it known and gone at the end."""
+"""Runs a real daemon for tests, with its own ports and cache; all of its processes are known and gone at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PROGRAM = (sys.executable, "-m", "tensord")
 
 
 class DaemonProcess:
-    """``tensord serve`` as a child process. Use as a context manager."""
+    """Runs ``tensord serve`` as a child process. Use as a context manager."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class DaemonProcess:
         arguments: Sequence[str] = (),
         environment: dict[str, str] | None = None,
     ):
-        """``environment``: variables besides those of this process."""
+        """Sets up the daemon; ``start`` starts it. ``environment``: variables added to those of this process."""
         self.folder = folder
         #: Flags after --config.
         self.arguments = arguments
@@ -84,7 +84,7 @@ class DaemonProcess:
         self.served_on = r"serving http on http://127\.0\.0\.1:(\d+)"
 
     def write_config(self, sections: dict[str, dict[str, Any]]) -> None:
-        """Replaces the configuration file (a SIGHUP makes the daemon read it)."""
+        """Replaces the configuration file, which a SIGHUP makes the daemon read."""
         lines: list[str] = []
         for section, values in sections.items():
             lines.append(f"[{section}]")
@@ -100,7 +100,7 @@ class DaemonProcess:
         self.stop()
 
     def start(self) -> None:
-        """Starts it and waits until it says where it serves."""
+        """Starts the daemon and waits until its log says where it serves."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")} | self.environment
         arguments = ["serve", "--config", str(self.config), *self.arguments]
         if self.program is _PROGRAM:
@@ -126,7 +126,7 @@ class DaemonProcess:
         self.port = int(ports[-1]) if ports else 0
 
     def stop(self) -> int:
-        """SIGTERM, then everything that is left by force. Returns the exit status."""
+        """Sends SIGTERM, then kills all processes that are left. Returns the exit status."""
         assert self._process is not None
         assert self._reader is not None
         if self._process.stderr is None or self._process.stderr.closed:
@@ -152,18 +152,18 @@ class DaemonProcess:
 
     @property
     def url(self) -> str:
-        """HOST:PORT as tritonclient wants it."""
+        """Returns the HTTP front's HOST:PORT."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def grpc_url(self) -> str:
-        """HOST:PORT of the gRPC front; waits until it serves."""
+        """Returns the gRPC front's HOST:PORT; waits until it serves."""
         self.wait_log(r"grpc://127\.0\.0\.1:(\d+)")
         return "127.0.0.1:" + re.findall(r"grpc://127\.0\.0\.1:(\d+)", self.log)[-1]
 
     @property
     def metrics_url(self) -> str:
-        """HOST:PORT that Prometheus scrapes."""
+        """Returns the HOST:PORT that Prometheus scrapes."""
         self.wait_log(r"serving metrics on ")
         return re.findall(r"serving metrics on http://(\S+)/metrics", self.log)[-1]
 
@@ -177,11 +177,11 @@ class DaemonProcess:
         os.kill(self.pid, number)
 
     def family(self) -> list[psutil.Process]:
-        """The supervisor, its fronts and its workers: without the compile processes, which come and go by themselves."""
+        """Returns the supervisor, its fronts and its workers, without compile processes, which come and go by themselves."""
         return self._processes(recursive=False)
 
     def everybody(self) -> list[psutil.Process]:
-        """The supervisor and all that descends from it."""
+        """Returns the supervisor and all processes that descend from it."""
         return self._processes(recursive=True)
 
     def _processes(self, *, recursive: bool) -> list[psutil.Process]:
@@ -208,11 +208,11 @@ class DaemonProcess:
         return self.children("tensord.daemon.http")
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body of a GET."""
+        """Sends a GET; returns status and body."""
         return self.request("GET", path)
 
     def request(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None):
-        """Status and body of any request, on a connection of its own."""
+        """Sends a request on a connection of its own; returns status and body."""
         asked = urllib.request.Request(f"http://{self.url}{path}", body, headers or {}, method=method)
         try:
             with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
@@ -222,13 +222,16 @@ class DaemonProcess:
                 return error.code, error.read()
 
     def infer(self, model: str, inputs: list[dict[str, Any]], **fields: Any) -> tuple[int, dict[str, Any]]:
-        """A JSON inference: status and decoded answer."""
+        """Sends a JSON inference request; returns status and decoded answer."""
         body = json.dumps({"inputs": inputs, **fields}).encode()
         status, answer = self.request("POST", f"/v2/models/{model}/infer", body)
         return status, json.loads(answer)
 
     def wait_ready(self) -> None:
-        """Until /v2/health/ready says 200, and every front is up: where there are few cores they start one after the other."""
+        """Waits until /v2/health/ready says 200 and every front is up.
+
+        Where there are few cores the fronts start one after the other.
+        """
         wait_until(lambda: self._quietly_ready(), "the daemon to be ready", self)
         for protocol in ("http", "grpc"):
             if self.sections.get(protocol, {}).get("enabled", True):
@@ -242,19 +245,22 @@ class DaemonProcess:
             return False
 
     def wait_log(self, pattern: str, count: int = 1) -> None:
-        """Until the log holds ``count`` matches."""
+        """Waits until the log has ``count`` matches of a pattern."""
         wait_until(lambda: len(re.findall(pattern, self.log)) >= count, f"{pattern!r} in the log", self)
 
 
 def tensorctl_status(control: Path) -> dict[str, Any]:
-    """Returns what ``tensorctl status`` says of the daemon with a control socket."""
+    """Returns the JSON of ``tensorctl status`` for the daemon with a control socket."""
     done = prepared.run(["tensord.daemon.ctl", "--socket", str(control), "--json", "status"])
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
 
 def wait_until(condition: Any, what: str, daemon: DaemonProcess | None = None) -> None:
-    """Polls; a condition that never comes fails the test with what was waited for and the daemon's log."""
+    """Waits until a condition holds.
+
+    One that never does fails the test, which says what was waited for and shows the daemon's log.
+    """
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if daemon is not None and daemon._process is not None and has_ended(daemon._process):
@@ -269,9 +275,9 @@ def wait_until(condition: Any, what: str, daemon: DaemonProcess | None = None) -
 
 
 def end_group(leader: subprocess.Popen[str] | prepared.Process, number: int) -> int:
-    """Asks the leader of a process group to end, then ends what is left of the group by force. Returns the leader's exit status.
+    """Asks the leader of a process group to end, then kills the rest of the group. Returns the leader's exit status.
 
-    The group is killed before its leader is reaped: afterwards the number may belong to somebody else.
+    The group is killed before its leader is reaped: afterwards another process may have the leader's process id.
     """
     if leader.returncode is not None:
         return leader.returncode
@@ -289,7 +295,7 @@ def end_group(leader: subprocess.Popen[str] | prepared.Process, number: int) -> 
 
 
 def has_ended(process: subprocess.Popen[str] | prepared.Process) -> bool:
-    """Returns whether a process has ended, without reaping it: its number stays its own."""
+    """Returns whether a process has ended, without reaping it, so that no other process gets its id."""
     if process.returncode is not None:
         return True
     try:
@@ -304,12 +310,12 @@ _OF_TESTS = ("tensord-test", "tensord-bench")
 
 
 def shared_memory_names() -> set[str]:
-    """Names in /dev/shm."""
+    """Returns the names in /dev/shm."""
     return set(os.listdir("/dev/shm"))
 
 
 def descriptors() -> dict[str, str]:
-    """The descriptors of this process and what they are."""
+    """Returns the descriptors of this process: number -> what it is open on."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -319,11 +325,11 @@ def descriptors() -> dict[str, str]:
 
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Fails when processes, descriptors or names of ours are left over.
+    """Fails if the block leaves processes, descriptors or names in /dev/shm behind.
 
-    What the clients' libraries keep for the life of this process (event loops of gevent, the pipe to multiprocessing's
-    resource tracker) is theirs, and the processes that others are forked off stay until the end. /dev/shm is shared with tests
-    beside this one, so only names no test makes count: there are none.
+    Client libraries keep some for the life of this process (event loops of gevent, the pipe to multiprocessing's resource
+    tracker), which do not count, and the processes that others are forked off stay until the end. /dev/shm is shared with tests
+    that run at the same time, so only names that no test makes count: there must be none.
     """
     resource_tracker.ensure_running()
     fds, children = descriptors(), set(psutil.Process().children())

@@ -1,4 +1,4 @@
-"""A front process between a supervisor and workers that do just what a test says, and a client that sends raw bytes.
+"""Provides a front process with the test as its supervisor and its workers, and a client that sends raw bytes.
 
 Client ══ TCP ══ python -m tensord.daemon.http ══ control ══ FrontProcess (the supervisor's end)
                         ╚════════ lane ════════════ EchoWorker
@@ -68,7 +68,7 @@ SMALL_BUFFER = 64 << 10
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Returns when the condition holds."""
+    """Waits until the condition holds; fails after PATIENCE_SECONDS."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
@@ -82,7 +82,7 @@ def _wait_readable(fd: int, seconds: float = PATIENCE_SECONDS) -> bool:
 
 
 class WholeRequests:
-    """Reads requests from a lane as if each had said everything, whatever was prepared for it before."""
+    """Reads requests from a lane, each as one value, whatever of it was prepared before."""
 
     def __init__(self) -> None:
         self._known: ReceivedNumbers[PreparedRequest] = ReceivedNumbers()
@@ -90,7 +90,7 @@ class WholeRequests:
         self.told: list[Prepare] = []
 
     def read(self, record: Prepare | TraceContext | RequestRecord) -> WholeRequest | None:
-        """None: that was no request."""
+        """Takes a record; returns the request that it is, or None if it is another kind of record."""
         if isinstance(record, TraceContext):
             return None
         if isinstance(record, Prepare):
@@ -102,12 +102,12 @@ class WholeRequests:
 
 
 def whole_answers(received: list[tuple[PreparedAnswer, AnswerRecord]]) -> list[WholeAnswer]:
-    """Returns the answers that came on a lane, each as one value."""
+    """Returns answers that came on a lane, each as one value."""
     return [whole_answer(prepared, own) for prepared, own in received]
 
 
 def complete_numbered(lane: WorkerLane, answer: WholeAnswer) -> None:
-    """Queues a good answer with a number."""
+    """Queues a good answer that is sent as the number of a prepared answer."""
     assert not answer.code
     assert answer.final
     numbered = lane.number(answer.prepared)
@@ -115,7 +115,7 @@ def complete_numbered(lane: WorkerLane, answer: WholeAnswer) -> None:
 
 
 class CalledBack(InFlight):
-    """A request in flight whose owner is called back."""
+    """A request in flight whose answers are passed to a function."""
 
     on_answer: Callable[[PreparedAnswer, AnswerRecord, SubmitterLane | None], None]
     owner: Account | None = None
@@ -129,7 +129,7 @@ class CalledBack(InFlight):
 
 
 class EchoWorker:
-    """The worker's end of a lane. Nothing is answered until the test says so."""
+    """The worker's end of a lane. It answers only when the test says so."""
 
     def __init__(self, sock: socket.socket, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -147,7 +147,7 @@ class EchoWorker:
         self._requests: deque[tuple[WholeRequest, RequestRecord]] = deque()
 
     def poll(self) -> None:
-        """Takes what has arrived. Raises ChannelClosed: the front is gone."""
+        """Reads the records that have arrived. Raises ChannelClosed: the front has closed the lane."""
         while (records := self.lane.receive()) is not None:
             for record in records:
                 if isinstance(record, Cancel):
@@ -159,7 +159,7 @@ class EchoWorker:
                     self._requests.append((whole, record))
 
     def next(self) -> WholeRequest:
-        """The next request, whole, however it came; waits for it."""
+        """Waits for the next request and returns it as one value."""
         while not self._requests:
             assert _wait_readable(self.lane.fileno()), "no request came"
             self.poll()
@@ -167,24 +167,24 @@ class EchoWorker:
         return whole
 
     def idle(self, seconds: float = 0.2) -> bool:
-        """Returns whether no request comes for a moment."""
+        """Returns True if no request comes within ``seconds``."""
         self.poll()
         if not self._requests and _wait_readable(self.lane.fileno(), seconds):
             self.poll()
         return not self._requests
 
     def content(self, request: WholeRequest, number: int = 0) -> bytes:
-        """The bytes of an input."""
+        """Returns the bytes of an input."""
         place = request.inputs[number].place
         assert not isinstance(place, RegionSlice)
         return place if isinstance(place, bytes) else bytes(self.lane.view(place))
 
     def echo(self, request: WholeRequest) -> None:
-        """Answers with the first input, as output ``y``."""
+        """Answers a request with its first input, as output ``y``."""
         self.answer(request, self.content(request))
 
     def answer(self, request: WholeRequest, content: bytes, final: bool = True) -> None:
-        """Answers with UINT8 content as output ``y``, in a lease where it is not tiny."""
+        """Answers a request with UINT8 content as output ``y``, in leased memory where it has more than 512 bytes."""
         shape = (len(content),)
         if len(content) <= 512:
             outputs = (Tensor("y", "UINT8", shape, content),)
@@ -197,7 +197,7 @@ class EchoWorker:
         self.complete(request.request_id, outputs=outputs, lease=lease.key, final=final)
 
     def echo_until(self, client: Client) -> None:
-        """Echoes whatever comes until that client has something to read: those who left may have left requests behind."""
+        """Answers requests until that client has something to read: clients that left may have left requests behind."""
         with selectors.DefaultSelector() as selector:
             selector.register(client.sock, selectors.EVENT_READ, client)
             selector.register(self.lane.fileno(), selectors.EVENT_READ)
@@ -211,7 +211,7 @@ class EchoWorker:
                     return
 
     def complete(self, request_id: int, **fields: Any) -> None:
-        """Sends any answer; a lane whose other end is gone swallows it."""
+        """Sends an answer with any fields; it is lost without an error if the lane's other end is closed."""
         completion = WholeAnswer(request_id, **{"version": 1, **fields})
         if self.numbered and completion.final and not completion.code:
             complete_numbered(self.lane, completion)
@@ -221,12 +221,12 @@ class EchoWorker:
 
     @property
     def leases(self) -> int:
-        """Answers the front has not given back."""
+        """Returns how many answers the front has not given back."""
         self.poll()
         return self.lane.arena.statistics()["leases"]
 
     def die(self) -> None:
-        """The lane's end of file; the page stays as it was."""
+        """Closes the lane and leaves the status page as it was."""
         self.lane.close()
 
     def close(self) -> None:
@@ -236,12 +236,15 @@ class EchoWorker:
 
 
 class FrontProcess:
-    """A real front process, and the supervisor's end of its control channel."""
+    """A real front process, with the test as its supervisor."""
 
     program = "tensord.daemon.http"
 
     def __init__(self, options: Options, send_buffer: int = 0) -> None:
-        """``send_buffer``: bytes the front's side of a connection holds at most; 0: as many as the kernel gives it."""
+        """Starts the process.
+
+        ``send_buffer``: bytes that the front's side of a connection holds at most; 0: as the kernel chooses.
+        """
         self.workers: list[EchoWorker] = []
         self._next_worker = 1000
         self.counters = SharedCounters.create()
@@ -270,7 +273,7 @@ class FrontProcess:
         until(self._control.flush)
 
     def receive(self) -> Any:
-        """The next record from the front; waits for it."""
+        """Waits for the next record from the front and returns it."""
         while not self._received:
             assert _wait_readable(self._control.fileno()), "the front says nothing"
             received = self._control.receive()
@@ -280,21 +283,24 @@ class FrontProcess:
         return self._received.popleft()
 
     def answer_call(self, code: str = "", message: str = "", result: bytes = b"") -> ControlCall:
-        """Waits for a question and answers it."""
+        """Waits for the front's next call to the supervisor, and answers it; returns the call."""
         call = self.receive()
         assert isinstance(call, ControlCall)
         self.send(Reply(call.call_id, code, message, result))
         return call
 
     def sync(self) -> None:
-        """Returns when the front has seen everything sent before: a reply comes after it, and its client sees that."""
+        """Waits until the front has read everything sent before.
+
+        It sends a reply behind all of that, and waits until the front's client has it.
+        """
         with self.client() as client:
             client.send(b"GET /v2/models/stats HTTP/1.1\r\nHost: x\r\n\r\n")
             self.answer_call(result=b"{}")
             assert client.answer().status == 200
 
     def worker(self) -> EchoWorker:
-        """A new worker with a lane."""
+        """Gives the front a new worker with a lane; returns the worker."""
         self._next_worker += 1
         ours, theirs = pair()
         worker = EchoWorker(ours, self._next_worker)
@@ -304,7 +310,7 @@ class FrontProcess:
         return worker
 
     def model(self, *workers: EchoWorker, name: str = "echo", version: int = 1, **fields: Any) -> None:
-        """Publishes a version as ready at workers; returns once the front knows."""
+        """Publishes a version as ready at these workers; returns once the front knows."""
         described = {
             "name": name,
             "platform": "jax",
@@ -323,21 +329,27 @@ class FrontProcess:
             self.settle(name, version)
 
     def settle(self, name: str, version: int) -> None:
-        """The front asks once after a change whether all fronts know of it, before it tells of a model that serves: they do."""
+        """Answers the front that all fronts know of a version.
+
+        After a change the front asks this once, before it first answers a question about a model that serves.
+        """
         with self.client() as client:
             client.send(f"GET /v2/models/{name}/versions/{version}/config HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             assert self.answer_call().operation == Settle()
             assert client.answer().status == 200
 
     def fence(self, worker: EchoWorker) -> None:
-        """The worker's process is certainly gone."""
+        """Tells the front that the worker's process is certainly gone."""
         self.send(WorkerFenced(worker.incarnation))
 
     def stop(self, grace_seconds: float) -> None:
         self.send(Stop(int(grace_seconds * 1e9)))
 
     def client(self, receive_buffer: int = 0) -> Client:
-        """A new connection; ``receive_buffer``: bytes that the kernel holds for it at most, 0: as many as it likes."""
+        """Returns a new connection to the front.
+
+        ``receive_buffer``: bytes that the kernel holds for it at most, 0: as it chooses.
+        """
         return Client(self.port, receive_buffer)
 
     def close(self) -> None:
@@ -363,7 +375,10 @@ def front_process(
     send_buffer: int = 0,
     **options: Any,
 ) -> Iterator[Front]:
-    """A front with these options, section by section. A test of a bound sets it; a busy machine reaches none of the others."""
+    """Runs a front with these options (section -> values) within the block.
+
+    Its time limits are so long that a busy machine does not reach them, unless the options say otherwise.
+    """
     patient: dict[str, Any] = dict.fromkeys(("head_timeout", "body_timeout", "write_timeout"), 2 * PATIENCE_SECONDS)
     patient["min_rate"] = 0
     sections: dict[str, dict[str, Any]] = {
@@ -391,23 +406,23 @@ class Answer:
 
     @property
     def error(self) -> str:
-        """The sentence of an error answer."""
+        """Returns the sentence of an error answer."""
         text: str = json.loads(self.body)["error"]
         return text
 
     @property
     def parts(self) -> bytes:
-        """Returns what follows the JSON of a binary answer."""
+        """Returns the bytes that follow the JSON of a binary answer."""
         return self.body[int(self.headers["inference-header-content-length"]) :]
 
     @property
     def values(self) -> bytes:
-        """Output ``y`` of a JSON answer."""
+        """Returns output ``y`` of a JSON answer."""
         return bytes(json.loads(self.body)["outputs"][0]["data"])
 
 
 class Client:
-    """A TCP connection that sends exactly what it is told."""
+    """A TCP connection to a front that sends exactly the bytes that it is given."""
 
     def __init__(self, port: int, receive_buffer: int = 0) -> None:
         self.sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -430,7 +445,7 @@ class Client:
         self.sock.close()
 
     def send(self, *pieces: bytes) -> None:
-        """Sends piece by piece, each (as far as the network goes) in a packet of its own."""
+        """Sends the pieces one after the other, each in a packet of its own where the network allows it."""
         for number, piece in enumerate(pieces):
             if number:
                 time.sleep(0.01)
@@ -442,12 +457,12 @@ class Client:
         self.send(head.encode() + body)
 
     def ask(self, method: str, path: str, body: bytes = b"") -> Answer:
-        """The same, and its answer."""
+        """Sends a whole request to any endpoint; returns its answer."""
         self.request(method, path, body)
         return self.answer()
 
     def answer(self) -> Answer:
-        """The next answer; EOFError where the connection ends instead."""
+        """Reads the next answer. Raises EOFError: the connection ends instead."""
         head = self._until(b"\r\n\r\n")
         line, *fields = head.decode("latin-1").split("\r\n")[:-2]
         headers = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
@@ -456,7 +471,7 @@ class Client:
         return Answer(status, headers, body)
 
     def ends(self) -> bool:
-        """Returns whether the connection ends without another byte."""
+        """Waits until the connection ends or sends a byte; returns True if it ends."""
         try:
             return not self._buffer and self.sock.recv(1) == b""
         except ConnectionResetError:
@@ -476,7 +491,7 @@ class Client:
         return taken
 
     def take(self, size: int) -> bytes:
-        """The next bytes, whatever they are."""
+        """Reads the next ``size`` bytes. Raises EOFError: the connection ends before."""
         pieces, self._buffer = [self._buffer[:size]], self._buffer[size:]
         left = size - len(pieces[0])
         while left:
@@ -489,13 +504,13 @@ class Client:
 
 
 def json_request(values: bytes, *headers: str, model: str = "echo", **fields: Any) -> bytes:
-    """A POST with UINT8 values as JSON."""
+    """Builds a POST with UINT8 values as JSON."""
     head = {"inputs": [{"name": "x", "datatype": "UINT8", "shape": [len(values)], "data": list(values)}], **fields}
     return post(json.dumps(head).encode(), *headers, model=model)
 
 
 def binary_request(content: bytes, *headers: str, model: str = "echo") -> bytes:
-    """A POST with UINT8 content as a binary part, asking for a binary answer."""
+    """Builds a POST with UINT8 content as a binary part, which asks for a binary answer."""
     head = json.dumps(
         {
             "inputs": [
@@ -513,13 +528,13 @@ def binary_request(content: bytes, *headers: str, model: str = "echo") -> bytes:
 
 
 def post(body: bytes, *headers: str, model: str = "echo") -> bytes:
-    """A POST to a model's infer endpoint."""
+    """Builds a POST to a model's infer endpoint."""
     lines = [f"POST /v2/models/{model}/infer HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
     return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + body
 
 
 def chunked(body: bytes, size: int, *headers: str) -> bytes:
-    """Returns a body as chunks of a size."""
+    """Builds a POST whose body is sent in chunks of a size."""
     lines = ["POST /v2/models/echo/infer HTTP/1.1", "Host: x", "Transfer-Encoding: chunked", *headers]
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
     return (
@@ -532,7 +547,7 @@ def chunked(body: bytes, size: int, *headers: str) -> bytes:
 
 @contextlib.contextmanager
 def serving(workers: int = 1, send_buffer: int = 0, **options: Any) -> Iterator[tuple[FrontProcess, list[EchoWorker]]]:
-    """A front with workers that have the model ``echo``."""
+    """Runs an HTTP front with ``workers`` workers that have the model ``echo``; yields them."""
     options = {"http": {"port": 0}, "arenas": {"byte_size": MIB}, **options}
     with front_process(send_buffer=send_buffer, **options) as front:
         made = [front.worker() for _ in range(workers)]
@@ -541,7 +556,7 @@ def serving(workers: int = 1, send_buffer: int = 0, **options: Any) -> Iterator[
 
 
 def in_service(front: FrontProcess, worker: EchoWorker, client: Client) -> None:
-    """Has one request go the whole way."""
+    """Checks that the front serves: sends a request, has the worker answer it and reads the answer."""
     client.send(json_request(b"\1"))
     worker.echo_until(client)
     assert client.answer().values == b"\1"

@@ -1,4 +1,4 @@
-"""The process that those of tests are forked off (``tests.prepared``), and what makes a fork the process that was asked for."""
+"""Runs the first process, which tests' processes are forked off (``tests.prepared``), and turns a fork into a program."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NO_DESCRIPTOR = 1 << 20
 
 
 def serve(orders: socket.socket) -> None:
-    """Forks what pytest asks for until that is gone."""
+    """Forks processes on the orders of pytest, until pytest has ended."""
     for module in _MODULES:
         importlib.import_module(module)
     with contextlib.suppress(ImportError):
@@ -86,7 +86,10 @@ def serve(orders: socket.socket) -> None:
 
 
 def _say_platform_late() -> None:
-    """Workers set it in their environment before they import JAX, which has been imported here."""
+    """Makes workers set JAX's platforms in its configuration.
+
+    They set it in their environment before they import JAX, which has been imported here already.
+    """
     import jax
 
     from tensord.workers.devices.device import DeviceName
@@ -110,7 +113,10 @@ def _forked(
     pass_fds: Sequence[int] = (),
     start_new_session: bool = False,
 ) -> Any:
-    """What a supervisor and ``tensord check`` have for subprocess.Popen; their own standard input is nobody's."""
+    """Replaces subprocess.Popen for a supervisor and ``tensord check``: forks the child where that gives the same process.
+
+    A child has no standard input.
+    """
     before, words = list(command[:3]), command[3:]
     if before != [sys.executable, "-P", "-m"] or early(env) != early(os.environ):
         return subprocess.Popen(
@@ -135,9 +141,9 @@ def _forked(
 def _become(
     words: Sequence[str], environment: Mapping[str, str], fds: Mapping[int, int], folders: Sequence[str] = ()
 ) -> NoReturn:
-    """Runs a module as the program of this process. ``fds``: by the number that each is to have.
+    """Runs a module as the program of this process.
 
-    ``folders``: where it looks for modules first.
+    ``fds``: number that each descriptor is to have -> descriptor. ``folders``: searched first for modules.
     """
     status = 1
     try:
@@ -168,7 +174,7 @@ def _become(
 
 
 def _forget() -> None:
-    """What is of the process that this one was forked off, and would not be there had it been started."""
+    """Removes what is left of the process that this one was forked off, so that it is as if it had been started."""
     # Nothing of it is ever finalized, which would close descriptors that are another's by then.
     gc.freeze()
     atexit._clear()
@@ -196,9 +202,9 @@ def _place(fds: Mapping[int, int]) -> None:
 
 
 def _rename(words: Sequence[str]) -> None:
-    """What others see as its command line: written over that of the first process, which is as long as need be.
+    """Writes this process's command line over that of the first process, which is as long as any.
 
-    What is left over goes into the slashes before the program.
+    The rest of the space is filled with slashes before the program.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)

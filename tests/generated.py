@@ -1,4 +1,4 @@
-"""How many examples the generated tests try."""
+"""Sets how many examples the generated tests try."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an index would give, installed into environments of their own: made once a run of the tests, and nothing is downloaded.
+"""Builds the distributions and installs them into environments of their own, once a run and without downloads.
 
 source archive ─▶ wheel ─▶ auditwheel ─▶ the wheel of this run ─▶ ``Installation``, with the tests' libraries behind its own
 """
@@ -39,7 +39,7 @@ def ran(*command: str | Path, cwd: Path, environment: Mapping[str, str] | None =
 
 
 def tool(name: str, *arguments: str | Path, cwd: Path) -> str:
-    """Runs a program of the tests' own environment, which finds its others there."""
+    """Runs a program of the tests' own environment, which finds the environment's other programs."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     found = shutil.which(name, path=path)
     assert found is not None, f"{name} is not installed (pip install -e '.[test]')"
@@ -47,7 +47,7 @@ def tool(name: str, *arguments: str | Path, cwd: Path) -> str:
 
 
 def made() -> tuple[Path, Path]:
-    """The source archive and the wheel, made from a copy in which nothing is that was compiled in the checkout."""
+    """Builds the source archive and the wheel from a copy of the checkout without compiled files; returns both."""
     with only_one("wheel") as folder:
         finished = folder / "dist"
         if not finished.exists():
@@ -69,7 +69,7 @@ def made() -> tuple[Path, Path]:
 
 
 def client_made() -> tuple[Path, Path]:
-    """The source archive of the client, and its wheel, made of that."""
+    """Builds the client's source archive, and its wheel from that; returns both."""
     with only_one("client-wheel") as folder:
         finished = folder / "dist"
         if not finished.exists():
@@ -86,7 +86,7 @@ def client_made() -> tuple[Path, Path]:
 
 
 def built(source: Path, folder: Path) -> tuple[Path, Path]:
-    """Makes the source archive of what lies in ``source``, in ``folder / "building"``, and of that the wheel, in ``folder``."""
+    """Builds the source archive of ``source`` in ``folder / "building"``, and the wheel from that in ``folder``."""
     building, unpacked = folder / "building", folder / "unpacked"
     for each in (building, unpacked):
         shutil.rmtree(each, ignore_errors=True)
@@ -101,10 +101,13 @@ def built(source: Path, folder: Path) -> tuple[Path, Path]:
 
 
 class Installation:
-    """An environment of its own that wheels are installed into."""
+    """An environment into which wheels are installed."""
 
     def __init__(self, folder: Path, libraries: Sequence[str] | None = None) -> None:
-        """``libraries``: folders with packages that are found behind its own; None: those of the tests."""
+        """Makes the environment.
+
+        ``libraries``: folders with packages that are found after its own; None: those of the tests.
+        """
         self.folder = folder
         ran(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
         self.python = folder / "bin" / "python"
@@ -117,26 +120,26 @@ class Installation:
         (self.packages / "libraries.pth").write_text("\n".join(libraries) + "\n")
 
     def install(self, wheel: Path) -> None:
-        """Adds a wheel to it, as pip does."""
+        """Installs a wheel by pip."""
         pip = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "--python", self.python)
         ran(*pip, "install", "--no-index", "--no-deps", "--force-reinstall", wheel, cwd=self.folder)
 
     def daemon(self, folder: Path, repositories: Sequence[Path], cwd: Path | None = None) -> DaemonProcess:
-        """Its daemon, which keeps its files in ``folder`` and is started in ``cwd``."""
+        """Returns the environment's daemon, which keeps its files in ``folder`` and is started in ``cwd``."""
         daemon = DaemonProcess(folder, repositories)
         daemon.program, daemon.cwd = [str(self.folder / "bin" / "tensord")], cwd or folder
         return daemon
 
 
 def neighbours(folder: Path) -> None:
-    """Puts files with common names there, which end whoever imports them."""
+    """Writes files with common module names into a folder; a program that imports one of them exits with an error."""
     for name in NEIGHBOURS:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(f"raise SystemExit('the neighbour {name} was imported')\n")
 
 
 def wheel_of(folder: Path, name: str, files: dict[str, str]) -> Path:
-    """A distribution as an index has it."""
+    """Writes a wheel with these files, as an index would have it; returns its path."""
     place = f"{name.replace('-', '_')}-1.0.dist-info"
     files = files | {
         f"{place}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",

@@ -1,7 +1,8 @@
-"""KServe's package, imported beside tritonclient's: both bring the messages of package ``inference``, and one descriptor pool
-takes them once. So this one is imported with a pool of its own; whoever needs it asks for its names here.
+"""Imports KServe's package beside tritonclient's.
 
-It takes a second, in each process that collects tests: only who asks for a name imports it.
+Both bring the messages of package ``inference``, and one descriptor pool takes them only once, so KServe's is imported with a
+pool of its own; tests get its names from this module. That takes a second in each process that collects tests, so it is imported
+only when a name is asked for.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _kserve() -> ModuleType:
 
 
 def strange_fields(document: dict[str, Any], kind: str, place: str = "") -> list[str]:
-    """Returns where a document has fields that KServe's model of a kind ("V1beta1InferenceService") does not know.
+    """Returns the fields of a document that KServe's model of a kind ("V1beta1InferenceService") does not know.
 
     What lies in fields whose kinds are Kubernetes' own is not looked at.
     """

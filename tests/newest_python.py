@@ -1,4 +1,4 @@
-"""Prints the newest interpreter on this machine that tensord runs on, if it is newer than the one that asks; else nothing.
+"""Prints the newest interpreter on this machine that tensord runs on, if it is newer than the one that runs this; else nothing.
 
 It looks on the path and where version managers keep theirs. Each candidate is run: a version manager puts commands on the path
 that only say which version is not chosen, and some interpreters lack what an environment needs.
@@ -19,7 +19,7 @@ _ASK = "import sys, venv, ensurepip, ctypes, ssl; print(*sys.version_info[:2], s
 
 
 def folders() -> list[Path]:
-    """Returns folders where interpreters may lie: the path, pyenv's versions, and others that keep them alike."""
+    """Returns folders that may have interpreters: the path, pyenv's versions, and those of similar programs."""
     path = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
     roots = [Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"]
     roots += [Path.home() / ".local/share/uv/python", Path.home() / ".asdf/installs/python"]
@@ -27,7 +27,7 @@ def folders() -> list[Path]:
 
 
 def newest(looked_in: Iterable[Path], known: tuple[int, int] = sys.version_info[:2]) -> str:
-    """The path of the newest interpreter newer than ``known``, as it calls itself; "": there is none."""
+    """Returns the path of the newest interpreter newer than ``known``, as it calls itself; "": there is none."""
     best, found = known, ""
     for folder in looked_in:
         for candidate in sorted(folder.glob("python3.*")) if folder.is_dir() else ():

@@ -1,8 +1,8 @@
-"""Daemons of the tests on GPU workers, though the host has no GPU: ``pytest --on-stub``, or ``GPU_WORKERS`` for one daemon.
+"""Gives the tests' daemons GPU workers although the host has no GPU: ``pytest --on-stub``, or ``GPU_WORKERS`` for one daemon.
 
-``--on-gpus`` puts them on this host's GPUs instead. On the stub the driver and JAX's plugin are the tests' stand-ins
-(``tests/cuda_stub``), and each queued copy takes a while, so that what is not waited for has not happened yet. A test for which
-the worker has to be a CPU's says so: ``@pytest.mark.cpu_workers(reason)``.
+``--on-gpus`` puts the daemons on this host's GPUs instead. On the stub the driver and JAX's plugin are the tests' stand-ins
+(``tests/cuda_stub``), and each queued copy takes a while, so that a copy that is not waited for has not happened yet. A test that
+needs a CPU worker says so: ``@pytest.mark.cpu_workers(reason)``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DELAY = 300
 
 
 def daemon_on(kind: str, stub: CudaStub) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options and environment of a daemon with "cpu" or with "cuda" workers, beside clients with memory on the stub's GPUs."""
+    """Returns options and environment of a daemon with "cpu" or "cuda" workers whose clients have memory on the stub's GPUs."""
     return ({"workers": GPU_WORKERS}, stub.gpu_environment) if kind == "cuda" else ({}, stub.environment)
 
 
@@ -42,7 +42,7 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def configure(config: pytest.Config) -> None:
-    """For this process and those that it starts."""
+    """Sets this process and those that it starts to GPU workers if the command line says so."""
     if config.getoption("--on-stub"):
         os.environ[_VARIABLE] = str(config.getoption("--stub-delay"))
         config.add_cleanup(lambda: os.environ.pop(_VARIABLE, None))
@@ -57,7 +57,7 @@ def wanted() -> bool:
 
 
 def devices(folder: Path, count: int) -> dict[str, str]:
-    """So many devices, as who asks a daemon finds them; a daemon whose environment says it has a worker on each."""
+    """Returns an environment with ``count`` stub devices; a daemon that is started with it has a worker on each."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
     return CudaStub(folder, count, _delay()).environment | visible
 
@@ -67,7 +67,7 @@ def _delay() -> int:
 
 
 def skip(items: list[pytest.Item]) -> None:
-    """Skips tests of CPU workers, where daemons have none."""
+    """Skips tests of CPU workers if daemons have GPU workers."""
     if wanted() or _ON_GPUS in os.environ:
         for item in items:
             for mark in item.iter_markers("cpu_workers"):
@@ -75,11 +75,11 @@ def skip(items: list[pytest.Item]) -> None:
 
 
 def move(folder: Path, workers: dict[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which a daemon with CPU workers, whose options change accordingly, has GPU workers.
+    """Changes a daemon's options from CPU workers to GPU workers, and returns its environment.
 
     Args:
-      folder: is the daemon's.
-      environment: what the daemon was to have besides this process's. Devices of a stub that it names already stay the same.
+      folder: the daemon's own.
+      environment: variables that the daemon has besides this process's. Devices of a stub that it names stay the same.
     """
     if _ON_GPUS in os.environ and workers.get("device") != "auto" and "CUDA_STUB_DIR" not in environment:
         if workers.get("devices_per_worker", 1) > 1:

@@ -1,4 +1,4 @@
-"""Processes that may open no more files, while a block runs."""
+"""Takes away a process's ability to open more files, while a block runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_descriptors_left(pid: int = 0) -> Iterator[int]:
-    """So it is for a process, 0 is this one: what it has open stays usable. Yields the limit that holds meanwhile."""
+    """Lets a process (0: this one) open no more files within the block; those that are open stay usable.
+
+    Yields the limit on descriptor numbers that holds meanwhile.
+    """
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     taken = {int(fd) for fd in os.listdir(f"/proc/{pid or 'self'}/fd")}
     if not pid:

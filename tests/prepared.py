@@ -1,4 +1,4 @@
-"""Processes that begin where their imports are done: forked off one that has made them, which spares each up to a second.
+"""Starts processes whose imports are done: it forks them off one that has made them, which spares each up to a second.
 
 pytest ── starts ──▶ the first process: has imported what daemons, fronts and workers import, and waits
    │                   └─ fork ─▶ one that ends at once
@@ -34,7 +34,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class Process:
-    """A child of this process, as far as supervisors and tests use subprocess.Popen."""
+    """A child of this process, with as much of subprocess.Popen as supervisors and tests use."""
 
     def __init__(self, pid: int, stderr: IO[str] | None = None) -> None:
         self.pid = pid
@@ -42,11 +42,11 @@ class Process:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status, if it has ended."""
+        """Returns the exit status if the process has ended, else None."""
         return self._reap(os.WNOHANG)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status. Raises TimeoutExpired: it has not ended by then."""
+        """Waits for the process and returns its exit status. Raises TimeoutExpired: it has not ended by then."""
         if self.returncode is None and timeout is not None:
             with contextlib.suppress(ProcessLookupError):
                 pidfd = os.pidfd_open(self.pid)
@@ -77,12 +77,12 @@ class Process:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends it if it has not ended; ``wait`` says how."""
+        """Kills the process if it has not ended; ``wait`` returns how it ended."""
         self.send_signal(signal.SIGKILL)
 
 
 def early(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of the variables that only a process which began with them has read."""
+    """Returns the variables that a program reads before its first line, so that they cannot be set later."""
     found = {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
     # Where the packages are that every process finds anyway is no difference.
     folders = [folder for folder in found.pop("PYTHONPATH", "").split(os.pathsep) if folder not in ("", str(_ROOT))]
@@ -90,7 +90,7 @@ def early(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def firsts() -> dict[int, int]:
-    """The processes that others are forked off, which end with this one, and the descriptors that lead to them."""
+    """Returns the processes that others are forked off: process id -> the descriptor that leads to it. They end with this one."""
     return {first.pid: first.fileno() for first in _firsts.values()}
 
 
@@ -106,12 +106,12 @@ def start(
     errors: int = 2,
     read_errors: bool = False,
 ) -> Process:
-    """``python -m WORDS``, which has these descriptors by the numbers that they have here.
+    """Starts ``python -m WORDS`` by a fork. It gets these descriptors under the numbers that they have here.
 
     Args:
-      given: what it reads; None: nothing.
-      output, errors: where it writes; as this process.
-      read_errors: its standard error is to be read here, and nobody reads its output.
+      given: the descriptor of its standard input; None: it has none.
+      output, errors: the descriptors of its outputs, by default those of this process.
+      read_errors: its standard error can be read from the returned object, and its output is dropped.
     """
     environment = dict(os.environ if environment is None else environment)
     null = os.open(os.devnull, os.O_RDWR)
@@ -139,12 +139,12 @@ def start(
 
 
 def is_forked(pid: int) -> bool:
-    """Returns whether a process was forked off a first one, as its command line shows: ``first_process._rename``."""
+    """Returns whether a process was forked off a first process, by its command line (``first_process._rename``)."""
     return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"//")
 
 
 def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """``python -m WORDS`` to its end, with what it wrote."""
+    """Runs ``python -m WORDS`` to its end by a fork; returns its exit status and outputs."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         status = start(words, output=output.fileno(), errors=errors.fileno()).wait()
         output.seek(0)
@@ -153,7 +153,7 @@ def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 class _First:
-    """A process that others are forked off, from the side of pytest."""
+    """The side of pytest of a process that others are forked off."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -209,7 +209,7 @@ def _first_for(environment: Mapping[str, str]) -> _First:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Meanwhile this process is the parent of those whose own, a descendant of this one, ends."""
+    """Makes this process the parent of descendants whose own parent ends within the block."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     assert prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
     try:

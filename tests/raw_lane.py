@@ -1,4 +1,4 @@
-"""A client's end of a lane as the records have it, with nothing in between: what it is told to send it sends, right or wrong."""
+"""Provides a client's end of a lane without a client library: it sends the records it is given, right or wrong."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def packed(*records: Record) -> bytes:
-    """One datagram with these records."""
+    """Packs records into one datagram."""
     return b"\x01\xdc" + len(records).to_bytes(2, "big") + b"".join(map(encoder.encode, records))
 
 
 def memory(byte_size: int, seals: int = SEALS) -> tuple[int, mmap.mmap]:
-    """A memfd of zeros with these seals, mapped for reading and writing."""
+    """Makes a memfd of zeros with these seals; returns it, and its mapping for reading and writing."""
     fd = os.memfd_create("client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, byte_size)
     mapping = mmap.mmap(fd, byte_size)
@@ -53,10 +53,13 @@ def memory(byte_size: int, seals: int = SEALS) -> tuple[int, mmap.mmap]:
 
 
 class RawLane:
-    """Owns its socket and its segments."""
+    """A client's end of a lane. It owns its socket and its segments."""
 
     def __init__(self, sock: socket.socket, agree: bool = True, buffer: bytearray | None = None) -> None:
-        """``agree``: begins with the version of the wire. ``buffer``: that lanes of one thread share."""
+        """Takes over the socket.
+
+        ``agree``: sends the wire's version first. ``buffer``: for receiving, shared by the lanes of one thread.
+        """
         self.sock = sock
         self._channel = Channel(sock, decoder(ToSubmitter), buffer=buffer)
         self._readable = select.poll()
@@ -72,14 +75,14 @@ class RawLane:
             self.send(WireVersion(WIRE_VERSION))
 
     def send(self, *records: Record, fds: tuple[int, ...] = ()) -> None:
-        """Sends one datagram. Raises BlockingIOError: the worker takes nothing now."""
+        """Sends records as one datagram. Raises BlockingIOError: the worker takes nothing now."""
         self.send_bytes(packed(*records), *fds)
 
     def send_bytes(self, content: bytes, *fds: int) -> None:
         self.sock.sendmsg([content], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [])
 
     def open_segment(self, number: int, byte_size: int) -> mmap.mmap:
-        """Opens a segment of the client's own, and returns its memory."""
+        """Opens a segment of the client's memory and sends it to the worker; returns its mapping."""
         fd, self.segments[number] = memory(byte_size)
         self.send(SegmentOpened(number, byte_size), fds=(fd,))
         os.close(fd)
@@ -99,11 +102,11 @@ class RawLane:
         self.send(Prepare(number, prepared))
 
     def poll(self, timeout: float) -> bool:
-        """Returns whether something is there, or the other end has closed."""
+        """Waits up to ``timeout`` seconds; returns whether a datagram is there, or the other end has closed."""
         return bool(self._readable.poll(timeout * 1000))
 
     def receive(self) -> list[AnswerRecord] | None:
-        """Returns one datagram's answers, with what their numbers stand for in their places; None when nothing is there.
+        """Returns the answers of one datagram, in which numbers are replaced by what they stand for; None: there is none.
 
         Raises ChannelClosed: the worker has ended the lane.
         """
@@ -126,11 +129,11 @@ class RawLane:
         return answers
 
     def kind(self, answer: AnswerRecord) -> PreparedAnswer:
-        """What an answer has in common with others."""
+        """Returns the prepared part of an answer."""
         return self.prepared[answer.prepared] if isinstance(answer.prepared, int) else answer.prepared
 
     def outputs(self, answer: AnswerRecord) -> dict[str, bytes]:
-        """The bytes of an answer's outputs, wherever they are."""
+        """Returns the bytes of an answer's outputs by name, wherever they are."""
         assert not answer.code, answer.message
         found: dict[str, bytes] = {}
         contents = iter(answer.contents)
@@ -169,7 +172,7 @@ def addsub(
     width: int = 16,
     model: str = "addsub",
 ) -> PreparedRequest:
-    """A request to bench/models/addsub, or one that takes the same."""
+    """Builds a request to bench/models/addsub, or to a model with the same inputs."""
     tensors = [
         PreparedTensor(name, "FP32", (rows, width), place)
         for name, place in zip(("INPUT0", "INPUT1"), places, strict=True)

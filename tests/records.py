@@ -1,4 +1,4 @@
-"""Requests and answers of a lane as one value each, whatever of them was prepared: what tests send, expect and compare."""
+"""Represents requests and answers of a lane as one value each, whatever of them was prepared, for tests to send and compare."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tensor(NamedTuple):
 
 
 def prepared_tensors(tensors: tuple[Tensor, ...]) -> tuple[PreparedTensor, ...]:
-    """Returns what is said of them once."""
+    """Returns the parts of tensors that a prepared request or answer has."""
     return tuple(
         PreparedTensor(name, datatype, shape, place if isinstance(place, RegionSlice) else None)
         for name, datatype, shape, place in tensors
@@ -43,18 +43,18 @@ def prepared_tensors(tensors: tuple[Tensor, ...]) -> tuple[PreparedTensor, ...]:
 
 
 def own_contents(tensors: tuple[Tensor, ...]) -> tuple[Content, ...]:
-    """Returns what each record says of them."""
+    """Returns the parts of tensors that each record has: their bytes or slices, without those in regions."""
     return tuple(tensor.place for tensor in tensors if not isinstance(tensor.place, RegionSlice))
 
 
 def whole_tensors(tensors: tuple[PreparedTensor, ...], contents: tuple[Content, ...]) -> tuple[Tensor, ...]:
-    """Returns them with their places."""
+    """Joins prepared tensors with the contents of a record."""
     return tuple(Tensor(each.name, each.datatype, each.shape, place) for each, place in placed(tensors, contents))
 
 
 @dataclass(frozen=True)
 class WholeRequest:
-    """A request with all that was said of it; the fields are those of ``PreparedRequest`` and ``RequestRecord``."""
+    """A request as one value; the fields are those of ``PreparedRequest`` and ``RequestRecord``."""
 
     request_id: int
     model: str
@@ -76,21 +76,21 @@ class WholeRequest:
 
     @property
     def prepared(self) -> PreparedRequest:
-        """What it has in common with others of its kind."""
+        """Returns the part that requests of its kind have in common."""
         return PreparedRequest(self.model, self.version, prepared_tensors(self.inputs), self.outputs, self.parameters)
 
     @property
     def contents(self) -> tuple[Content, ...]:
-        """What is its own of its tensors."""
+        """Returns the contents of its tensors for its record."""
         return own_contents(self.inputs)
 
     @property
     def record(self) -> RequestRecord:
-        """The record that says all of it."""
+        """Returns the record of the request with its prepared part inside."""
         return self.of(self.prepared)
 
     def of(self, prepared: int | PreparedRequest) -> RequestRecord:
-        """The record of it with that number."""
+        """Returns the record of the request with the number of its prepared part, or with the part itself."""
         own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         for name in ("request_id", "model", "version", "inputs", "outputs", "parameters"):
             del own[name]
@@ -98,7 +98,10 @@ class WholeRequest:
 
 
 def whole_request(prepared: PreparedRequest, own: RequestRecord) -> WholeRequest:
-    """Returns a request as one value. Raises InvalidArgument: it has too many tensors, or too few."""
+    """Joins a prepared request and a record into one value.
+
+    Raises InvalidArgument: the record has too many contents, or too few.
+    """
     return WholeRequest(
         own.request_id,
         prepared.model,
@@ -122,7 +125,7 @@ def whole_request(prepared: PreparedRequest, own: RequestRecord) -> WholeRequest
 
 @dataclass(frozen=True)
 class WholeAnswer:
-    """An answer with all that was said of it; the fields are those of ``PreparedAnswer`` and ``AnswerRecord``."""
+    """An answer as one value; the fields are those of ``PreparedAnswer`` and ``AnswerRecord``."""
 
     request_id: int
     code: str = ""
@@ -136,26 +139,26 @@ class WholeAnswer:
 
     @property
     def prepared(self) -> PreparedAnswer:
-        """What it has in common with others of its kind."""
+        """Returns the part that answers of its kind have in common."""
         return PreparedAnswer(self.version, prepared_tensors(self.outputs), self.parameters, self.final)
 
     @property
     def contents(self) -> tuple[Content, ...]:
-        """What is its own of its tensors."""
+        """Returns the contents of its tensors for its record."""
         return own_contents(self.outputs)
 
     @property
     def record(self) -> AnswerRecord:
-        """The record that says all of it."""
+        """Returns the record of the answer with its prepared part inside."""
         return self.of(self.prepared)
 
     def of(self, prepared: int | PreparedAnswer) -> AnswerRecord:
-        """The record of it with that number."""
+        """Returns the record of the answer with the number of its prepared part, or with the part itself."""
         return AnswerRecord(self.request_id, prepared, self.contents, self.lease, self.code, self.message, self.trace)
 
 
 def whole_answer(prepared: PreparedAnswer, own: AnswerRecord) -> WholeAnswer:
-    """Returns an answer as one value."""
+    """Joins a prepared answer and a record into one value."""
     outputs = whole_tensors(prepared.outputs, own.contents)
     return WholeAnswer(
         own.request_id,
@@ -171,7 +174,7 @@ def whole_answer(prepared: PreparedAnswer, own: AnswerRecord) -> WholeAnswer:
 
 
 def noting(sent: list[WholeAnswer]) -> Callable[..., None]:
-    """Returns a stand-in for ``WorkerLane.complete`` that puts each answer as one value into the list."""
+    """Returns a stand-in for ``WorkerLane.complete`` that appends each answer, as one value, to the list."""
 
     def complete(record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
         prepared = record.prepared if numbered is None else numbered.prepared
@@ -182,5 +185,5 @@ def noting(sent: list[WholeAnswer]) -> Callable[..., None]:
 
 
 def is_numbered(record: RequestRecord | None) -> bool:
-    """Returns whether a request came with a number, as one that repeats another."""
+    """Returns whether a request's record has the number of its prepared part, as one that repeats another."""
     return record is not None and isinstance(record.prepared, int)

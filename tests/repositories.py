@@ -1,4 +1,4 @@
-"""Model repositories for tests, written where a test wants them: small arithmetic whose answers depend on the request."""
+"""Writes model repositories for tests: models of little arithmetic whose answers depend on the request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMERIC = (
 
 
 def write_model(repository: Path, name: str, source: str, config: str = "", version: int = 1) -> Path:
-    """``<repository>/<name>/<version>/model.py`` and, unless empty, ``config.pbtxt``."""
+    """Writes ``<repository>/<name>/<version>/model.py`` and, unless empty, ``config.pbtxt``; returns the version's folder."""
     folder = repository / name / str(version)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.py").write_text(dedent(source))
@@ -35,7 +35,7 @@ def write_model(repository: Path, name: str, source: str, config: str = "", vers
 
 
 def echo_models(repository: Path, datatypes: Sequence[str] = NUMERIC) -> Path:
-    """``echo_<datatype>``, and one of BYTES: output y is input x, any length."""
+    """Writes ``echo_<datatype>`` for each datatype, and one for BYTES: output y is input x, of any length."""
     for datatype in datatypes:
         write_model(
             repository,
@@ -64,7 +64,7 @@ def echo_models(repository: Path, datatypes: Sequence[str] = NUMERIC) -> Path:
 
 
 def scale_model(repository: Path, name: str = "scale", factor: float = 3.0, version: int = 1) -> Path:
-    """``y = factor * x + 1`` on FP32[4], batched up to 8; the factor is a parameter."""
+    """Writes a model of ``y = factor * x + 1`` on FP32[4], batched up to 8; the factor is a parameter."""
     write_model(
         repository,
         name,
@@ -86,7 +86,7 @@ def scale_model(repository: Path, name: str = "scale", factor: float = 3.0, vers
 
 
 def deadly_model(repository: Path, name: str = "deadly") -> Path:
-    """A host model whose negative input kills its worker, as a segmentation fault would."""
+    """Writes a host model that kills its worker when its input is negative, as a segmentation fault would."""
     write_model(
         repository,
         name,
@@ -109,7 +109,7 @@ def deadly_model(repository: Path, name: str = "deadly") -> Path:
 
 
 def faulty_models(repository: Path) -> Path:
-    """Models that raise, return the wrong shape or datatype, or do not load."""
+    """Writes models that raise, return the wrong shape or datatype, or do not load."""
     declared = """
         inputs = {"x": "FP32[2]"}
         outputs = {"y": "FP32[2]"}
@@ -141,7 +141,7 @@ def faulty_models(repository: Path) -> Path:
 
 
 def sleepy_model(repository: Path, name: str = "sleepy") -> Path:
-    """A Triton Python-backend model that sleeps as long as it is told.
+    """Writes a Triton Python model that sleeps as long as a request says.
 
     It touches the file of parameter ``began`` first, and afterwards waits for the file of parameter ``until``.
     """
@@ -188,7 +188,10 @@ def ensemble(
     max_batch_size: int = 0,
     more: str = "",
 ) -> Path:
-    """An ensemble. ``inputs``, ``outputs``: ``"x FP32 4"``; a step: its model, input -> tensor, output -> tensor."""
+    """Writes an ensemble; returns its folder.
+
+    ``inputs``, ``outputs``: name, datatype and dims, such as ``"x FP32 4"``. A step: its model, input -> tensor, output -> tensor.
+    """
 
     def tensors(field: str, told: Sequence[str]) -> str:
         lines: list[str] = []

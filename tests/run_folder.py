@@ -1,4 +1,4 @@
-"""The folder that all processes of a run of the tests share, be they several of pytest's: made by the first and gone with it."""
+"""Provides a folder that all processes of a test run share: the first one makes it and removes it at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VARIABLE = "PYTEST_TENSORD_RUN"
 
 
 def make() -> Callable[[], None]:
-    """Makes it, unless another process has. Returns what takes it away again."""
+    """Makes the folder unless another process has. Returns the function that removes it."""
     if _VARIABLE in os.environ:
         return lambda: None
     folder = os.environ[_VARIABLE] = tempfile.mkdtemp(prefix="tensord-test-run-")
@@ -33,7 +33,7 @@ def programs() -> str:
 
 @contextlib.contextmanager
 def only_one(name: str) -> Iterator[Path]:
-    """The folder of that name, which nobody else uses within the block."""
+    """Yields the subfolder of that name, which no other process uses within the block."""
     folder = Path(os.environ[_VARIABLE], name)
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:

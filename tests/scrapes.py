@@ -1,4 +1,4 @@
-"""Metrics as Prometheus' own reader understands them."""
+"""Reads metrics with Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Samples:
         return self._values[name, frozenset(labels.items())]
 
     def of(self, name: str, label: str) -> dict[str, float]:
-        """Value of that label -> value, of the metric's samples."""
+        """Returns the samples of a metric: value of that label -> the sample's value."""
         return {dict(labels)[label]: value for (found, labels), value in self._values.items() if found == name}
 
     def model(self, name: str, model: str, version: int = 1, **labels: str) -> float:
@@ -34,6 +34,6 @@ class Samples:
 
 
 def scrape(address: str) -> Samples:
-    """Returns what GET /metrics on HOST:PORT answers now."""
+    """Scrapes HOST:PORT and returns its samples."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE) as answer:
         return Samples(answer.read().decode())

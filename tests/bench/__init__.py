@@ -1,1 +1,1 @@
-"""Tests of the instruments: a benchmark that measures wrongly is worse than none."""
+"""Tests of the benchmarks: one that measures wrongly is worse than none."""

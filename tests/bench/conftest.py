@@ -1,4 +1,4 @@
-"""What a module's tests have in common: one daemon with models that are measured."""
+"""Provides one daemon for a module's tests, with models of bench/models."""
 
 from __future__ import annotations
 

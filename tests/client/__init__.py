@@ -1,4 +1,4 @@
-"""Tests of client/, which is a distribution of its own: it is imported from its folder."""
+"""Tests of client/, which is a distribution of its own and is imported from its folder."""
 
 import sys
 from pathlib import Path

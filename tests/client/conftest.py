@@ -1,4 +1,4 @@
-"""A real daemon with small models, and connections to it that end with their test."""
+"""Provides a real daemon with small models, and connections to it that are closed at the end of their test."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def write_models(repository: Path) -> None:
 
 
 def clients_socket(folder: Path) -> str:
-    """Returns where a daemon of that folder has its socket for clients."""
+    """Returns the path of the socket for clients of a daemon with that folder."""
     return str(folder / "clients.sock")
 
 
@@ -110,7 +110,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def connect(daemon: DaemonProcess) -> Iterator[Callable[..., LaneConnection]]:
-    """Connects; what was connected is closed when the test ends."""
+    """Yields a function that opens connections; they are closed when the test ends."""
     opened: list[LaneConnection] = []
 
     def begin(**arguments: int) -> LaneConnection:

@@ -1,1 +1,1 @@
-"""Tests of the configuration room."""
+"""Tests of config/."""

@@ -1,4 +1,4 @@
-"""The recorded behaviour of a real Triton: where it lies, its cases, and which of them are for later.
+"""Reads the recorded behaviour of a real Triton: its cases, and the servers that they were recorded with.
 
 The recordings are no part of the repository. They lie beside it in ``../shared/conformance`` (beside the main checkout, for a
 worktree), or where TENSORD_CONFORMANCE says; their README describes the format of a case.
@@ -65,7 +65,7 @@ Step = dict[str, Any]
 
 
 def _beside(name: str) -> Path | None:
-    """``../shared/NAME`` of this checkout, or of the main checkout when this one is a worktree."""
+    """Returns ``../shared/NAME`` of this checkout, or of the main checkout if this one is a worktree; None: there is none."""
     checkouts = [ROOT]
     link = ROOT / ".git"
     if link.is_file():  # "gitdir: MAIN/.git/worktrees/NAME"
@@ -75,13 +75,13 @@ def _beside(name: str) -> Path | None:
 
 
 def conformance_folder() -> Path | None:
-    """The recordings, or None where they are absent."""
+    """Returns the folder of the recordings, or None where they are absent."""
     named = os.environ.get("TENSORD_CONFORMANCE")
     return Path(named) if named else _beside("conformance")
 
 
 def seeds_folder() -> Path | None:
-    """The published specifications, or None where they are absent."""
+    """Returns the folder of the published specifications, or None where they are absent."""
     return _beside("seeds")
 
 
@@ -90,7 +90,7 @@ FOLDER = conformance_folder()
 
 @cache
 def replayer() -> ModuleType:
-    """The recordings' own replay.py, as a module."""
+    """Imports replay.py, which comes with the recordings, and returns the module."""
     assert FOLDER is not None
     specification = importlib.util.spec_from_file_location("replay", FOLDER / "replay.py")
     assert specification is not None
@@ -102,7 +102,7 @@ def replayer() -> ModuleType:
 
 @cache
 def cases() -> tuple[Case, ...]:
-    """The cases of our groups; none where the recordings are absent."""
+    """Returns the cases of our groups; none where the recordings are absent."""
     if FOLDER is None:
         return ()
     found = []
@@ -114,14 +114,14 @@ def cases() -> tuple[Case, ...]:
 
 @cache
 def profiles() -> dict[str, dict[str, Any]]:
-    """Flags and models of each profile's server."""
+    """Returns the flags and models of each profile's server."""
     assert FOLDER is not None
     found: dict[str, dict[str, Any]] = json.loads((FOLDER / "profiles.json").read_text())
     return found
 
 
 def arguments(profile: str) -> list[str]:
-    """The command line of a profile's server."""
+    """Returns the command line of a profile's server."""
     wanted = profiles()[profile]
     given: list[list[str]] = []
     for word in wanted["flags"]:
@@ -134,12 +134,15 @@ def arguments(profile: str) -> list[str]:
 
 
 def is_inference(step: Step, answer: Step) -> bool:
-    """Whether a step is an inference over HTTP that succeeded."""
+    """Returns whether a step is an inference over HTTP that succeeded."""
     return step.get("path", "").partition("?")[0].endswith("/infer") and answer.get("status") == 200
 
 
 def json_part(step: Step) -> Any | None:
-    """The JSON of an inference request; None when it has none (a raw request), is compressed, or has Triton's literal ``Inf``."""
+    """Returns the JSON of an inference request.
+
+    Returns None if it has none (a raw request), is compressed, or has Triton's literal ``Inf``.
+    """
     headers = {name.lower(): value for name, value in step.get("headers", {}).items()}
     body = base64.b64decode(step["body_b64"]) if "body_b64" in step else step.get("body", "").encode()
     size = int(headers.get("inference-header-content-length", len(body)))
@@ -149,13 +152,13 @@ def json_part(step: Step) -> Any | None:
 
 
 def touches_shared_memory(case: Case) -> bool:
-    """Whether a case makes names in /dev/shm."""
+    """Returns whether a case makes files in /dev/shm."""
     steps = [*case.get("steps", [case]), *case.get("cleanup", [])]
     return any(step.get("op", "").startswith("shm_") for step in _steps(steps))
 
 
 def _steps(steps: list[Step]) -> Iterator[Step]:
-    """The steps, and those that run beside others in a thread."""
+    """Yields the steps, and the steps inside of them that run in a thread beside others."""
     for step in steps:
         yield step
         for inner in ("step", "of"):

@@ -1,8 +1,8 @@
-"""The deliberate differences from Triton: the table in docs/protocol.md, which is the only list of exceptions.
+"""Reads the deliberate differences from Triton: the table in docs/protocol.md, which is the only list of exceptions.
 
-The first cell of a row names what the row is about, each in backquotes: ids of recorded cases, globs of ids, or a rule
-``status A → B`` or ``status A → B: TEXT``, which excuses that change of status wherever the error text is TEXT (a glob); ``code A
-→ B: TEXT`` is the same of gRPC, and ``text A → B`` excuses that change of an error's text (globs).
+The first cell of a row names what the row is about, each in backquotes: ids of recorded cases, globs of ids, or a rule. A rule
+``status A → B`` or ``status A → B: TEXT`` excuses that change of status wherever the error text is TEXT (a glob); ``code A → B:
+TEXT`` does so for gRPC's codes, and ``text A → B`` excuses that change of an error's text (globs).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Rule:
     line: str
 
     def excuses(self, difference: str) -> bool:
-        """Whether a line of the replayer is this difference and no other."""
+        """Returns whether a line of the replayer is this difference and no other."""
         return fnmatchcase(_PLACE.sub("", difference, count=1), self.line)
 
 
 def rule(name: str) -> Rule | None:
-    """The rule that a name in the first cell stands for; None: it is no rule but an id, or a glob of ids."""
+    """Returns the rule that a name in the first cell stands for; None: it is an id, or a glob of ids."""
     if status := _STATUS_RULE.fullmatch(name):
         triton, tensord, text = status.groups(default="")
         # The replayer cuts long texts, so the end is open.
@@ -56,20 +56,20 @@ def rule(name: str) -> Rule | None:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """The table, read."""
+    """The table of differences, parsed."""
 
     #: Ids and globs of ids.
     cases: tuple[str, ...]
     rules: tuple[Rule, ...]
 
     def of_case(self, name: str) -> list[str]:
-        """The entries that excuse a case as a whole."""
+        """Returns the entries that excuse a case as a whole."""
         return [entry for entry in self.cases if fnmatchcase(name, entry)]
 
 
 @cache
 def read(document: Path = DOCUMENT) -> Differences:
-    """Reads the table.
+    """Reads the table of differences.
 
     Raises: ValueError: there is no such heading, or a row names nothing in backquotes or gives no reason.
     """

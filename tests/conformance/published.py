@@ -1,4 +1,4 @@
-"""The published JSON schemas of inference requests and responses: Triton's two and KServe's.
+"""Reads the published JSON schemas of inference requests and responses: Triton's two and KServe's.
 
 They lie beside the repository like the recordings, as pages with the schema in them, and are no part of it: their licence is not
 stated.
@@ -34,7 +34,7 @@ DEVIATIONS = {
 
 @cache
 def validators() -> dict[str, jsonschema.Draft202012Validator]:
-    """Title -> validator; empty where the pages are absent."""
+    """Returns a validator for each schema: title -> validator. Empty where the pages are absent."""
     found = {}
     folder = corpus.seeds_folder()
     for page in sorted(folder.glob("*.txt")) if folder else ():
@@ -47,7 +47,7 @@ def validators() -> dict[str, jsonschema.Draft202012Validator]:
 
 
 def violations(title: str, document: Any) -> set[str]:
-    """How a document breaks a schema, beyond the deviations: "place: rule", or "place: rule: what"."""
+    """Returns how a document breaks a schema, beyond the deviations: "place: rule", or "place: rule: what"."""
     found = set()
     for error in validators()[title].iter_errors(document):
         place = "/".join("*" if isinstance(step, int) else str(step) for step in error.absolute_path)

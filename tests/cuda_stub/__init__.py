@@ -1,1 +1,1 @@
-"""A stand-in for the CUDA driver, so that CUDA regions are tested where no GPU is: bookkeeping, not hardware."""
+"""A stand-in for the CUDA driver, to test CUDA regions where no GPU is: it keeps books and does not imitate hardware."""

@@ -1,4 +1,4 @@
-"""Builds the stand-in for the driver and says in which environment a process finds it."""
+"""Builds the stand-in for the CUDA driver, and returns the environment in which a process finds it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LAST_OVER_THE_DRIVER = (12, 8)
 
 
 class HostMemory(NamedTuple):
-    """Of one process, in bytes where nothing else is said."""
+    """The statistics of one process's host memory, in bytes where nothing else is said."""
 
     #: Page-locked now.
     locked: int
@@ -44,7 +44,10 @@ class HostMemory(NamedTuple):
 
 
 def _library() -> Path:
-    """Compiled once for all processes of a run, with the management library and JAX's plugin beside it."""
+    """Compiles the stand-in once for all processes of a run; returns its path.
+
+    The management library and JAX's plugin are put beside it. Skips the test where there is no C compiler.
+    """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler: the stand-in for the CUDA driver cannot be built")
@@ -68,12 +71,12 @@ def _library() -> Path:
 
 
 def _path(first: Path, others: str | None) -> str:
-    """Folders as ``PYTHONPATH`` has them."""
+    """Joins folders in the form of ``PYTHONPATH``."""
     return os.pathsep.join([str(first), *filter(None, [others])])
 
 
 def _closed_runtime() -> bool:
-    """Whether the bindings' runtime API is one that wants a real driver: ``runtime.py``."""
+    """Returns whether the bindings' runtime API works only with a real driver and is replaced by ``runtime.py``."""
     try:
         version = metadata.version("cuda-bindings")
     except metadata.PackageNotFoundError:
@@ -82,7 +85,7 @@ def _closed_runtime() -> bool:
 
 
 class CudaStub:
-    """A host with stub devices. Processes started with ``environment`` share their memory through ``folder``."""
+    """A host with stub devices. Processes started with ``environment`` share the devices' memory through ``folder``."""
 
     def __init__(
         self,
@@ -94,9 +97,10 @@ class CudaStub:
         lockable: int | None = None,
         peers: bool = False,
     ) -> None:
-        """
+        """Sets up the devices.
+
         Args:
-          delay_us: how long every queued copy takes. Device memory is out of reach for host code.
+          delay_us: how long every queued copy takes. Host code cannot reach device memory.
           freed: what a copy finds where the owner has freed its memory: "refused", "fault", "there" (driver.c).
           read_only: whether host memory that is only read can be page-locked.
           lockable: how many bytes the system lets each process page-lock; None: all.
@@ -123,19 +127,22 @@ class CudaStub:
 
     @property
     def gpu_environment(self) -> dict[str, str]:
-        """For a process that computes on the stub's devices: XLA:CPU plays XLA on a GPU, so it has to reach their memory."""
+        """Returns the environment of a process that computes on the stub's devices.
+
+        XLA:CPU plays XLA on a GPU there, so it has to reach the devices' memory.
+        """
         return self.on_gpu(self.environment)
 
     @staticmethod
     def on_gpu(environment: Mapping[str, str]) -> dict[str, str]:
-        """``gpu_environment`` of the stub whose ``environment`` it is."""
+        """Returns ``gpu_environment`` of the stub that an ``environment`` belongs to."""
         visible = {key: value for key, value in environment.items() if key != "CUDA_STUB_HIDDEN"}
         plugins = Path(environment["LD_LIBRARY_PATH"]) / "plugins"
         path = _path(plugins, environment.get("PYTHONPATH", os.environ.get("PYTHONPATH")))
         return visible | {"CUDA_STUB_UNIFIED": "1", "PYTHONPATH": path}
 
     def load(self) -> None:
-        """Makes it this process's driver, for good: whatever was loaded under the name first is used."""
+        """Makes the stand-in this process's driver until it ends: the first library loaded under the name is used."""
         ctypes.CDLL(str(self.library), ctypes.RTLD_GLOBAL)
         with pytest.MonkeyPatch.context() as patch:
             # It reads them once. Children of this process must not find devices by accident.
@@ -149,35 +156,41 @@ class CudaStub:
             assert code == driver.CUresult.CUDA_SUCCESS
 
     def fail(self, function: str, code: int, after: int = 0, of_workers: bool = False) -> None:
-        """The next call of ``function`` in whatever process, or GPU worker, fails with ``code``, after so many that pass."""
+        """Makes the next call of ``function`` fail with ``code``, after ``after`` calls that pass.
+
+        ``of_workers``: only calls in GPU workers count; else those of any process do.
+        """
         written = self.folder / "fail.new"
         written.write_text(f"{function} {code} {after} {of_workers:d}")
         written.rename(self.folder / "fail")
 
     def meets(self, device: int, kind: int, number: int = 0) -> None:
-        """Tells whoever watches the devices of an event of NVML's: 8 is an XID with that number, 2 an error of two bits."""
+        """Sends an NVML event to all who watch a device.
+
+        ``kind``: 8 is an XID with that number, 2 a double-bit error.
+        """
         written = self.folder / "nvml-event.new"
         written.write_text(f"{device} {kind} {number}")
         written.rename(self.folder / "nvml-event")
 
     def lose(self, device: int) -> None:
-        """It has fallen off the bus: for whoever watches the devices, for who uses it and for who starts afterwards."""
+        """Removes a device: for those who watch the devices, who use it, and who start afterwards."""
         written = self.folder / "gone.new"
         written.write_text(str(device))
         written.rename(self.folder / "gone")
 
     def find(self) -> None:
-        """What has fallen off the bus is there again, for who starts afterwards."""
+        """Brings the removed device back, for processes that start afterwards."""
         (self.folder / "gone").unlink()
 
     @property
     def failed(self) -> bool:
-        """Whether the failure that was asked for has happened."""
+        """Returns whether the failure that was asked for has happened."""
         return not (self.folder / "fail").exists()
 
     @contextlib.contextmanager
     def hold(self, function: str) -> Iterator[None]:
-        """The next call of ``function``, in whatever process, waits until this ends."""
+        """Makes the next call of ``function``, in any process, wait until the block ends."""
         written = self.folder / "hold.new"
         written.write_text(function)
         written.rename(self.folder / "hold")
@@ -189,20 +202,20 @@ class CudaStub:
 
     @property
     def held(self) -> bool:
-        """Whether a call waits."""
+        """Returns whether a call waits."""
         return (self.folder / "held").exists()
 
     def go_on(self) -> None:
-        """The call that waits does so no longer."""
+        """Lets the call that waits go on."""
         (self.folder / "held").unlink()
 
     @staticmethod
     def uuid(device: int) -> str:
-        """As ``CUDA_VISIBLE_DEVICES`` takes it."""
+        """Returns a device's name for ``CUDA_VISIBLE_DEVICES``."""
         return f"GPU-00000000-0000-0000-0000-{device:012x}"
 
     def devices_of(self, pid: int) -> set[int]:
-        """The devices on which a process has memory, by the stub's own numbers."""
+        """Returns the devices on which a process has memory, by the stub's own numbers."""
         found = set()
         for path in self.folder.glob(f"{pid}-*"):
             with path.open("rb") as file:
@@ -211,12 +224,12 @@ class CudaStub:
         return found
 
     def host(self, pid: int) -> HostMemory:
-        """What a process that uses the driver does with host memory."""
+        """Returns the statistics of a process's host memory; the process must use the driver."""
         with (self.folder / f"host-{pid}").open("rb") as file:
             return HostMemory(*struct.unpack("<8Q", file.read(64)))
 
     def calls(self, pid: int) -> Counter[str]:
-        """How often a process that uses the driver called each of its functions since the device was opened."""
+        """Returns how often a process called each function of the driver since it opened the device."""
         with (self.folder / f"host-{pid}").open("rb") as file:
             file.seek(64)
             rows = struct.iter_unpack("<40sQ", file.read(_CALLS * 48))
@@ -224,5 +237,5 @@ class CudaStub:
 
     @property
     def allocations(self) -> int:
-        """How many allocations live."""
+        """Returns how many allocations there are now."""
         return len([path for path in self.folder.iterdir() if path.name[0].isdigit()])

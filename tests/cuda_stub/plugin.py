@@ -1,12 +1,12 @@
-"""JAX's CUDA plugin on a host without a GPU: a back end named "cuda" that computes on the CPU, over the stand-in for the driver.
+"""Provides JAX's CUDA plugin without a GPU: a back end named "cuda" that computes on the CPU, over the stand-in for the driver.
 
-Copied to a folder ``jax_plugins``, where JAX finds it as it finds the real one. Both back ends are one client, so that the
+It is copied to a folder ``jax_plugins``, where JAX finds it as it finds the real one. Both back ends are one client, so that the
 stand-in's device memory is known to either.
 
-XLA for the CPU has finished when a call returns. With ``$CUDA_STUB_DELAY_US`` what a program made is taken away again, and
-brought back by a stream of the stand-in's: who looks at it without waiting finds other bytes. So does numpy, which takes the
-bytes of an array on the CPU from where they lie; for those of an array on a GPU it would ask JAX, which waits. So models whose
-results are read by it (all but plain jitted ones) need ``$CUDA_STUB_XLA_AT_ONCE``.
+XLA for the CPU has finished when a call returns. With ``$CUDA_STUB_DELAY_US`` a program's results are overwritten, and restored
+by a stream of the stand-in's, so code that reads them without waiting finds other bytes. So does numpy, which takes the bytes of
+an array on the CPU from where they lie; for those of an array on a GPU it would ask JAX, which waits. So models whose results
+numpy reads (all but plain jitted ones) need ``$CUDA_STUB_XLA_AT_ONCE``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TAKEN_AWAY = 0xA5
 
 
 def initialize() -> None:
-    """As JAX calls it, before a back end is open."""
+    """Registers the back ends "cpu" and "cuda". JAX calls this before a back end is open."""
     import jax
     from jax._src import hardware_utils, xla_bridge
     from jax.extend.backend import register_backend_factory
@@ -52,7 +52,7 @@ def initialize() -> None:
 
 
 class XlaStream:
-    """Results that come later, in their order."""
+    """Delays the results of programs, in their order."""
 
     def __init__(self) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -67,7 +67,7 @@ class XlaStream:
         self._coming: dict[int, tuple[Any, Any]] = {}
 
     def delay(self, array: Any) -> None:
-        """Takes its bytes away until the stream comes to it."""
+        """Overwrites an array's bytes until the stream reaches it."""
         size, address = array.nbytes, array.unsafe_buffer_pointer()
         if size:
             content = ctypes.create_string_buffer(ctypes.string_at(address, size), size)
@@ -86,12 +86,12 @@ class XlaStream:
                     self._coming[address] = array, content
 
     def follow(self, stream: int) -> None:
-        """That stream waits for all of them."""
+        """Makes another stream wait for all delayed results."""
         self._enter()
         self._call("cuStreamWaitEvent", ctypes.c_void_p(stream), self._event, 0)
 
     def settle(self, arrays: Any) -> None:
-        """Returns when these have come."""
+        """Waits until these arrays are restored."""
         coming = [array for array in arrays if id(array) in {id(one) for one, _ in list(self._coming.values())}]
         if coming:
             known = list(self._coming.items())
@@ -114,7 +114,7 @@ class XlaStream:
 
 
 def run_behind() -> None:
-    """What programs make comes later from now on. JAX waits where it would on a GPU."""
+    """Delays the results of all programs from now on. JAX waits where it would on a GPU."""
     import jax
     from jax._src.array import ArrayImpl
     from jaxlib import _jax

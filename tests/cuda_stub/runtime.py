@@ -1,4 +1,4 @@
-"""CUDA's runtime API over the stand-in for the driver, for bindings whose own wants a real one.
+"""Implements CUDA's runtime API over the stand-in for the driver, for bindings whose own needs a real driver.
 
 The bindings of cuda-python 12.8 have the runtime API written over the driver API, so tritonclient's CUDA module and the
 benchmarks run over the stand-in as they are. Later bindings bring NVIDIA's runtime inside, which asks a driver for private
@@ -51,13 +51,13 @@ class _Devices(threading.local):
 
 
 def _functions(runtime: Any) -> dict[str, Callable[..., tuple[Any, ...]]]:
-    """The functions by name. Each returns what the bindings' returns: a tuple of the code and the results."""
+    """Returns the functions by name. Each returns what the bindings' function returns: a tuple of the code and the results."""
     from cuda.bindings import driver
 
     chosen = _Devices()
 
     def said(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-        """An answer of the driver with the runtime's code: both count errors alike."""
+        """Returns the driver's answer with the runtime's code: both number errors alike."""
         code, *results = answer
         try:
             found = runtime.cudaError_t(int(code))

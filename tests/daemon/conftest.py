@@ -1,4 +1,4 @@
-"""What all tests of the daemon's rooms have."""
+"""Provides what all tests of daemon/ need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real supervisor with fake children, as a process: what it tells its fronts, and what becomes of everybody."""
+"""Runs the real supervisor with fake children as a process, and asks it and its fronts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE = 120.0
 
 
 def write_model(repository: Path, name: str, *versions: int, config: str = "") -> Path:
-    """A model folder that polls well."""
+    """Writes a model folder that the repository accepts; returns it. The model is never loaded."""
     for version in versions or (1,):
         folder = repository / name / str(version)
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,19 +46,19 @@ class FakeFrontClient:
         self._lines = self._sock.makefile("rb")
 
     def send(self, operation: str, **fields: Any) -> None:
-        """Begins an operation."""
+        """Sends an operation without waiting for its answer."""
         self._sock.sendall(json.dumps({"operation": operation, "fields": fields}).encode() + b"\n")
 
     def answer(self) -> Any:
-        """Waits for the answer to the first question that has none."""
+        """Waits for the answer to the oldest question that has none yet."""
         return json.loads(self._lines.readline())
 
     def has_answer(self) -> bool:
-        """Whether one has come that was not taken."""
+        """Returns whether an answer has come that was not read yet."""
         return bool(select.select([self._sock], [], [], 0)[0])
 
     def ask(self) -> Any:
-        """What this front knows."""
+        """Returns everything that this front knows."""
         self._sock.sendall(b"{}\n")
         return self.answer()
 
@@ -68,10 +68,13 @@ class FakeFrontClient:
 
 
 class FakeDaemon:
-    """``tests.daemon.serve_fakes`` as a child process."""
+    """Runs ``tests.daemon.serve_fakes`` as a child process."""
 
     def __init__(self, folder: Path, options: dict[str, dict[str, Any]], environment: dict[str, str] | None = None):
-        """``environment``: variables besides those of this process; with any, even none, it is no forked one."""
+        """Starts the daemon.
+
+        ``environment``: variables added to those of this process; unless it is None, the daemon is not a forked process.
+        """
         self.file = folder / "tensord.toml"
         self.control = folder / "control.sock"
         self.sections: dict[str, dict[str, Any]] = {
@@ -143,12 +146,12 @@ class FakeDaemon:
 
     @property
     def metrics(self) -> str:
-        """HOST:PORT that Prometheus scrapes."""
+        """Returns the HOST:PORT that Prometheus scrapes."""
         self.wait_log(r"serving metrics on")
         return re.findall(r"serving metrics on http://(\S+)/metrics", self.log)[-1]
 
     def ask(self, question: dict[str, Any] | None = None) -> Any:
-        """What the front knows, or its answer to an operation."""
+        """Returns everything that the front knows, or its answer to an operation."""
         with (
             socket.create_connection(("127.0.0.1", self.port), PATIENCE) as connection,
             connection.makefile("rb") as lines,
@@ -157,7 +160,7 @@ class FakeDaemon:
             return json.loads(lines.readline())
 
     def front(self, pid: int) -> FakeFrontClient:
-        """A connection that this front has taken. The other fronts take some as well, and those are given up."""
+        """Returns a connection to the front with that process id. Connections that other fronts accept are closed."""
         while True:
             client = FakeFrontClient(self.port)
             if client.ask()["pid"] == pid:
@@ -165,23 +168,23 @@ class FakeDaemon:
             client.close()
 
     def call(self, operation: str, **fields: Any) -> tuple[str, str]:
-        """(code, message or result) of an operation."""
+        """Runs an operation; returns its error code ("": none), and its message or result."""
         answer = self.ask({"operation": operation, "fields": fields})
         return answer["code"], answer["message"] or answer["result"]
 
     def state(self, name: str, version: int = 1) -> dict[str, Any]:
-        """What the front was told of a version."""
+        """Returns what the supervisor told the front of a version of a model."""
         return dict(self.ask()["models"].get(f"{name}/{version}", {"state": "", "workers": []}))
 
     def tensorctl(self, command: str, **fields: Any) -> dict[str, Any]:
-        """What the daemon answers to tensorctl: "result", or "error"."""
+        """Returns the daemon's answer to a command of tensorctl: "result", or "error"."""
         with socket.socket(socket.AF_UNIX) as sock, sock.makefile("rb") as lines:
             sock.connect(str(self.control))
             sock.sendall(json.dumps({"command": command, **fields}).encode() + b"\n")
             return dict(json.loads(lines.readline()))
 
     def status(self) -> Any:
-        """What tensorctl is told."""
+        """Returns the result of tensorctl status."""
         return self.tensorctl("status")["result"]
 
     def children(self, module: str) -> list[psutil.Process]:
@@ -201,12 +204,12 @@ class FakeDaemon:
         return self.children("tests.daemon.fake_front")
 
     def other_front(self, *pids: int) -> int:
-        """The process of a front that is none of these; waits for one."""
+        """Returns the process id of a front that is none of these; waits for one."""
         self.wait(lambda: {front.pid for front in self.fronts} - {*pids}, "front")
         return ({front.pid for front in self.fronts} - {*pids}).pop()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Ends it; returns the exit status."""
+        """Ends the daemon; returns its exit status."""
         try:
             return end_group(self.process, number)
         finally:

@@ -1,4 +1,4 @@
-"""A front without HTTP: one JSON question a line on the listening sockets, answered with what the supervisor told it."""
+"""Runs a front without HTTP: it answers a JSON question a line on its sockets with what the supervisor told it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OPERATIONS = {
 
 
 class FakeFront:
-    """One process."""
+    """The fake front of one process."""
 
     def __init__(self, control_fd: int, listeners: list[socket.socket], counters: FrontCounters) -> None:
         self.listeners = listeners

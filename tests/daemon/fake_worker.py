@@ -1,12 +1,10 @@
-"""A worker without models: speaks the control channel, answers as the names of models tell it to.
+"""Runs a worker without models: it speaks the control channel and answers as the names of models tell it to.
 
-A client's lane answers what comes with the lane's number and its client's pid. ``end`` ends it; after ``hold`` its end is not
-told.
-
+It answers what comes on a client's lane with the lane's number and its client's pid. ``end`` ends the lane; after ``hold`` the
+supervisor is not told of the lane's end.
 ``fails`` does not load; ``dies`` kills the process that loads it, ``dies_once`` the first that does; ``never`` is never answered.
-
 Parameters are made of a file's name. Where they are to be staged or committed and a file ``dies-at-StageParameters`` (or so) lies
-in the model's folder, the process takes the file away and dies. A set called ``bad`` is refused.
+in the model's folder, the process removes the file and dies. A set called ``bad`` is refused.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ from tensord.shm.status_page import StatusPage, WorkerState
 
 
 class FakeWorker:
-    """One process."""
+    """The fake worker of one process."""
 
     def __init__(self, control_fd: int) -> None:
         self.page = StatusPage.create()

@@ -1,4 +1,4 @@
-"""``tensord serve`` with the fake front and the fake worker: the real supervisor, real processes, no models."""
+"""Runs ``tensord serve`` with the fake front and the fake worker: the real supervisor, real processes, no models."""
 
 from __future__ import annotations
 

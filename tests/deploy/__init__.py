@@ -1,1 +1,1 @@
-"""Tests of what is in deploy/: each file is run, or validated by the engine that it is for."""
+"""Tests of deploy/: each file is run, or validated by the program that it is for."""

@@ -1,4 +1,4 @@
-"""HAProxy with a configuration of deploy/, in front of hosts of the tests."""
+"""Runs HAProxy with the configuration of deploy/, before daemons of the tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HAPROXY = shutil.which("haproxy") or shutil.which("/usr/sbin/haproxy")
 
 
 class Balancer:
-    """The file as it is, but for addresses: those of the hosts, in their order, and where it listens. A context manager."""
+    """HAProxy with deploy's file, in which only addresses are replaced. Use as a context manager."""
 
     def __init__(self, folder: Path, hosts: Mapping[str, Host]) -> None:
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
@@ -65,11 +65,11 @@ class Balancer:
 
     @property
     def log(self) -> str:
-        """Returns what HAProxy wrote so far: changes of servers, and requests that were not answered well at the first try."""
+        """Returns what HAProxy wrote so far: changes of servers, and requests that failed or were sent twice."""
         return "".join(self._log)
 
     def ask(self, command: str) -> str:
-        """Returns the answer to a command on the admin socket."""
+        """Sends a command to the admin socket; returns the answer."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(self._socket))
             connection.sendall(f"{command}\n".encode())
@@ -82,11 +82,11 @@ class Balancer:
         return found
 
     def status(self, server: str, backend: str = "http") -> str:
-        """UP, DOWN, DRAIN, and the like."""
+        """Returns a server's status: UP, DOWN, DRAIN, and the like."""
         return self.row(backend, server)["status"]
 
     def wait_for(self, server: str, *statuses: str, backends: tuple[str, ...] = ("http", "grpc", "daemons")) -> None:
-        """Waits until a server has one of the statuses in each of the backends that look at it."""
+        """Waits until a server has one of the statuses in each of the backends that check it."""
 
         def reached() -> bool:
             return all(self.status(server, backend) in statuses for backend in backends)

@@ -1,4 +1,4 @@
-"""The instructions of deploy/container/Containerfile, and what carries them out without a builder: a tree laid over this host's.
+"""Reads deploy/container/Containerfile, and carries its instructions out without a builder, in an overlay of this host's files.
 
 unshare: mounts, processes, network ─▶ overlay of / ─▶ COPY: cp, RUN: chroot ─▶ the entry point as USER, in the environment of ENV
 """
@@ -16,27 +16,27 @@ CONTAINERFILE = ROOT / "deploy/container/Containerfile"
 
 
 class Instruction(NamedTuple):
-    """One line, with those that go on behind a backslash."""
+    """One instruction, with its continuation lines."""
 
     word: str
     rest: str
 
 
 def instructions() -> list[Instruction]:
-    """Returns them in their order, without comments."""
+    """Returns the instructions in their order, without comments."""
     text = re.sub(r"^#.*\n", "", CONTAINERFILE.read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\\\n", "", text).splitlines()
     return [Instruction(*line.split(None, 1)) for line in lines if line.strip()]
 
 
 def only(word: str) -> str:
-    """Returns what the one instruction of this kind says."""
+    """Returns the arguments of the only instruction of a kind."""
     (found,) = (each.rest for each in instructions() if each.word == word)
     return found
 
 
 def words(word: str) -> list[str]:
-    """Returns the words of an instruction that has them as a list of JSON (ENTRYPOINT, CMD, VOLUME)."""
+    """Returns the arguments of an instruction that has them as a JSON list (ENTRYPOINT, CMD, VOLUME)."""
     return list(json.loads(only(word)))
 
 
@@ -51,7 +51,7 @@ def health() -> list[str]:
 
 
 def packages() -> list[str]:
-    """Returns the names of the packages that apt installs."""
+    """Returns the names of the packages that apt-get installs."""
     (step,) = (each.rest for each in instructions() if each.word == "RUN" and "apt-get" in each.rest)
     installed = re.search(r"apt-get install ([^&]*)", step)
     assert installed is not None
@@ -59,10 +59,10 @@ def packages() -> list[str]:
 
 
 def steps(sources: dict[str, str]) -> str:
-    """Returns a shell script that carries out COPY and RUN in the folder ``$root``; apt's step is not among them.
+    """Returns a shell script that carries out COPY and RUN in the folder ``$root``, without the step that calls apt-get.
 
     Args:
-      sources: where a file that COPY names lies instead: what ``dist/tensord-*.whl`` is on this host.
+      sources: files that COPY names -> where they lie on this host, such as for ``dist/tensord-*.whl``.
     """
     lines = ["set -e"]
     for word, rest in instructions():

@@ -1,4 +1,4 @@
-"""Hosts of a fleet: daemons whose ports stay theirs when they are started again, as those of a machine do."""
+"""Runs the hosts of a fleet: daemons that keep their ports when they are started again, as those of real hosts do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PORTS = range(20_000, 32_000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports of 127.0.0.1 that nobody listens on, and that no connection is given by itself."""
+    """Returns ports of 127.0.0.1 that nobody listens on and that the kernel gives to no client connection."""
     with contextlib.ExitStack() as held:
         found: list[int] = []
         while len(found) < count:
@@ -32,11 +32,11 @@ def free_ports(count: int) -> list[int]:
 
 
 class Host(DaemonProcess):
-    """A daemon with two models, ``work`` (sleeps, and answers x) and ``sums`` (of a sequence), and tensorctl for it.
+    """A daemon with two models, ``work`` (sleeps, and returns x) and ``sums`` (of a sequence), and tensorctl for it.
 
     Args:
-      seconds: how long a request for ``work`` takes; they run one after the other.
-      drain_time: seconds in which it goes on to serve once it is to be drained.
+      seconds: how long a request to ``work`` takes; requests run one after the other.
+      drain_time: seconds for which the daemon goes on serving once it is to be drained.
     """
 
     def __init__(self, folder: Path, seconds: float, drain_time: float) -> None:
@@ -54,13 +54,13 @@ class Host(DaemonProcess):
         super().__init__(folder, [folder / "models"], options)
 
     def tensorctl(self, *words: str) -> None:
-        """Runs tensorctl. Raises AssertionError: it failed, with what it said."""
+        """Runs tensorctl. Raises AssertionError: it failed, with its output."""
         command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(self.control), *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
     def answered(self, model: str) -> float:
-        """Returns how many requests for a model it has answered well since it was started."""
+        """Returns how many requests for a model this host has answered well since it was started."""
         return scrapes.scrape(self.metrics_url).model("nv_inference_request_success", model)
 
 

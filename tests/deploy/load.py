@@ -1,4 +1,4 @@
-"""Clients that ask a fleet without a pause, each on a connection of its own, and keep what came of it."""
+"""Runs clients that ask a fleet without a pause, each on a connection of its own, and counts their answers and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.daemon_process import PATIENCE, wait_until
 
 
 def http_asker(port: int, size: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Returns a function that asks ``work`` over HTTP and raises unless the answer is right, and one that ends the connection."""
+    """Returns two functions: one asks ``work`` over HTTP and raises unless the answer is right, one ends the connection."""
     data = [7] * size
     body = json.dumps({"inputs": [{"name": "x", "datatype": "UINT8", "shape": [size], "data": data}]})
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
@@ -37,7 +37,7 @@ def http_asker(port: int, size: int) -> tuple[Callable[[], None], Callable[[], N
 
 
 def grpc_asker(port: int, size: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Returns the same two functions over gRPC."""
+    """Returns the two functions of ``http_asker``, for gRPC."""
     request = service_pb2.ModelInferRequest(model_name="work", raw_input_contents=[b"\7" * size])
     request.inputs.add(name="x", datatype="UINT8", shape=[size])
     # Without retries of its own, and not on a connection that others of this process have.
@@ -56,7 +56,7 @@ ASKERS = {"http": http_asker, "grpc": grpc_asker}
 
 
 class Load:
-    """What clients have got so far, by kind: ``http``, ``grpc``."""
+    """Counts the answers that clients have got, by kind (``http``, ``grpc``), and keeps their errors."""
 
     def __init__(self) -> None:
         self.answered: collections.Counter[str] = collections.Counter()
@@ -76,7 +76,7 @@ class Load:
                     self.answered[kind] += 1
 
     def goes_on(self, *kinds: str) -> None:
-        """Waits until every kind of client has got as much as thirty answers more."""
+        """Waits until every kind of client has got thirty more answers."""
         before = dict(self.answered)
         wait_until(
             lambda: all(self.answered[kind] >= before.get(kind, 0) + 30 for kind in kinds or set(ASKERS)),
@@ -85,7 +85,7 @@ class Load:
 
     @contextlib.contextmanager
     def of(self, clients: list[tuple[str, int, int]]) -> Iterator[Load]:
-        """Asks as long as the block lasts: a kind, a port and a size in bytes for each client."""
+        """Runs clients within the block: a kind, a port and a size in bytes for each."""
         threads = [threading.Thread(target=self._client, args=client) for client in clients]
         for thread in threads:
             thread.start()

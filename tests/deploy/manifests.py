@@ -1,4 +1,4 @@
-"""The documents in deploy/kubernetes: as they are written, and as kustomize builds them."""
+"""Reads the documents of deploy/kubernetes: as they are written, and as kustomize builds them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Document = dict[str, Any]
 
 
 def files() -> list[Path]:
-    """Returns every file of whole documents; kustomize alone reads the others, among them patches of overlays and components."""
+    """Returns every file with whole documents, without those that only kustomize reads, such as patches."""
     patches = {KUBERNETES / "components/fetch/deployment.yaml", *KUBERNETES.glob("overlays/*/*.yaml")}
     return [path for path in sorted(set(KUBERNETES.rglob("*.yaml")) - patches) if path.name != "kustomization.yaml"]
 
@@ -40,7 +40,7 @@ def written(path: Path) -> list[Document]:
 
 @functools.cache
 def built(folder: str) -> list[Document]:
-    """Returns what kustomize makes of a folder."""
+    """Returns the documents that kustomize builds from a folder."""
     assert KUSTOMIZE is not None
     done = subprocess.run([*KUSTOMIZE, str(KUBERNETES / folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -54,7 +54,7 @@ def found(documents: list[Document], kind: str) -> Document:
 
 
 def pod(document: Document) -> Document | None:
-    """Returns the pod's specification that a document has, if it has one."""
+    """Returns the specification of a document's pod, or None if it has none."""
     match document["kind"]:
         case "Pod":
             return dict(document["spec"])
@@ -66,13 +66,13 @@ def pod(document: Document) -> Document | None:
 
 
 def containers(specification: Document) -> Iterator[Document]:
-    """Iterates over a pod's containers, those that come first included."""
+    """Yields a pod's containers, its init containers first."""
     yield from specification.get("initContainers", ())
     yield from specification["containers"]
 
 
 def daemons(documents: list[Document]) -> Iterator[tuple[Document, Document]]:
-    """Iterates over the containers that are daemons, each with its pod's specification: they run the image's own command."""
+    """Yields the containers that run the image's own command, each with its pod's specification: the daemons."""
     for document in documents:
         if (specification := pod(document)) is not None:
             for container in containers(specification):

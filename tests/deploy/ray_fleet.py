@@ -1,4 +1,4 @@
-"""A program that test_ray.py runs: a cluster of two nodes on this host, and the application of deploy/ray on it.
+"""Runs a cluster of two nodes on this host with the application of deploy/ray, for test_ray.py.
 
 It prints a JSON object a line for each thing that it has seen. Arguments: a folder of models.
 """
@@ -37,7 +37,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 class Load:
-    """Asks all the time from a few threads, and counts."""
+    """Asks all the time from a few threads, and keeps the answers and errors."""
 
     def __init__(self, fleet: tensord_ray.Fleet, threads: int = 4) -> None:
         self.answers: list[float] = []
@@ -64,7 +64,7 @@ class Load:
 
 @ray.remote(num_cpus=0.1)
 class Caller:
-    """A caller on a node of the test's choice."""
+    """An actor that calls the fleet from a node that the test chooses."""
 
     def __init__(self) -> None:
         self.fleet = tensord_ray.Fleet()
@@ -101,7 +101,7 @@ def arguments(models: str, nodes: int, **more: Any) -> dict[str, Any]:
 
 
 def daemons() -> dict[str, int]:
-    """The supervisors on this host whose configuration a replica has written: folder -> process."""
+    """Returns the supervisors on this host that replicas have started: the configuration's folder -> process id."""
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:

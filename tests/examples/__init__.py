@@ -1,1 +1,1 @@
-"""Tests of the example and benchmark models, called directly; through the wire they are tested in tests/protocol."""
+"""Tests of the example and benchmark models, called directly; tests/protocol calls them through a daemon."""

@@ -1,4 +1,4 @@
-"""Loads a model's factory as a worker does: the module from its file, traced with 64-bit types on."""
+"""Loads a model as a worker does: the module from its file, traced with 64-bit types on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def load(folder: str) -> tuple[ModuleType, Callable[..., dict[str, np.ndarray]]]:
-    """The module of ``<folder>/1/model.py`` and a call that takes and returns named numpy arrays."""
+    """Returns the module of ``<folder>/1/model.py``, and a function that takes and returns numpy arrays by name."""
     version = ROOT / folder / "1"
     spec = importlib.util.spec_from_file_location(f"model_{Path(folder).name}", version / "model.py")
     assert spec is not None

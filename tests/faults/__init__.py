@@ -1,1 +1,1 @@
-"""What happens on bad days: each test tells its story in its docstring."""
+"""Tests of failures and attacks: each test tells its story in its docstring."""

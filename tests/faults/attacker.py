@@ -1,8 +1,7 @@
-"""A client that does everything an owner of memory can do, as a process of its own:
-``python -m tests.faults.attacker URL PREFIX FILL KEY...``.
+"""Runs a client that does everything an owner of shared memory can do to harm the daemon, as a process of its own.
 
-It prints one JSON object when it is done: every message it was refused with, by trick. Its own keys begin with PREFIX; KEY are
-other users'. With FILL it also fills /dev/shm, which should then be its own.
+``python -m tests.faults.attacker URL PREFIX FILL KEY...``. It prints one JSON object at its end: every error message that it got,
+by trick. Its own keys begin with PREFIX; KEY are other users'. With FILL it also fills /dev/shm, which should then be its own.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _FOLDER = Path("/dev/shm")
 
 
 class Attacker:
-    """``messages``: trick -> what it was told."""
+    """A client that attacks. ``messages``: trick -> the error messages that it got."""
 
     def __init__(self, url: str, prefix: str) -> None:
         self.client = httpclient.InferenceServerClient(url, connection_timeout=PATIENCE, network_timeout=PATIENCE)
@@ -41,14 +40,14 @@ class Attacker:
 
     @contextlib.contextmanager
     def refused(self, trick: str) -> Iterator[None]:
-        """Keeps what the daemon says."""
+        """Notes the daemon's error message if the block's call fails."""
         try:
             yield
         except InferenceServerException as error:
             self.messages.setdefault(trick, []).append(error.message())
 
     def rounds(self, trick: str) -> Iterator[int]:
-        """So many, and until the trick has worked once."""
+        """Yields numbers: forty, and more until the trick has been refused once."""
         number = 0
         while number < _ROUNDS or trick not in self.messages:
             yield number
@@ -76,7 +75,7 @@ class Attacker:
         given: tuple[str, int, int],
         wanted: tuple[str, int, int],
     ) -> None:
-        """Input and output are (region, byte size, offset)."""
+        """Sends an inference request with regions. Input and output are (region, byte size, offset)."""
         tensor, output = httpclient.InferInput("x", [count], datatype), httpclient.InferRequestedOutput("y")
         tensor.set_shared_memory(f"{self.prefix}-{given[0]}", given[1], offset=given[2])
         output.set_shared_memory(f"{self.prefix}-{wanted[0]}", wanted[1], offset=wanted[2])
@@ -86,7 +85,7 @@ class Attacker:
     # ---------------------------------------------------------------------------------------------------- tricks
 
     def torment(self) -> None:
-        """Its object is truncated, punched, rewritten, unlinked and made again while requests read and write it."""
+        """Truncates, punches, rewrites, unlinks and makes a region's file again while requests read and write it."""
         stop = threading.Event()
 
         def change() -> None:
@@ -115,7 +114,7 @@ class Attacker:
         self.path("object").unlink(missing_ok=True)
 
     def rewrite(self) -> None:
-        """The lengths of BYTES elements, and truth values, change while they are read."""
+        """Changes the lengths of BYTES elements, and truth values, while they are read."""
         good = b"".join(struct.pack("<I", 4) + b"abcd" for _ in range(512))
         self.path("bytes").write_bytes(good + bytes(SIZE - len(good)))
         self.register("rewritten", "bytes", self.key("bytes"), SIZE)
@@ -143,7 +142,7 @@ class Attacker:
         self.path("bytes").unlink()
 
     def names(self, foreign: list[str]) -> None:
-        """What is not its own, or no memory at all."""
+        """Registers keys of other users' memory, and keys that are no memory at all."""
         os.mkfifo(self.path("fifo"))
         self.path("folder").mkdir()
         self.path("link").symlink_to("/etc/passwd")
@@ -165,7 +164,7 @@ class Attacker:
         self.path("link").unlink()
 
     def ranges(self) -> None:
-        """Negative, huge and overlapping offsets and sizes, registered and used."""
+        """Registers and uses negative, huge and overlapping offsets and sizes."""
         self.path("range").write_bytes(bytes(SIZE))
         for byte_size, offset in [
             (64, -4096),
@@ -204,7 +203,7 @@ class Attacker:
         self.path("range").unlink()
 
     def fill(self) -> None:
-        """A sparse region is named for an output while /dev/shm has no page left for it."""
+        """Names a sparse region for an output while /dev/shm has no page left for it."""
         self.path("sparse").touch()
         os.truncate(self.path("sparse"), 1 << 30)
         self.register("sparse", "sparse", self.key("sparse"), 1 << 30)
@@ -218,7 +217,7 @@ class Attacker:
         self.path("sparse").unlink()
 
     def flood(self) -> None:
-        """Thousands of regions."""
+        """Registers more regions than any quota allows."""
         self.path("flood").write_bytes(bytes(4096))
         for number in range(MANY):
             self.register("flood", f"flood-{number}", self.key("flood"), 4096)

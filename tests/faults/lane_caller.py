@@ -1,11 +1,13 @@
-"""Clients that are killed: ``python -m tests.faults.lane_caller CLIENTS_SOCKET``, told what to do by lines of standard input.
+"""Runs clients of lanes and kills them: ``python -m tests.faults.lane_caller CLIENTS_SOCKET``.
 
-    COUNT SEED    so many clients begin, a few at a time, and are killed at any moment: a third while they connect, the others
+Each line of standard input is a command:
+
+    COUNT SEED    starts so many clients, a few at a time, and kills them at any moment: a third while they connect, the others
                   while they call
 
 Each client is forked off, has a connection of its own and asks in every way that leaves something in flight or held: small and
-large tensors, in records and in segments, answers that are held, several at once. Each line is answered by one: ``killed``, or
-what was wrong before.
+large tensors, in records and in segments, answers that are held, several at once. Each command is answered by a line: ``killed``,
+or what was wrong before.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _AT_ONCE, _LONGEST = 4, 0.03
 
 
 def live(path: str, seed: int, tell: int) -> None:
-    """Asks for ever; writes a byte to ``tell`` with each round of answers. Raises AssertionError: one was wrong."""
+    """Sends requests for ever; writes a byte to ``tell`` with each round of answers. Raises AssertionError: one was wrong."""
     chance = random.Random(seed)
     connection = LaneConnection(path)
     lying = connection.empty((1, 16), np.float32)
@@ -65,7 +67,7 @@ def live(path: str, seed: int, tell: int) -> None:
 
 
 class Victim:
-    """A client that was forked off, and when it is killed."""
+    """A client process that was forked off, and when it is to be killed."""
 
     def __init__(self, path: str, chance: random.Random) -> None:
         seed, self._calls, self._delay = chance.randrange(1 << 30), chance.random() < 2 / 3, chance.random() * _LONGEST
@@ -85,11 +87,11 @@ class Victim:
         self.due = math.inf if self._calls else time.monotonic() + self._delay
 
     def answered(self) -> None:
-        """Notes its first answer, or that it has ended by itself, which its status says."""
+        """Sets the time of the kill, once the client has its first answer or has ended by itself."""
         self.due = time.monotonic() + self._delay
 
     def kill(self) -> str:
-        """Kills it. Returns what it ended by itself with; "": it has not."""
+        """Kills the client. Returns an error if it has ended by itself, with its exit status, else ""."""
         os.close(self.reading)
         os.kill(self._pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
@@ -97,7 +99,7 @@ class Victim:
 
 
 def killed(path: str, count: int, chance: random.Random) -> str:
-    """Runs clients and kills them. Returns what to say of them."""
+    """Runs clients and kills them. Returns the line to print."""
     victims: list[Victim] = []
     wrong: list[str] = []
     while victims or (count and not wrong):

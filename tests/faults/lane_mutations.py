@@ -1,4 +1,4 @@
-"""What a good client says on its lane, and that changed at random. Seeded: a number stands for a lane's life."""
+"""Generates what a good client says on its lane, and random changes of it. A seed is always the same lane's life."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ TEXTS = (
 
 
 class Said(NamedTuple):
-    """One datagram, and the bytes of the memory that goes with it: -1: none."""
+    """One datagram, and how many bytes of memory are sent with it; -1: none."""
 
     content: bytes
     memory: int = -1
@@ -82,7 +82,10 @@ def vector(value: float, rows: int = 1) -> bytes:
 
 
 def conversation(chance: random.Random) -> list[Said]:
-    """Segments, prepared and inline requests, with tensors in records and in segments, and all else that a client may say."""
+    """Returns a good client's datagrams.
+
+    They have segments, prepared and inline requests, tensors in records and in segments, and all else that a client may say.
+    """
     at = RegionSlice("@1", 64 * chance.randrange(8), 64)
     to = RegionSlice(chance.choice(["@1", "@2"]), 4096, 64)
     large = RegionSlice("@2", 0, 64 * 256)
@@ -119,7 +122,7 @@ def conversation(chance: random.Random) -> list[Said]:
 
 
 def changed(content: bytes, chance: random.Random) -> bytes:
-    """A datagram with some bytes that are others, more or fewer."""
+    """Returns a datagram in which some bytes were changed, added or removed."""
     made = bytearray(content)
     for _ in range(chance.choice([1, 1, 1, 2, 4, 16])):
         at = chance.randrange(len(made) + 1)
@@ -140,7 +143,7 @@ def changed(content: bytes, chance: random.Random) -> bytes:
 
 
 def altered(content: bytes, chance: random.Random) -> bytes:
-    """A datagram of whole records of which a value is another one: what passes the decoder and is meant badly."""
+    """Returns a datagram of valid records in which some values were replaced: the decoder takes them, but they make no sense."""
     try:
         records = msgspec.msgpack.decode(content[1:])
     except (msgspec.DecodeError, ValueError, TypeError):  # it was changed before
@@ -152,7 +155,7 @@ def altered(content: bytes, chance: random.Random) -> bytes:
 
 
 def _alter(value: list[Any], chance: random.Random) -> None:
-    """Changes something somewhere inside."""
+    """Replaces a value somewhere inside a nested list."""
     if not value:
         return
     at = chance.randrange(len(value))
@@ -176,7 +179,7 @@ def _alter(value: list[Any], chance: random.Random) -> None:
 
 
 def life(seed: int) -> list[Said]:
-    """What one hostile client says, from its first datagram to its last; that of a seed is always the same."""
+    """Returns all datagrams of one hostile client, which depend only on the seed."""
     chance = random.Random(seed)
     said = conversation(chance)
     for _ in range(chance.choice([1, 1, 2, 3])):

@@ -1,4 +1,4 @@
-"""Clients that keep a daemon busy and check every answer: of one that repeats itself, and of many that do not."""
+"""Keeps a daemon busy with clients that check every answer: of one request that repeats, or of many that differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SERVICE = "/inference.GRPCInferenceService/"
 
 
 class Load(ABC):
-    """``clients`` threads, each with its own connection and its own values, until the ``with`` block ends."""
+    """Runs ``clients`` threads, each with its own connection and its own values, until the ``with`` block ends."""
 
     def __init__(self, daemon: DaemonProcess, clients: int) -> None:
         self._daemon = daemon
@@ -37,7 +37,7 @@ class Load(ABC):
 
     @abstractmethod
     def _run(self, seed: int) -> None:
-        """A client, until it is to stop."""
+        """Runs one client until the load stops."""
 
     def __enter__(self) -> Self:
         for thread in self._threads:
@@ -52,10 +52,13 @@ class Load(ABC):
 
 
 class CheckedLoad(Load):
-    """One model over HTTP, as tritonclient asks."""
+    """Asks one model over HTTP, by tritonclient."""
 
     def __init__(self, daemon: DaemonProcess, clients: int, model: str = "scale", pause: float = 0.01) -> None:
-        """``pause``: seconds between an answer and its client's next request, which leaves others the processor."""
+        """Sets up the clients.
+
+        ``pause``: seconds between an answer and its client's next request, in which others have the processor.
+        """
         super().__init__(daemon, clients)
         self._model = model
         self._pause = pause
@@ -87,7 +90,7 @@ class CheckedLoad(Load):
 
 
 class VariedLoad(Load):
-    """Models, shapes, ids, trace headers, scheduling and places in turn (``tests.faults.varied``), by HTTP, gRPC and a stream."""
+    """Sends requests that differ (``tests.faults.varied``), in turn over HTTP, gRPC calls and gRPC streams."""
 
     def __init__(self, daemon: DaemonProcess, clients: int) -> None:
         super().__init__(daemon, clients)

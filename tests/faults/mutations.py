@@ -1,4 +1,4 @@
-"""Good requests, and what becomes of them when their bytes are changed at random. Seeded: a number stands for a request."""
+"""Generates bad requests from good ones by random changes of their bytes. A number is always the same request."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ LINES = (
 
 
 def good_requests() -> list[bytes]:
-    """One of each kind, for a daemon that serves ``scale`` (FP32[n, 4] to 3x + 1) and ``echo_bytes`` (BYTES[n])."""
+    """Returns one request of each kind, for a daemon with ``scale`` (FP32[n, 4] to 3x + 1) and ``echo_bytes`` (BYTES[n])."""
     values = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
     plain = json.dumps({"id": "a", "inputs": [values], "outputs": [{"name": "y"}], "parameters": {"p": 1}}).encode()
     texts = {"name": "x", "shape": [2], "datatype": "BYTES", "data": ["é", "b"]}
@@ -154,7 +154,7 @@ def _chunked(path: str, body: bytes) -> bytes:
 
 
 class Mutator:
-    """Bad requests by number; the same number is always the same bytes."""
+    """Makes bad requests by number; a number always gives the same bytes."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -178,7 +178,7 @@ class Mutator:
         )
 
     def request(self, number: int) -> bytes:
-        """One connection's worth: one mutated request, sometimes with good ones before or behind it."""
+        """Returns the bytes for one connection: a changed request, sometimes with good ones before or behind it."""
         rng = random.Random(f"{self._seed} {number}")
         content = rng.choice(self._good)
         for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
@@ -210,7 +210,7 @@ class Mutator:
         return content[: rng.randint(0, len(content))]
 
     def _number(self, rng: random.Random, content: bytes) -> bytes:
-        """Another number in the place of one."""
+        """Replaces a number by another one."""
         found = list(re.finditer(rb"\d+", content))
         if not found:
             return content
@@ -232,7 +232,7 @@ class Mutator:
         return content[: match.start()] + other + content[match.end() :]
 
     def _line(self, rng: random.Random, content: bytes) -> bytes:
-        """One more header line, or one less."""
+        """Adds a header line, or removes one."""
         head, end, body = content.partition(b"\r\n\r\n")
         lines = head.split(b"\r\n")
         if rng.random() < 0.3 and len(lines) > 1:
@@ -242,7 +242,7 @@ class Mutator:
         return b"\r\n".join(lines) + end + body
 
     def _token(self, rng: random.Random, content: bytes) -> bytes:
-        """Another JSON value or word in the place of one."""
+        """Replaces a JSON value or a word by another one."""
         found = list(re.finditer(rb'"[^"]*"|[\[\]{}]|\b[A-Za-z_]+\b', content))
         if not found:
             return content
@@ -252,7 +252,7 @@ class Mutator:
         )
 
     def _body(self, rng: random.Random, content: bytes) -> bytes:
-        """Other JSON of the same length's announcement: the body is changed, and the head says so."""
+        """Changes the body and sets Content-Length to its new size."""
         head, end, body = content.partition(b"\r\n\r\n")
         if not end:
             return content

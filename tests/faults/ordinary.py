@@ -1,4 +1,4 @@
-"""Clients that notice when something is wrong: one of each protocol asks again and again and checks every answer."""
+"""Runs ordinary clients that notice when something is wrong: one of each protocol sends requests and checks every answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MORE = 3
 
 
 class Ordinary:
-    """The model ``scale`` over HTTP, gRPC and a gRPC stream, each on one connection of its own, until the ``with`` block ends."""
+    """Asks the model ``scale`` over HTTP, gRPC and a gRPC stream, each on its own connection, until the ``with`` block ends."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self._daemon = daemon
@@ -41,7 +41,7 @@ class Ordinary:
         assert self.errors == []
 
     def go_on(self) -> None:
-        """Returns when every one of them was answered some more; none has noticed anything."""
+        """Waits until each client has got some more answers; fails if one has noticed an error."""
         before = dict(self.answers)
         wait_until(
             lambda: self.errors or all(self.answers[kind] >= before[kind] + _MORE for kind in before),

@@ -1,4 +1,4 @@
-"""Requests that differ as clients' do: models, shapes, ids, values, scheduling, parameters, places, heads; over either protocol.
+"""Generates requests that differ as clients' do: models, shapes, ids, values, scheduling, parameters, places, heads.
 
 Asked ─▶ http: a whole HTTP request       valid, and with ``wrong``: how often something is not
       ╰▶ grpc: a ModelInferRequest
@@ -29,7 +29,7 @@ _TYPED = {"FP32": "fp32_contents", "UINT8": "uint_contents", "BYTES": "bytes_con
 
 
 def write_models(repository: Path) -> Path:
-    """Those that are asked."""
+    """Writes the models that the requests ask for; returns the repository."""
     repositories.echo_models(repository, ["UINT8"])
     for name, factor in FACTORS.items():
         repositories.scale_model(repository, name, factor)
@@ -38,7 +38,7 @@ def write_models(repository: Path) -> Path:
 
 @dataclass(slots=True)
 class Asked:
-    """One request, in no protocol's form."""
+    """One request, independent of the protocol."""
 
     model: str
     version: str
@@ -64,21 +64,21 @@ class Asked:
 
     @property
     def content(self) -> bytes:
-        """Its tensor as it is on the wire; what is in the region, if that is its source."""
+        """Returns the input's bytes as they are on the wire, or in the region if it is the source."""
         if self.datatype == "BYTES":
             return b"".join(len(value).to_bytes(4, "little") + value for value in map(str.encode, self.values))
         return np.array(self.values, np.float32 if self.datatype == "FP32" else np.uint8).tobytes()
 
     @property
     def answer(self) -> bytes:
-        """The right one, as it is on the wire."""
+        """Returns the right output's bytes, as they are on the wire."""
         factor = FACTORS.get(self.model)
         if factor is None:
             return self.content
         return np.array([factor * value + 1 for value in self.values], np.float32).tobytes()
 
     def http(self) -> bytes:
-        """A whole request."""
+        """Builds the HTTP request."""
         entry: dict[str, Any] = {"name": self.name, "datatype": self.datatype, "shape": self.shape}
         size, tail = len(self.content) + self.extra, b""
         if self.source == "region":
@@ -110,7 +110,7 @@ class Asked:
         return "\r\n".join([start, *lines, "", ""]).encode() + text + tail
 
     def grpc(self) -> bytes:
-        """A message."""
+        """Builds the serialised ModelInferRequest."""
         tensor = Infer.InferInputTensor(name=self.name, datatype=self.datatype, shape=self.shape)
         raws = []
         size = len(self.content) + self.extra
@@ -143,7 +143,7 @@ class Asked:
 
 
 class Dice:
-    """What clients may ask next. ``wrong``: how often something about it is not right."""
+    """Draws random requests. ``wrong``: how often something in a request is not right."""
 
     def __init__(self, seed: int, wrong: float = 0.0, regions: bool = False) -> None:
         self._random = random.Random(seed)
@@ -165,7 +165,7 @@ class Dice:
         return self._random.choice(("", "a", "text", "\u00e4" * 9))
 
     def _scheduling(self) -> dict[str, Any]:
-        """Of its own: another one nearly each time."""
+        """Draws scheduling parameters, nearly always other ones."""
         found: dict[str, Any] = {}
         if self.chance(0.3):
             found["priority"] = self._random.randrange(9)
@@ -180,7 +180,7 @@ class Dice:
         return found
 
     def asked(self) -> Asked:
-        """The next one."""
+        """Draws the next request."""
         model = self.choice("scale", "scale", "scale", "other", "echo_uint8", "echo_bytes")
         datatype = MODELS[model]
         rows = self.choice(1, 1, 2, 3, 8)
@@ -218,7 +218,7 @@ class Dice:
         return asked
 
     def _spoil(self, asked: Asked) -> None:
-        """Something about it is wrong, or unusual."""
+        """Makes something in a request wrong, or unusual."""
         match self._random.randrange(12):
             case 0:
                 asked.model = self.choice("nope", "", "Scale")

@@ -1,1 +1,1 @@
-"""What only a real GPU can show: values, order on the device, bandwidth, lifetimes. Skipped with a reason where there is none."""
+"""Tests of what only a real GPU can show: values, order on the device, bandwidth, lifetimes. Skipped where there is none."""

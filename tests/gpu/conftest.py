@@ -1,5 +1,6 @@
-"""A daemon on the GPUs of this host, or with ``--on-stub`` on those of the stand-in. Where there are neither, or no JAX for
-them, every test here is skipped.
+"""Provides a daemon on the GPUs of this host, or with ``--on-stub`` on those of the stand-in.
+
+Where there are neither, or no JAX for them, every test here is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def missing() -> str:
-    """What these tests lack here; "": nothing."""
+    """Returns what these tests need and this host lacks; "": nothing."""
     if on_stub.wanted():
         return ""
     gpus, reason = usable_gpus(os.environ)
@@ -37,7 +38,7 @@ def missing() -> str:
 
 @pytest.fixture(scope="session")
 def gpu_variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables, besides this process's, by which who starts with them finds the GPUs: none on hardware."""
+    """Returns the environment variables with which a process finds the GPUs; none where they are real."""
     return on_stub.devices(tmp_path_factory.mktemp("gpus"), 2) if on_stub.wanted() else {}
 
 
@@ -57,7 +58,7 @@ def start_gpu_daemon(
     gpu_variables: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., DaemonProcess]]:
-    """Starts daemons with a worker on each GPU; they live until the module ends."""
+    """Yields a function that starts daemons with a worker on each GPU; they live until the module ends."""
     started: list[DaemonProcess] = []
 
     def start(**workers: Any) -> DaemonProcess:
@@ -85,7 +86,7 @@ def daemon(start_gpu_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
 
 @pytest.fixture
 def new_owner(gpu_variables: dict[str, str]) -> Callable[[], CudaOwner]:
-    """Starts another process with memory on the GPUs."""
+    """Returns a function that starts another process with memory on the GPUs."""
     return lambda: CudaOwner(os.environ | gpu_variables)
 
 

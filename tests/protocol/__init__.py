@@ -1,1 +1,1 @@
-"""Stock clients against a real daemon."""
+"""Tests of stock clients against a real daemon."""

@@ -1,4 +1,4 @@
-"""Models that call others, as a test tells them to: what they run comes with the request."""
+"""Writes models that call other models as a test tells them: the code that they run comes with the request."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ SCRIPT_FIELDS = """
 
 
 def fields(inputs: str, outputs: str, more: str = "") -> str:
-    """A configuration: ``"x FP32 4"`` each."""
+    """Formats a configuration. ``inputs``, ``outputs``: name, datatype and dims of each, such as ``"x FP32 4"``."""
 
     def listed(kind: str, given: str) -> str:
         rows = []
@@ -180,7 +180,7 @@ def fields(inputs: str, outputs: str, more: str = "") -> str:
 
 
 def write(repository: Path) -> Path:
-    """Those that call, and those that are called."""
+    """Writes the models that call, and those that are called; returns the repository."""
     decoupled = "model_transaction_policy { decoupled: true }"
     write_model(repository, "script", SCRIPT, SCRIPT_FIELDS)
     write_model(repository, "pair", SCRIPT, SCRIPT_FIELDS + "instance_group [ { count: 2 } ]")
@@ -209,7 +209,7 @@ def write(repository: Path) -> Path:
 
 
 def run(client: Any, model: str, code: str, **more: Any) -> Any:
-    """What the text leaves as ``said``, or ``main`` returns."""
+    """Sends a model its code; returns what the code leaves as ``said``, or its ``main`` returns."""
     given = (grpcclient if isinstance(client, grpcclient.InferenceServerClient) else httpclient).InferInput(
         "code", [1], "BYTES"
     )

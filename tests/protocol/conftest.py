@@ -1,6 +1,4 @@
-"""What a module's tests have in common: one daemon with models of every datatype; tritonclient for both protocols; a driver
-that stands in for a GPU's.
-"""
+"""Provides one daemon with models of every datatype, tritonclient for both protocols, and the stand-in for the CUDA driver."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from tests.daemon_process import PATIENCE, DaemonProcess
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
-    """For a daemon started with its ``environment``."""
+    """Returns the stand-in for a daemon that is started with its ``environment``."""
     return CudaStub(tmp_path_factory.mktemp("cuda"))
 
 
@@ -55,5 +53,5 @@ def grpc(daemon: DaemonProcess) -> Iterator[grpcclient.InferenceServerClient]:
 
 @pytest.fixture(params=["http", "grpc"])
 def client(request: pytest.FixtureRequest) -> Any:
-    """Of each protocol in turn."""
+    """Returns tritonclient's client of each protocol in turn."""
     return request.getfixturevalue(request.param)

@@ -1,4 +1,4 @@
-"""Models whose answers tell what they knew of a sequence: a sum that each request adds to, and the controls as they came."""
+"""Writes models whose answers show what they know of a sequence: the sum of its requests' values, and its controls."""
 
 from __future__ import annotations
 
@@ -126,9 +126,10 @@ MINUTE = 60_000_000
 
 
 def checked_sums(dim: str, first: str) -> str:
-    """A JAX model that keeps sums on the device, element by element. A negative x fails where the device has the state already.
+    """Returns the source of a JAX model that keeps sums on the device, element by element.
 
-    ``dim``: of x, y and the sum.  ``first``: Python, where sequences begin.
+    A negative x fails where the device has the state already.
+    ``dim``: the dimension of x, y and the sum.  ``first``: the Python expression of the sum at a sequence's start.
     """
     return f"""
     import jax
@@ -155,14 +156,14 @@ def checked_sums(dim: str, first: str) -> str:
 
 
 def corrid(datatype: str) -> str:
-    """A control that tells the correlation id."""
+    """Formats a control that gives the model the correlation id."""
     return f'control_input {{ name: "CORRID" control {{ kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_{datatype} }} }}'
 
 
 def python_model(
     repository: Path, name: str, sequences: str, rows: int = 0, idle_us: int = MINUTE, more: str = ""
 ) -> None:
-    """A Triton Python model; ``sequences``: of sequence_batching, besides the flags."""
+    """Writes a Triton Python model; ``sequences``: the fields of sequence_batching besides the flags."""
     config = f"""
         max_batch_size: {rows} {TENSORS} {more}
         sequence_batching {{ max_sequence_idle_microseconds: {idle_us} {FLAGS} {sequences} }}
@@ -171,7 +172,7 @@ def python_model(
 
 
 def all_models(repository: Path) -> None:
-    """One of each kind."""
+    """Writes one model of each kind."""
     python_model(repository, "single", corrid("UINT64"))
     python_model(repository, "direct", "direct { }" + corrid("INT64"), rows=4)
     python_model(repository, "oldest", "oldest { max_candidate_sequences: 8 }" + corrid("INT32"), rows=4)

@@ -1,4 +1,4 @@
-"""Stepped models that count, and a client that has many requests on one gRPC stream."""
+"""Writes stepped models that count, and provides a client that has many requests on one gRPC stream."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ ENSEMBLE = """
 
 
 def write_stepped_models(models: Path) -> None:
-    """``counts``, ``rows`` and the ensemble ``whole``."""
+    """Writes ``counts``, ``rows`` and the ensemble ``whole``."""
     folder = models / "whole" / "1"
     folder.mkdir(parents=True)
     (folder.parent / "config.pbtxt").write_text(ENSEMBLE)
@@ -122,7 +122,7 @@ def write_stepped_models(models: Path) -> None:
 
 
 class Steps:
-    """One gRPC stream of requests for these models."""
+    """One gRPC stream of requests to these models."""
 
     def __init__(self, url: str) -> None:
         self._channel = grpc.insecure_channel(url)
@@ -135,7 +135,7 @@ class Steps:
         self.ended: set[str] = set()
 
     def ask(self, name: str, start: Sequence[int] = (1,), model: str = "counts", **parameters: int | bool) -> None:
-        """Sends a request. ``count`` of "rows" is an input."""
+        """Sends a request. ``count`` is an input of "rows", and a parameter elsewhere."""
         asked = service_pb2.ModelInferRequest(model_name=model, id=name)
         tensors = {"start": np.array(start, np.int32)}
         if model == "rows":
@@ -150,7 +150,7 @@ class Steps:
         self._requests.put(asked)
 
     def take(self) -> tuple[str, Any]:
-        """What comes next: whose it is, and its number, None for an end, or the text of an error."""
+        """Returns the next response: its request's id, and its number, None for an end, or an error's text."""
         answer = next(self.call)
         inner = answer.infer_response
         # What is wrong before the model is asked says nothing of that.
@@ -166,13 +166,13 @@ class Steps:
         return inner.id, value
 
     def all_of(self, *names: str) -> list[list[Any]]:
-        """Everything that comes for these, once all have ended."""
+        """Returns all responses to these requests, once all of them have ended."""
         while not self.ended.issuperset(names):
             self.take()
         return [self.got.pop(name) for name in names if self.ended.discard(name) is None]
 
     def answers(self, start: Sequence[int] = (1,), model: str = "counts", **parameters: int | bool) -> list[Any]:
-        """Of one request."""
+        """Sends one request and returns all of its responses."""
         self.ask("one", start, model, **parameters)
         return self.all_of("one")[0]
 

@@ -1,4 +1,4 @@
-"""Models that answer a request with several responses, in each way there is, and a client that collects them."""
+"""Writes models that answer a request with several responses, in every way there is, and provides a client for them."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ WIDE = """
 
 
 def write_streaming_models(models: Path) -> None:
-    """Decoupled ones, and ``once`` and ``async_once``, which are not."""
+    """Writes decoupled models, and ``once`` and ``async_once``, which are not."""
     for name, source in (("talks", TALKS), ("threads", THREADS), ("coroutines", COROUTINES), ("returns", RETURNS)):
         write_model(models, name, source, CONFIG)
     write_model(models, "rounds", ROUNDS, CONFIG + "sequence_batching { iterative_sequence: true oldest { } }")
@@ -247,7 +247,7 @@ def write_streaming_models(models: Path) -> None:
 
 
 class Stream:
-    """One gRPC stream of requests for these models, and what came of them, as it came."""
+    """One gRPC stream of requests to these models, whose responses are read in order."""
 
     def __init__(self, url: str, metadata: Sequence[tuple[str, str]] = ()) -> None:
         self._channel = grpc.insecure_channel(url)
@@ -256,7 +256,7 @@ class Stream:
         self.call = stub.ModelStreamInfer(iter(self._requests.get, None), metadata=metadata)
 
     def ask(self, model: str, n: int, say: str = "", request_id: str = "", marks: bool = True) -> None:
-        """Sends a request. ``marks``: its final mark is told although it is no response."""
+        """Sends a request. ``marks``: its final mark is sent even where it is no response."""
         asked = service_pb2.ModelInferRequest(model_name=model, id=request_id)
         asked.inputs.add(name="n", datatype="INT32", shape=[1])
         asked.raw_input_contents.append(np.array([n], np.int32).tobytes())
@@ -271,7 +271,7 @@ class Stream:
         self._requests.put(None)
 
     def take(self) -> tuple[str, Any, bool]:
-        """Of what comes next: the request's id; values, the text of an error, or None for a mark; whether it is the last."""
+        """Returns the next response: its request's id; its values, an error's text, or None for a mark; whether it is final."""
         answer = next(self.call)
         inner = answer.infer_response
         final = inner.parameters["triton_final_response"].bool_param
@@ -282,7 +282,7 @@ class Stream:
         return inner.id, np.frombuffer(inner.raw_output_contents[0], np.int32).tolist(), final
 
     def answers(self, model: str, n: int, say: str = "") -> list[Any]:
-        """All responses to a request; errors as their text, the mark alone as None."""
+        """Sends a request and returns all its responses; errors as their text, a mark without a response as None."""
         self.ask(model, n, say)
         found: list[Any] = []
         final = False

@@ -1,4 +1,4 @@
-"""The one table of tensors that every way of sending them is tested with."""
+"""Defines the one table of tensors that every way of sending them is tested with."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ JSON_DATATYPES = sorted(set(TENSORS) - {"FP16", "BF16"})
 
 
 def same(left: Array, right: Array) -> bool:
-    """Equal in shape and in every bit."""
+    """Returns whether two arrays are equal in datatype, shape and every bit."""
     if left.dtype == np.object_ or right.dtype == np.object_:
         return left.shape == right.shape and left.tolist() == right.tolist()
     return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()

@@ -1,1 +1,1 @@
-"""Tests of the service files."""
+"""Tests of the service files in systemd/."""

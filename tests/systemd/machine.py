@@ -1,9 +1,9 @@
-"""A host of its own with a real systemd: this one's files under a layer that takes what is written, and namespaces for the rest.
+"""Runs a machine with a real systemd: this host's files with a writable layer on top, and namespaces for everything else.
 
     unshare (processes, mounts, network, names, IPC, control groups) ─▶ overlay of / ─▶ systemd as its first process
     Machine.run ─▶ nsenter ─▶ a shell there, as root
 
-Its network is a loopback alone. What the host starts by itself is not started there, nor is anything that settles the kernel.
+Its network is a loopback alone. The host's own services are not started there, nor anything that changes the kernel's settings.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ exec env -i container=tests PATH=/usr/sbin:/usr/bin:/sbin:/bin {_SYSTEMD} --syst
 
 
 class Machine:
-    """A running host; ``run`` is root's shell there."""
+    """A running machine; ``run`` is root's shell there."""
 
     def __init__(self, process: subprocess.Popen[bytes], environment: Mapping[str, str]) -> None:
         self._process = process
@@ -83,7 +83,7 @@ class Machine:
         self._first = 0
 
     def wait_booted(self) -> None:
-        """Waits until systemd has started what it starts. Skips the test where this host does not allow it."""
+        """Waits until systemd has booted. Skips the test where this host does not allow it."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -100,7 +100,7 @@ class Machine:
         pytest.skip("systemd does not come up in namespaces of this host")
 
     def try_run(self, script: str) -> subprocess.CompletedProcess[str]:
-        """Runs lines of a shell, both outputs in ``stdout``."""
+        """Runs a shell script; returns its exit status, and both outputs in ``stdout``."""
         return subprocess.run(
             # A folder of this host's is none there, which bash would say.
             ["nsenter", "--target", str(self._first), "--all", "/bin/sh", "-c", 'cd / && exec bash -c "$0"', script],
@@ -114,20 +114,20 @@ class Machine:
         )
 
     def run(self, script: str) -> str:
-        """Runs lines of a shell that have to succeed; returns both of its outputs."""
+        """Runs a shell script that has to succeed; returns both of its outputs."""
         done = self.try_run(f"set -e\n{script}")
         assert done.returncode == 0, f"{script}\n{done.stdout}{self.journal()}"
         return done.stdout
 
     def journal(self) -> str:
-        """Returns the last lines of the service."""
+        """Returns the last lines of the service's log, and its status."""
         return self.try_run(
             "journalctl --no-pager -n 60 -u tensord 2>&1; systemctl status --no-pager tensord 2>&1"
         ).stdout
 
 
 def _control_group() -> Path | None:
-    """Makes a control group for a machine; None: this host has none of version 2 that may be written."""
+    """Makes a control group for a machine; None: this host has no writable control groups of version 2."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, where, kind, *_ = line.split()
         if kind == "cgroup2":
@@ -141,12 +141,12 @@ def _control_group() -> Path | None:
 
 @contextlib.contextmanager
 def machine(folder: Path, mounts: Sequence[tuple[Path, str]], environment: Mapping[str, str]) -> Iterator[Machine]:
-    """Starts a machine. Skips the test where this host does not allow it.
+    """Runs a machine within the block. Skips the test where this host does not allow it.
 
     Args:
-      folder: an empty one, for its layer.
-      mounts: what is to be seen there besides this host's root file system, and where.
-      environment: of its shells.
+      folder: an empty one, for the writable layer.
+      mounts: folders that the machine sees besides this host's root file system, and where.
+      environment: variables of its shells.
     """
     missing = [name for name in (*_PROGRAMS, _SYSTEMD) if shutil.which(name) is None]
     if os.geteuid() != 0 or missing:
@@ -174,7 +174,7 @@ def machine(folder: Path, mounts: Sequence[tuple[Path, str]], environment: Mappi
 
 
 def _remove(group: Path) -> None:
-    """Removes a control group, whose processes are about to be gone, with those in it."""
+    """Removes a control group and those in it, once their processes are gone."""
     deadline = time.monotonic() + PATIENCE
     while group.exists() and time.monotonic() < deadline:
         for each in sorted(group.rglob("*"), key=lambda path: len(path.parts), reverse=True):

@@ -1,1 +1,1 @@
-"""What one request may cost, counted and not timed: the guard against getting slower by and by."""
+"""Tests of what one request costs, counted and not timed, so that the code does not get slower little by little."""

@@ -1,7 +1,7 @@
-"""Compares counts of bytecodes with stored ones: a test fails where a way costs over 15 % more than when its count was stored.
+"""Compares counts of bytecodes with stored ones: a test fails where its count is more than 15 % above the stored one.
 
 The room is there so that code can be written for its reader. The counts are in ``baseline.json``, for each version of Python that
-they were taken with; ``python -m pytest -n 0 --store-work tests/work`` stores what this tree costs in their place.
+they were taken with; ``python -m pytest -n 0 --store-work tests/work`` stores this tree's counts in their place.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Baseline:
         self.storing = storing
 
     def allows(self, name: str, counted: float) -> bool:
-        """Whether the count is within the room; False for a way without a stored count."""
+        """Returns whether a count is within the room; False for a name without a stored count."""
         return counted <= _STORED[_PYTHON].get(name, 0) * ROOM
 
     def check(self, name: str, counted: float) -> None:
-        """Fails the test where a way costs more than it may."""
+        """Fails the test if a count is above what is allowed; stores the count instead if ``storing``."""
         assert counted > 0, f"{name}: nothing was counted"
         if self.storing:
             _STORED[_PYTHON][name] = round(counted)

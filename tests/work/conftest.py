@@ -1,4 +1,4 @@
-"""The stored counts as a fixture."""
+"""Provides the stored counts as a fixture."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.work.baseline import Baseline
 
 @pytest.fixture(scope="session")
 def baseline(request: pytest.FixtureRequest) -> Baseline:
-    """What ways cost when it was stored; with ``--store-work`` it takes what they cost now."""
+    """Returns the stored counts; with ``--store-work`` it stores new ones."""
     return Baseline(request.config.getoption("--store-work"))

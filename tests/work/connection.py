@@ -1,8 +1,8 @@
-"""A connection of a front without sockets of clients: what arrives is given to it, what leaves is kept.
+"""Provides a front's connection without client sockets: bytes that arrive are passed to it, bytes that leave are kept.
 
     test ─▶ Connection ─▶ Submitter ══ lane ══ WorkerLane, answered by the test     (of gRPC: tests.work.grpc_connection)
 
-All but the transport is real. The loop is asyncio's, so that every step can be taken by itself.
+All but the transport is real. The event loop is asyncio's, so that every step can be taken by itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TURNS = 8
 
 
 class KeptTransport(asyncio.Transport):
-    """Keeps what is written. A protocol that gives buffers gets what arrives in them."""
+    """A transport that keeps what is written, and passes bytes to its protocol as uvloop does."""
 
     def __init__(self, protocol: Any) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class KeptTransport(asyncio.Transport):
         self.reads = 0
 
     def arrive(self, content: bytes) -> None:
-        """Bytes from the client, in as many reads as a protocol needs that takes what it is given."""
+        """Passes bytes from the client to the protocol, in as many reads as its buffers need."""
         left = memoryview(content)
         while len(left):
             self.reads += 1
@@ -95,7 +95,7 @@ class KeptTransport(asyncio.Transport):
 
 
 class LaneBench(ABC):
-    """One front, one worker's end of a lane, and connections. Made and used inside a running loop."""
+    """A front, one worker's end of a lane, and connections. Made and used inside a running event loop."""
 
     #: What connections are made with.
     transport: type[KeptTransport] = KeptTransport
@@ -125,14 +125,14 @@ class LaneBench(ABC):
 
     @abstractmethod
     def connect(self) -> KeptTransport:
-        """A new connection, one of ``transports``."""
+        """Returns the transport of a new connection, and adds it to ``transports``."""
 
     def answers(self, transport: KeptTransport) -> int:
-        """How many writes of answers that has kept."""
+        """Returns how many writes with answers a transport has kept."""
         return len(transport.writes)
 
     async def occupy(self) -> None:
-        """The worker has taken a request, and is not done with it."""
+        """Gives the worker a request that it does not answer."""
         record = WholeRequest(self.submitter.next_id(), "addsub", 0, ()).record
         self.submitter.send(CalledBack(on_answer=lambda *_: None, record=record))
         await asyncio.sleep(0)
@@ -145,12 +145,13 @@ class LaneBench(ABC):
         complete: Callable[[WorkerLane, WholeRequest], WholeAnswer],
         each: int = 1,
     ) -> int:
-        """All of the requests arrive in one turn of the loop. Returns, once all are answered, in how many datagrams they left.
+        """Has all requests arrive in one iteration of the event loop, and answers them.
 
-        A request with a number is answered with one, as the worker does. Only what the front does is counted.
+        Returns, once all are answered, in how many datagrams the requests were sent to the worker. A request with a number is
+        answered with one, as the worker does. Only what the front does is counted.
 
         Args:
-          each: requests in what arrives at a connection; their answers are one write.
+          each: how many requests arrive at a connection at once; their answers are one write.
         """
         written = [self.answers(transport) for transport, _ in requests]
         with work.counting():
@@ -197,7 +198,7 @@ class LaneBench(ABC):
 
 
 class Bench(LaneBench):
-    """Of the HTTP front."""
+    """The HTTP front's bench."""
 
     def __init__(self, options: Options = OPTIONS) -> None:
         super().__init__(options)

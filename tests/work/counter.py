@@ -1,4 +1,4 @@
-"""Counts what this process does while a counter runs: instructions of the Python machine, system calls of our code, memory.
+"""Counts what this process does while a counter runs: bytecodes and system calls of our code.
 
 None of it depends on how fast a machine is or what else runs on it.
 """
@@ -39,7 +39,7 @@ _SYSTEM_CALLS |= {
 
 
 class Work:
-    """What was done while ``counting``."""
+    """The counts of bytecodes and system calls."""
 
     def __init__(self) -> None:
         #: Bytecodes executed in our own modules.
@@ -48,7 +48,7 @@ class Work:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """May be entered again and again; the counts add up."""
+        """Counts within the block. It may be entered again and again; the counts add up."""
         trace, profile = sys.gettrace(), sys.getprofile()
         sys.setprofile(self._profile)
         sys.settrace(self._enter)

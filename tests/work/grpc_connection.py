@@ -1,4 +1,4 @@
-"""A connection of the gRPC front without sockets of clients, and what perf_analyzer's C++ client sends on it.
+"""Provides a gRPC front's connection without client sockets, and the bytes that perf_analyzer's C++ client sends on it.
 
 test ─▶ Connection ─▶ Submitter ══ lane ══ WorkerLane, answered by the test
 """
@@ -28,7 +28,7 @@ _FRAME_SIZE = (1 << 22) - 1
 
 #: Literals without indexing: the same bytes for every call, as of a client whose table holds what it repeats.
 def head_of(path: str, *metadata: tuple[bytes, bytes]) -> bytes:
-    """The header block of a call."""
+    """Encodes the header block of a call."""
     fields = (
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -47,7 +47,7 @@ _BLOCK = {path: head_of(path) for path in (INFER, STREAM)}
 
 
 class GrpcBench(LaneBench):
-    """Of the gRPC front."""
+    """The gRPC front's bench."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,29 +73,29 @@ class GrpcBench(LaneBench):
         return transport
 
     def answers(self, transport: KeptTransport) -> int:
-        """But for those that grant the client what it sent."""
+        """Returns how many writes with answers a transport has kept, without those that only grant the client a window."""
         return sum(sum(map(len, write)) > frames.UPDATE_SIZE for write in transport.writes)
 
 
 def opened(number: int, path: str, block: bytes | None = None) -> bytes:
-    """The head of a call."""
+    """Builds the HEADERS frame of a call."""
     return frames.frame(frames.HEADERS, frames.END_HEADERS, number, block or _BLOCK[path])
 
 
 def message(number: int, content: bytes, granted: int) -> bytes:
-    """One of a stream, behind what the client grants for the last answer."""
+    """Builds a message on a stream, preceded by the window that the client grants for the last answer."""
     data = frames.frame(frames.DATA, 0, number, prefixed(content))
     return frames.window_update(number, granted) + frames.window_update(0, granted) + data
 
 
 def call(number: int, content: bytes, granted: int, block: bytes | None = None) -> bytes:
-    """A unary one; ``block``: its headers."""
+    """Builds a unary call; ``block``: its header block, or None for the usual one."""
     data = frames.frame(frames.DATA, frames.END_STREAM, number, prefixed(content))
     return opened(number, INFER, block) + frames.window_update(number, 5) + data + frames.window_update(0, granted)
 
 
 def payloads(written: bytes, kind: int) -> list[bytes]:
-    """Of the frames of a type."""
+    """Returns the payloads of the frames of a type."""
     found, at = [], 0
     while at < len(written):
         high, low, kind_, _, _ = frames.read_head(written, at)

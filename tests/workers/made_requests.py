@@ -1,4 +1,4 @@
-"""Requests for tests of the parts behind validation."""
+"""Makes requests for tests of what comes after validation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.records import WholeRequest
 
 @dataclass
 class ALane:
-    """What ``complete`` uses of a submitter."""
+    """The parts of a submitter that ``complete`` uses."""
 
     arena: Arena
 
@@ -43,7 +43,7 @@ def request_of(
     submitter: object = None,
     **fields: Any,
 ) -> Request:
-    """A request with these arrays; what it does not need is missing."""
+    """Returns a request with these arrays; fields that it does not need are missing."""
     own = WholeRequest(fields.pop("request_id", 1), "m", 0, (), **fields)
     return Request(
         cast(ModelVersion, version),

@@ -1,4 +1,4 @@
-"""A worker's loop in the test's own process, turn by turn, with the test as its supervisor and its only front."""
+"""Runs a worker's loop in the test's own process, iteration by iteration; the test is its supervisor and its only front."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DEVICE = DEVICE_NAME.open()
 
 
 class WorkerLoop:
-    """``turn`` is the worker's; ``ask`` turns until all answers are there."""
+    """A worker's loop. Its methods run iterations until what they wait for has come."""
 
     def __init__(self, options: Options = OPTIONS) -> None:
         ours, theirs = pair()
@@ -70,14 +70,14 @@ class WorkerLoop:
         return SubmitterLane(ours, self.arena)
 
     def open_client(self, peer: int, limits: LaneLimits = LIMITS, agree: bool = True, uid: int = 0) -> RawLane:
-        """A client's own lane, of that user."""
+        """Opens a client's lane, of a client with that user id."""
         ours, theirs = pair()
         self.tell(LaneOpened(peer, client=LaneClient(Peer("unix", uid=uid), limits)), theirs.fileno())
         theirs.close()
         return RawLane(ours, agree, self._buffer)
 
     def client_answers(self, lane: RawLane, count: int) -> list[AnswerRecord]:
-        """Turns until so many answers have come on a client's lane."""
+        """Runs the loop until so many answers have come on a client's lane; returns them."""
         answers: list[AnswerRecord] = []
         deadline = time.monotonic() + PATIENCE_SECONDS
         while len(answers) < count:
@@ -88,20 +88,20 @@ class WorkerLoop:
         return answers
 
     def closed(self) -> list[int]:
-        """The lanes that the worker has said to have ended since this was last asked."""
+        """Returns the lanes that the worker has reported as ended since the last call."""
         found: list[int] = []
         while (received := self.control.receive()) is not None:
             found += [record.peer for record in received[0] if isinstance(record, LaneClosed)]
         return found
 
     def tell(self, record: Record, *fds: int) -> None:
-        """A record of the supervisor, and a turn in which it is taken."""
+        """Sends a record as the supervisor, and runs an iteration, in which the worker reads it."""
         self.control.put(record, *fds)
         assert self.control.flush()
         self.worker.iterate()
 
     def hear(self, kind: type[Record]) -> Any:
-        """Turns until such a record has come from the worker, and returns it."""
+        """Runs the loop until a record of that kind has come from the worker, and returns it."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             received = self.control.receive()
@@ -116,11 +116,11 @@ class WorkerLoop:
         raise AssertionError(f"no {kind.__name__} came")
 
     def load(self, path: Path) -> None:
-        """Loads version 1 of a model, once more if it is there already."""
+        """Loads version 1 of a model, or loads it again. Fails if it is refused."""
         assert self.refused(path) == ""
 
     def refused(self, path: Path) -> str:
-        """Loads as ``load``. Returns the reason why not; "": it is loaded."""
+        """Loads version 1 of a model. Returns the reason why it does not load; "": it is loaded."""
         text = path / "config.pbtxt"
         config = (
             model_config.parse_pbtxt(text.read_text(), path.name) if text.exists() else model_config.empty(path.name)
@@ -140,11 +140,13 @@ class WorkerLoop:
         own: Mapping[str, Any] | None = None,
         parameters: dict[str, Parameter] | None = None,
     ) -> int:
-        """Queues a request as a front does it with what a client repeats; ``flush`` sends it.
+        """Queues a request whose prepared part has a number, as a front sends what a client repeats; ``answers`` sends it.
+
+        Returns the request's id.
 
         Args:
-          leases: of its Slices.
-          own: fields of its record.
+          leases: the arena's memory that the inputs lie in.
+          own: further fields of the request's record.
         """
         self.number += 1
         request = WholeRequest(self.number, model, 0, tuple(inputs), outputs, parameters or {})
@@ -155,7 +157,7 @@ class WorkerLoop:
         return self.number
 
     def submit_whole(self, model: str, inputs: Sequence[Tensor], parameters: dict[str, Parameter] | None = None) -> int:
-        """Queues a request whose record says everything."""
+        """Queues a request with its prepared part inside its record. Returns the request's id."""
         self.number += 1
         request = WholeRequest(
             self.number, model, 0, tuple(inputs), (), parameters or {}, received_ns=time.monotonic_ns()
@@ -164,7 +166,7 @@ class WorkerLoop:
         return self.number
 
     def answers(self, count: int, lane: SubmitterLane | None = None, work: Work | None = None) -> list[WholeAnswer]:
-        """Turns until so many answers have come. ``work``: what counts the worker's part of it."""
+        """Runs the loop until so many answers have come; returns them. ``work``: counts the worker's part of it."""
         lane, answers = lane or self.front, list[WholeAnswer]()
         assert lane.flush()
         deadline = time.monotonic() + PATIENCE_SECONDS

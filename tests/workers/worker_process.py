@@ -1,4 +1,4 @@
-"""A real worker process with the test as its supervisor and its only submitter."""
+"""Runs a real worker process, with the test as its supervisor and its only submitter."""
 
 from __future__ import annotations
 
@@ -49,10 +49,13 @@ PEER = 7001
 
 
 class WorkerProcess:
-    """Starts a worker; ``with`` ends it. Everything blocks, with patience."""
+    """Starts a worker; the ``with`` block ends it. Every method waits for its result."""
 
     def __init__(self, cache: Path | None = None, cores: str = "", **sections: Any) -> None:
-        """``cores``: those near its device, as Linux lists them; "": any."""
+        """Starts the process.
+
+        ``cores``: the cores near its device, in Linux's list format; "": any.
+        """
         sections.setdefault("executables", ExecutablesOptions(cache_directory=str(cache or run_folder.programs())))
         self.options = Options(**sections)
         ours, theirs = pair()
@@ -98,7 +101,7 @@ class WorkerProcess:
         wait_until(self.channel.flush)
 
     def wait(self, wanted: Callable[[Any], bool]) -> tuple[Any, list[int]]:
-        """The next record of the supervisor's channel that is wanted, with its descriptors; others stay for later."""
+        """Returns the next wanted record of the control channel, with its descriptors; other records are kept for later."""
         while True:
             for i, (record, _) in enumerate(self._records):
                 if wanted(record):
@@ -124,7 +127,7 @@ class WorkerProcess:
         return SubmitterLane(ours, arena)
 
     def load(self, repository: Path, name: str, version: int = 1) -> Loaded:
-        """Loads a version, whatever becomes of it."""
+        """Loads a version; returns the worker's answer, also if it does not load."""
         folder = repository / name
         text = folder / "config.pbtxt"
         config = parse_pbtxt(text.read_text(), name) if text.exists() else empty(name)
@@ -137,7 +140,7 @@ class WorkerProcess:
         return record
 
     def serve(self, repository: Path, *names: str) -> None:
-        """Loads models that must load."""
+        """Loads models. Fails if one does not load."""
         for name in names:
             assert self.load(repository, name).reason == ""
 
@@ -149,17 +152,17 @@ class WorkerProcess:
         return self.reply(self.ask(operation, *fds))
 
     def ask(self, operation: Any, *fds: int) -> int:
-        """Sends a call; returns its number."""
+        """Sends a call; returns its id."""
         self._calls += 1
         self.send(ControlCall(self._calls, operation), *fds)
         return self._calls
 
     def reply(self, number: int) -> tuple[Reply, list[int]]:
-        """Waits for the reply to a call."""
+        """Waits for the reply to a call; returns it with its descriptors."""
         return self.wait(lambda record: isinstance(record, Reply) and record.call_id == number)
 
     def stop(self, grace_s: float = PATIENCE_S) -> int:
-        """Says stop and waits for the exit status."""
+        """Sends Stop, waits for the process and returns its exit status."""
         self.send(Stop(int(grace_s * 1e9)))
         return self.process.wait(PATIENCE_S)
 
@@ -175,7 +178,7 @@ class WorkerProcess:
     ) -> int:
         """Sends a request; arrays travel inline when small and in the arena when not. Returns its id.
 
-        ``flush``: at once; else with the next one, so that the worker gets both in one piece.
+        ``flush``: False: it is sent with the next one, so that the worker gets both at once.
         """
         self._requests += 1
         tensors = (
@@ -192,7 +195,7 @@ class WorkerProcess:
         return self._requests
 
     def place(self, name: str, value: Array, *, inline: int = 2048) -> Tensor:
-        """Leases of a test live as long as its arena."""
+        """Makes a tensor of an array, inline or in leased memory. Leases live as long as the arena."""
         datatype = datatype_of(value.dtype)
         assert datatype is not None
         content = byte_content(value) if datatype == "BYTES" else value.tobytes()
@@ -204,7 +207,7 @@ class WorkerProcess:
         return Tensor(name, datatype, value.shape, lease.place)
 
     def answer(self, request_id: int) -> WholeAnswer:
-        """Waits for the completion of a request."""
+        """Waits for the answer to a request."""
         while request_id not in self._completions:
             received = self.lane.receive()
             if received is None:
@@ -216,7 +219,7 @@ class WorkerProcess:
         return self._completions.pop(request_id)
 
     def arrays(self, completion: WholeAnswer) -> dict[str, Array]:
-        """The outputs, copied; raises what the answer says and gives its lease back."""
+        """Copies an answer's outputs and gives its lease back. Raises the answer's error."""
         if completion.code:
             raise from_code(completion.code, completion.message)
         found = {}
@@ -236,17 +239,17 @@ class WorkerProcess:
     def infer(
         self, model: str, inputs: dict[str, Array] | Sequence[Tensor], *outputs: RequestedOutput, **fields: Any
     ) -> dict[str, Array]:
-        """Submits and waits. Raises the ServingError of a refusal."""
+        """Sends a request and returns its outputs. Raises the ServingError of a refusal."""
         return self.arrays(self.answer(self.submit(model, inputs, outputs, **fields)))
 
 
 def small_arenas(byte_size: int = 1 << 20, max_byte_size: int = 2 << 20, wait: float = PATIENCE_S) -> Arenas:
-    """Arenas that are soon full."""
+    """Returns options for arenas that are soon full."""
     return Arenas(byte_size=byte_size, max_byte_size=max_byte_size, keep_byte_size=0, wait=wait)
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Looks again and again, with patience."""
+    """Waits until the condition holds; fails after PATIENCE_S."""
     end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, "waited in vain"

@@ -1,1 +1,1 @@
-"""Tests of daemon/regions/."""
+"""Tests of daemon/clients/."""

@@ -1,4 +1,4 @@
-"""A raw client of the clients' socket, as any language could write it."""
+"""Provides a raw client of the clients' socket, as any language could write it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class LaneClient:
-    """A connection, and the lanes that it was given. Use as a context manager."""
+    """A connection, and the lanes that were opened on it. Use as a context manager."""
 
     def __init__(self, path: Path) -> None:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -45,11 +45,11 @@ class LaneClient:
         return self.receive()
 
     def open(self, model: str, **fields: Any) -> Any:
-        """What ``open`` was answered."""
+        """Asks for a lane to a model; returns the daemon's answer."""
         return self.ask(open={"model": model, **fields})
 
     def say(self, number: int, content: bytes) -> bytes:
-        """What came back on a lane: nothing at its end."""
+        """Sends bytes on a lane; returns what comes back, nothing where the lane has ended."""
         try:
             self.lanes[number].send(content)
             return self.lanes[number].recv(1 << 16)
@@ -57,7 +57,7 @@ class LaneClient:
             return b""
 
     def disconnect(self) -> None:
-        """Ends the connection, and keeps the lanes' descriptors."""
+        """Closes the connection, and keeps the lanes' descriptors."""
         self._sock.close()
 
     def close_lanes(self) -> None:

@@ -1,4 +1,4 @@
-"""Servers that speak to the client libraries of Hugging Face and of Google's storage, as far as those read."""
+"""Provides servers for the client libraries of Hugging Face and of Google's storage, with as much as those libraries read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Hub:
-    """Serves files over HTTP while a block runs, and keeps which paths were asked for."""
+    """Serves files over HTTP while a block runs, and notes which paths were asked for."""
 
     def __init__(self, handler: type[Files], files: dict[str, bytes]) -> None:
         self.files = files
@@ -35,7 +35,7 @@ class Hub:
 
 
 class Files(BaseHTTPRequestHandler):
-    """Answers with JSON, with a file or the part of it that is asked for, or with an error."""
+    """Answers with JSON, with a file or a part of it, or with an error."""
 
     protocol_version = "HTTP/1.1"
     hub: Hub
@@ -54,7 +54,10 @@ class Files(BaseHTTPRequestHandler):
         self.answer([urllib.parse.unquote(part) for part in url.path.split("/")[1:]], asked)
 
     def answer(self, path: list[str], asked: dict[str, str]) -> None:
-        """Answers a request for the parts of a path."""
+        """Answers a request.
+
+        ``path``: the parts of its path. ``asked``: the parameters of its query, and its ``body``.
+        """
         raise NotImplementedError
 
     def tell(self, said: Any, status: int = 200, **headers: str) -> None:
@@ -81,11 +84,11 @@ class Files(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+        """Writes no log."""
 
 
 class HuggingFace(Files):
-    """Has one repository, ``me/models``, of one revision. Files are LFS's, as weights are there."""
+    """Serves one repository, ``me/models``, of one revision. Its files are LFS files, as weights are there."""
 
     revision = "0123456789abcdef0123456789abcdef01234567"
 
@@ -118,7 +121,7 @@ class HuggingFace(Files):
                 self.tell({"error": "not found"}, 404)
 
     def _entries(self, folder: str) -> list[dict[str, Any]]:
-        """Returns what lies in a folder, however deep."""
+        """Returns the entries of all files and folders below a folder."""
         within = f"{folder}/" if folder else ""
         entries, folders = [], set()
         for name, content in self.hub.files.items():
@@ -137,7 +140,7 @@ class HuggingFace(Files):
 
 
 class GoogleStorage(Files):
-    """Has one bucket, ``bucket``; lists two objects a page, as it lists a thousand elsewhere."""
+    """Serves one bucket, ``bucket``; lists two objects a page, where the real one lists a thousand."""
 
     def answer(self, path: list[str], asked: dict[str, str]) -> None:
         match path:

@@ -1,4 +1,4 @@
-"""Every field of every request message that may stand in it again and again, found by their descriptors."""
+"""Finds every repeated field of every request message, by the messages' descriptors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIXED = {FieldDescriptor.CPPTYPE_FLOAT: 4, FieldDescriptor.CPPTYPE_DOUBLE: 8}
 
 @dataclass(frozen=True)
 class Repeated:
-    """A field that repeats, and how to it from the request message."""
+    """A repeated field, and the way to it from the request message."""
 
     method: str
     descriptor: Descriptor
@@ -27,7 +27,7 @@ class Repeated:
     packed: bool = False
 
     def message(self, count: int) -> bytes:
-        """A request in which it stands so often, and little else."""
+        """Returns a request in which the field is there ``count`` times, and little else."""
         leaf = self.path[-1]
         if self.packed:
             content = field(leaf.number << 3 | 2, bytes(count * _FIXED.get(leaf.cpp_type, 1)))
@@ -42,7 +42,7 @@ class Repeated:
 
     @property
     def grows(self) -> bool:
-        """Whether only the message's size bounds it: such numbers are copied as they lie."""
+        """Returns whether only the message's size bounds the field, because its packed numbers are copied unread."""
         return self.packed and self.path[-1].cpp_type in _FIXED
 
     def __str__(self) -> str:

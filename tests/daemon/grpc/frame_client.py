@@ -1,4 +1,4 @@
-"""A gRPC client that sends exactly the frames it is told, and a gRPC front between a supervisor and workers made by hand."""
+"""Provides a gRPC client that sends exactly the frames it is told, and a gRPC front with a test as supervisor and worker."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ STATISTICS = "/inference.GRPCInferenceService/ModelStatistics"
 
 
 def request(values: bytes = b"\1", model: str = "echo", **fields: Any) -> Any:
-    """A ModelInferRequest with UINT8 values as raw content."""
+    """Builds a ModelInferRequest with UINT8 values as raw content."""
     inputs = [service_pb2.ModelInferRequest.InferInputTensor(name="x", datatype="UINT8", shape=[len(values)])]
     return service_pb2.ModelInferRequest(model_name=model, inputs=inputs, raw_input_contents=[values], **fields)
 
 
 def prefixed(message: Any, flag: int = 0) -> bytes:
-    """A message as it stands in DATA frames."""
+    """Puts the five bytes before a message with which it stands in DATA frames."""
     content = message if isinstance(message, bytes) else message.SerializeToString()
     return struct.pack(">BI", flag, len(content)) + content
 
 
 @dataclass
 class Answer:
-    """What came on one stream."""
+    """The messages, headers and trailers that came on one stream."""
 
     messages: list[bytes] = field(default_factory=list)
     #: Headers and trailers.
@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def values(self) -> bytes:
-        """Output ``y`` of the first message."""
+        """Returns output ``y`` of the first message."""
         content: bytes = service_pb2.ModelInferResponse.FromString(self.messages[0]).raw_output_contents[0]
         return content
 
@@ -61,7 +61,10 @@ class Answer:
 
 
 class FrameClient:
-    """One connection. ``settings``: pairs for the first SETTINGS frame. ``receive_buffer``: see ``Client``."""
+    """One connection.
+
+    ``settings``: pairs for the first SETTINGS frame. ``receive_buffer``: see ``Client``.
+    """
 
     def __init__(
         self, port: int, settings: tuple[tuple[int, int], ...] = (), hello: bool = True, receive_buffer: int = 0
@@ -87,14 +90,14 @@ class FrameClient:
         self.sock.sendall(content)
 
     def block(self, path: str, **headers: str) -> bytes:
-        """A header block; underscores stand for dashes."""
+        """Encodes a header block; underscores in names stand for dashes."""
         fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"), ("te", "trailers")]
         fields += [("content-type", "application/grpc")]
         fields += [(name.replace("_", "-"), value) for name, value in headers.items()]
         return bytes(self._encoder.encode(fields))
 
     def open(self, path: str = INFER, **headers: str) -> int:
-        """Begins a call; returns its stream."""
+        """Begins a call; returns its stream's number."""
         self._next += 2
         self.send(frames.frame(frames.HEADERS, frames.END_HEADERS, self._next, self.block(path, **headers)))
         return self._next
@@ -106,7 +109,7 @@ class FrameClient:
             self.send(frames.frame(frames.DATA, flags, stream, piece))
 
     def call(self, message: Any, path: str = INFER, **headers: str) -> int:
-        """A whole unary request."""
+        """Sends a whole unary request; returns its stream's number."""
         stream = self.open(path, **headers)
         self.data(stream, prefixed(message), end=True)
         return stream
@@ -121,18 +124,18 @@ class FrameClient:
         return taken
 
     def frame(self) -> tuple[int, int, int, bytes]:
-        """The next frame: type, flags, stream, payload."""
+        """Reads the next frame: type, flags, stream, payload."""
         high, low, kind, flags, number = frames.read_head(self.take(frames.HEAD_SIZE))
         return kind, flags, number, self.take(high << 16 | low)
 
     def peek(self) -> tuple[int, int, int, bytes]:
-        """The next frame; it stays."""
+        """Returns the next frame as ``frame`` does, and leaves it to be read again."""
         kind, flags, number, payload = self.frame()
         self._buffer = frames.frame(kind, flags, number, payload) + self._buffer
         return kind, flags, number, payload
 
     def step(self) -> int:
-        """Takes one frame, notes what it says; returns its type."""
+        """Reads one frame and notes what it says; returns its type."""
         kind, flags, number, payload = self.frame()
         answer = self.answers.setdefault(number, Answer())
         if kind == frames.DATA:
@@ -152,7 +155,7 @@ class FrameClient:
         return kind
 
     def answer(self, stream: int) -> Answer:
-        """The whole answer to a call."""
+        """Waits for the whole answer to a call and returns it."""
         while True:
             got = self.answers.get(stream)
             if got is not None and ("grpc-status" in got.headers or got.reset is not None):
@@ -160,7 +163,7 @@ class FrameClient:
             self.step()
 
     def synchronise(self) -> None:
-        """Returns when the server has taken everything sent so far, and what it sent before is here."""
+        """Waits until the server has read everything sent so far, and what it sent before that was read here."""
         self.send(frames.frame(frames.PING, 0, 0, b"are you?"))
         while True:
             kind, flags, _, payload = self.peek()
@@ -169,13 +172,13 @@ class FrameClient:
                 return
 
     def goaway(self) -> tuple[int, int, bytes]:
-        """The first GOAWAY: last stream, error code, reason."""
+        """Waits for the first GOAWAY; returns its last stream, error code and reason."""
         while not self.goaways:
             self.step()
         return self.goaways[0]
 
     def ends(self) -> bool:
-        """Whether the connection ends, whatever comes before."""
+        """Reads until the connection ends; returns True then."""
         try:
             while True:
                 self.step()
@@ -184,12 +187,12 @@ class FrameClient:
 
 
 class GrpcFrontProcess(FrontProcess):
-    """A gRPC front."""
+    """A real gRPC front process, with the test as its supervisor."""
 
     program = "tensord.daemon.grpc"
 
     def frames(self, settings: tuple[tuple[int, int], ...] = ()) -> FrameClient:
-        """A new client."""
+        """Opens a new client connection."""
         return FrameClient(self.port, settings)
 
     def sync(self) -> None:
@@ -211,7 +214,7 @@ class GrpcFrontProcess(FrontProcess):
 def serving(
     workers: int = 1, send_buffer: int = 0, **options: Any
 ) -> Iterator[tuple[GrpcFrontProcess, list[EchoWorker]]]:
-    """A front with workers that have the model ``echo``."""
+    """Runs a gRPC front with ``workers`` workers that have the model ``echo``; yields them."""
     with front_process(GrpcFrontProcess, send_buffer, **{"arenas": {"byte_size": MIB}, **options}) as front:
         made = [front.worker() for _ in range(workers)]
         front.model(*made)

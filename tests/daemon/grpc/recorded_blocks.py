@@ -1,4 +1,4 @@
-"""Header blocks that grpcio writes: a client of it calls a server made by hand, which keeps the blocks of one connection."""
+"""Records header blocks that grpcio writes: a client of grpcio calls a server here, which keeps the blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ANSWER = (
 
 
 def recorded(calls: Iterable[tuple[float, tuple[tuple[str, str | bytes], ...]]]) -> list[bytes]:
-    """The blocks of unary calls, one after the other, each with a timeout in seconds and metadata."""
+    """Makes unary calls on one connection, each with a timeout in seconds and metadata; returns their header blocks."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
         listener.settimeout(PATIENCE_SECONDS)
         blocks = threads.submit(_serve, listener)
@@ -34,7 +34,7 @@ def recorded(calls: Iterable[tuple[float, tuple[tuple[str, str | bytes], ...]]])
 
 
 def _serve(listener: socket.socket) -> list[bytes]:
-    """Answers each call of a connection, until it ends."""
+    """Answers each call of a connection, until it ends; returns the header blocks."""
     blocks: list[bytes] = []
     connection, _ = listener.accept()
     with connection, connection.makefile("rb") as stream:

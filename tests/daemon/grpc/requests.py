@@ -1,4 +1,4 @@
-"""ModelInferRequests of every kind, for property tests."""
+"""Generates ModelInferRequests of every kind, for property tests."""
 
 from __future__ import annotations
 
@@ -85,12 +85,15 @@ REQUESTS = st.builds(
 
 
 def field(tag: int, content: bytes) -> bytes:
-    """A length-delimited field, whose tag is given."""
+    """Encodes a length-delimited field with a given tag."""
     return varint(tag) + varint(len(content)) + content
 
 
 def fields(request: Infer) -> list[bytes]:
-    """Its fields one by one as they stand on the wire; any order of them means the same, but for those that repeat."""
+    """Returns the fields of a request one by one, encoded.
+
+    In any order they mean the same, except for those that repeat.
+    """
     found: list[bytes] = []
     for column, value in request.ListFields():
         each = value if column.name in ("inputs", "outputs", "raw_input_contents") else (value,)

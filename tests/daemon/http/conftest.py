@@ -1,4 +1,4 @@
-"""A front that a module's tests share, named ``served`` there: its worker, and a connection that leaves nothing behind."""
+"""Provides the worker and a connection of the front that a module's tests share as ``served``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def worker(served: Served) -> EchoWorker:
 
 @pytest.fixture
 def client(served: Served) -> Iterator[Client]:
-    """At its end it is still served, and nothing is left at the worker."""
+    """Yields a connection, and checks at its end that the front still serves and that nothing is left at the worker."""
     front, worker = served
     with front.client() as client:
         yield client

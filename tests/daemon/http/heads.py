@@ -1,4 +1,4 @@
-"""Heads of inference requests, and what they are decoded to."""
+"""Builds the JSON of inference requests, and decodes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large requests over a connection of a front in this process (``tests.work.connection``), and a worker that echoes them."""
+"""Sends large requests over a front's connection in this process (``tests.work.connection``) to a worker that echoes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Sizes = Sequence[int | None]
 
 
 def request(content: bytes, *headers: str, sizes: Sizes = (), model: str = "identity", **fields: Any) -> bytes:
-    """Inputs ``x0``, ``x1``, ... of those sizes, None: in a region; without any, all of the content. Outputs in binary."""
+    """Builds a request with inputs ``x0``, ``x1``, ... of those sizes in bytes; None: in a region. Outputs are binary.
+
+    Without ``sizes`` one input has all of the content.
+    """
     inputs = [
         {
             "name": f"x{number}",
@@ -41,12 +44,12 @@ def request(content: bytes, *headers: str, sizes: Sizes = (), model: str = "iden
 
 
 def head_size(content: bytes) -> int:
-    """Of a request's bytes: those before its body."""
+    """Returns the size of a request's head in bytes."""
     return content.index(b"\r\n\r\n") + 4
 
 
 class TakenTransport(KeptTransport):
-    """Copies what is written: what lies in a lease is another answer's soon."""
+    """Copies what is written, because leased memory is soon used for another answer."""
 
     closing = False
 
@@ -64,13 +67,13 @@ class TakenTransport(KeptTransport):
 
 
 class LargeBench(Bench):
-    """A front whose clients take what is written at once."""
+    """A front whose clients read all that is written at once."""
 
     transport = TakenTransport
 
 
 class EchoingWorker:
-    """Answers what comes with its inputs, as outputs ``x0``, ``x1``, ..."""
+    """Answers each request with its inputs, as outputs ``x0``, ``x1``, ..."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -83,7 +86,7 @@ class EchoingWorker:
         self.cancelled: list[int] = []
 
     def take(self) -> None:
-        """What has come."""
+        """Reads the records that have come."""
         lane = self._bench.worker
         while (records := lane.receive()) is not None:
             for record in records:
@@ -98,7 +101,10 @@ class EchoingWorker:
                     )
 
     def contents(self, whole: WholeRequest) -> list[Any]:
-        """Name, shape and bytes of each input, or where it is, and whether it is in the arena."""
+        """Returns for each input its name, its shape, and its bytes or its region.
+
+        For an input in the arena the last entry is its offset modulo 64.
+        """
         found: list[Any] = []
         for tensor in whole.inputs:
             place = tensor.place
@@ -109,7 +115,7 @@ class EchoingWorker:
         return found
 
     def echo(self, whole: WholeRequest) -> WholeAnswer:
-        """Each input as an output: large ones in one lease, others in the record."""
+        """Makes an answer with each input as an output: large ones in one lease, others in the record."""
         lane = self._bench.worker
         large = [tensor.place.byte_size for tensor in whole.inputs if self._large(tensor)]
         lease = lane.loan(sum(large)) if large else None
@@ -135,7 +141,10 @@ class EchoingWorker:
         return not isinstance(tensor.place, RegionSlice | bytes)
 
     def answer(self, complete: Callable[[WholeRequest], WholeAnswer] | None = None) -> None:
-        """All that wait; those with a number, where the answer is good, with a number."""
+        """Answers all requests that wait.
+
+        A good answer to a request that came as a number is sent as a number, too.
+        """
         waiting, self.waiting = self.waiting, []
         for whole, numbered in waiting:
             completion = (complete or self.echo)(whole)
@@ -147,13 +156,13 @@ class EchoingWorker:
 
     @property
     def leases(self) -> int:
-        """Answers that were not given back."""
+        """Returns how many answers were not given back."""
         self.take()
         return self._bench.worker.arena.statistics()["leases"]
 
 
 def connection_of(transport: KeptTransport) -> Http1Connection:
-    """Also where another reads for it."""
+    """Returns the HTTP connection behind a transport, also while another protocol reads for it."""
     protocol = transport._protocol
     connection: Http1Connection = getattr(protocol, "_connection", protocol)
     return connection
@@ -170,7 +179,7 @@ async def exchange(
     pieces: Sequence[bytes],
     complete: Callable[[WholeRequest], WholeAnswer] | None = None,
 ) -> bytes:
-    """Sends the pieces, has answered whatever they ask, and returns all that the client got."""
+    """Sends the pieces, has every request in them answered, and returns all that the client got."""
     for piece in pieces:
         transport.arrive(piece)
         await turns(1)

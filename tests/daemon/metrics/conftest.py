@@ -1,4 +1,4 @@
-"""What the tests of the endpoint have in common."""
+"""Provides the endpoint that the tests of metrics share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An endpoint on a free port, over a snapshot that may wait or fail."""
+"""Provides a metrics endpoint on a free port, over a snapshot that may wait or fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Served:
-    """An endpoint, and a snapshot that may wait or fail."""
+    """An endpoint, and its snapshot, which may wait or fail."""
 
     def __init__(self) -> None:
         self.endpoint = Endpoint(Metrics(port=0, page=False), self.snapshot, self.describe)
@@ -39,7 +39,7 @@ class Served:
         return host, int(port)
 
     async def send(self, content: bytes, end: bool = False) -> bytes:
-        """All that comes back until the connection ends."""
+        """Sends bytes on a new connection; returns all that comes back until it ends."""
         reader, writer = await asyncio.open_connection(*self.address)
         writer.write(content)
         if end:

@@ -1,4 +1,4 @@
-"""What all tests of tracing have in common."""
+"""Provides what all tests of tracing need."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tensord.daemon.tracing import trace_file
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a front waits two seconds for the thread that writes; a busy disk may take longer."""
+    """Raises the two seconds that a front's end waits for the thread that writes traces: a busy disk may take longer."""
     monkeypatch.setattr(trace_file, "_CLOSE_SECONDS", 600.0)

@@ -1,1 +1,1 @@
-"""Tests of tensord/protocol/, and the compiler of its modules."""
+"""Tests of tensord/protocol/, and the program that compiles its modules."""

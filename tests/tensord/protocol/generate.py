@@ -1,7 +1,7 @@
-"""Compiles the protocol files: ``make protocol`` writes the modules and stubs that stand beside them in tensord/protocol/.
+"""Compiles the protocol files: ``make protocol`` writes the modules and stubs in tensord/protocol/ that belong to them.
 
-Of protoc's output only what every version of it gives alike is taken: the serialised descriptors, and the stubs. Nobody but the
-person who changes a .proto file needs the compiler, which comes with grpcio-tools.
+Only those parts of protoc's output are used that every version of it makes alike: the serialised descriptors, and the stubs. Only
+the person who changes a .proto file needs the compiler, which comes with grpcio-tools.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WIDTH = 112
 
 
 def generated() -> dict[str, str]:
-    """The name of each generated file -> its text."""
+    """Returns the generated files: name -> text."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         options = (f"-I{PROTOCOL}", f"--pyi_out={out}", f"--descriptor_set_out={out / 'descriptors'}")
@@ -45,7 +45,7 @@ def generated() -> dict[str, str]:
 
 
 def _module(file: FileDescriptorProto) -> str:
-    """A module that defines the messages of a file, after those of the files that it imports."""
+    """Returns the text of a module that defines the messages of a file, after those of the files that it imports."""
     imported = [MODULES[name] for name in file.dependency]
     lines = [
         f'"""The messages of {file.name}. Written by `make protocol`: change the .proto file, not this one."""',
@@ -61,7 +61,7 @@ def _module(file: FileDescriptorProto) -> str:
 
 
 def _content(file: FileDescriptorProto) -> bytes:
-    """A serialised descriptor. Names in JSON follow from the fields' own: protoc leaves them out of its modules as well."""
+    """Serialises a descriptor, without the fields' JSON names, which follow from their names."""
     waiting = list(file.message_type)
     while waiting:
         message = waiting.pop()
@@ -72,7 +72,7 @@ def _content(file: FileDescriptorProto) -> bytes:
 
 
 def _literals(content: bytes) -> Iterator[str]:
-    """Bytes as literals that fill a line each, with a comma behind the last."""
+    """Yields bytes as literals that fill a line each, with a comma behind the last."""
     start = 0
     while start < len(content):
         size = 1
@@ -83,7 +83,7 @@ def _literals(content: bytes) -> Iterator[str]:
 
 
 def _stub(text: str) -> str:
-    """protoc's stub with imports from where our modules are, and with types that mypy's strict rules take.
+    """Adapts protoc's stub: imports from where our modules are, and types that mypy's strict mode accepts.
 
     Older compilers say ``bool`` where newer ones, rightly, let None in.
     """
@@ -95,7 +95,7 @@ def _stub(text: str) -> str:
 
 
 def main() -> None:
-    """Writes them."""
+    """Writes the generated files."""
     for name, text in generated().items():
         (PROTOCOL / name).write_text(text)
 

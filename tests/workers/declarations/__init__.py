@@ -1,1 +1,1 @@
-"""What models say of themselves."""
+"""Tests of workers/declarations/."""

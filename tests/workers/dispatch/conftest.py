@@ -1,4 +1,4 @@
-"""A worker's loop in this process."""
+"""Provides a worker's loop in this process."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Bringing models into memory."""
+"""Tests of workers/loading/."""

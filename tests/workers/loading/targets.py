@@ -1,4 +1,4 @@
-"""Load targets for tests."""
+"""Makes load targets for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tensord.workers.programs.executable_cache import ExecutableCache
 
 
 def target(queue: int = 100, unexpected_shapes: int = 4, batch: int = 1 << 20, state: int = 1 << 40) -> LoadTarget:
-    """Returns the processor without a cache. ``batch``, ``state``: bytes that are allowed."""
+    """Returns a load target for the processor, without a cache. ``batch``, ``state``: bytes that are allowed."""
     executables = ExecutablesOptions(
         max_unexpected_shapes=unexpected_shapes, max_batch_byte_size=batch, max_state_byte_size=state
     )

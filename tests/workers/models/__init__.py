@@ -1,1 +1,1 @@
-"""Models in memory and the ways they are run."""
+"""Tests of workers/models/."""

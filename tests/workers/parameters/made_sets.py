@@ -1,4 +1,4 @@
-"""Parameter sets for tests, and memory in safetensors' layout as clients write it."""
+"""Makes parameter sets for tests, and memory in safetensors' layout as clients write it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LIMIT = 1 << 30
 
 
 def loaded(parameters: Any) -> ParameterSets:
-    """The sets of a model that was loaded with some parameters, which stay where they are."""
+    """Returns the sets of a model that was loaded with these parameters, which are not copied."""
     return host_sets("m", parameters)
 
 
 def sealed(leaves: Mapping[str, Array]) -> int:
-    """A descriptor of sealed memory with leaves; the caller's."""
+    """Returns a descriptor of sealed memory with these leaves; the caller closes it."""
     described = [LaidLeaf(name, array.dtype, array.shape) for name, array in leaves.items()]
     memory, places = NewMemory.laid_out(described, LIMIT, "these")
     while places:
@@ -34,7 +34,7 @@ def sealed(leaves: Mapping[str, Array]) -> int:
 
 
 def sealed_bytes(content: bytes, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE) -> int:
-    """A descriptor of memory with any bytes; the caller's."""
+    """Returns a descriptor of sealed memory with any bytes; the caller closes it."""
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.write(fd, content)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
@@ -42,14 +42,14 @@ def sealed_bytes(content: bytes, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL
 
 
 def unaligned(leaves: Mapping[str, Array]) -> int:
-    """A descriptor of sealed memory whose leaves are where XLA has to copy them from; the caller's."""
+    """Returns a descriptor of sealed memory whose leaves XLA has to copy because of their alignment; the caller closes it."""
     content = layout_bytes(leaves)
     length = int.from_bytes(content[:8], "little")
     return sealed_bytes((length + 8).to_bytes(8, "little") + content[8 : 8 + length] + b" " * 8 + content[8 + length :])
 
 
 def layout_bytes(leaves: Mapping[str, Array]) -> bytes:
-    """The bytes of memory with leaves."""
+    """Returns the bytes of memory with these leaves."""
     fd = sealed(leaves)
     try:
         return os.pread(fd, os.fstat(fd).st_size, 0)

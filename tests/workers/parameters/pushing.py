@@ -1,4 +1,4 @@
-"""A worker's loop into which a test pushes parameters, and models whose answers say by their values which set they are of.
+"""Provides a worker's loop to push parameters into, and models whose outputs show which set they were computed with.
 
 Every leaf of set number n is n in all of its elements, so an answer of one set has the same value everywhere.
 """
@@ -57,7 +57,7 @@ APPLY = """
 
 
 def numbered(number: float, width: int = WIDTH) -> dict[str, Array]:
-    """The leaves of a set, all of them its number."""
+    """Returns the leaves of a set, all filled with its number."""
     half = np.full(width // 2, number, np.float32)
     return {"w": half, "deep.0.v": half}
 
@@ -70,7 +70,7 @@ def write_numbered(repository: Path, name: str, config: str = "", more: str = ""
 
 
 class PushingLoop(WorkerLoop):
-    """The worker's loop, with the test as the supervisor that pushes."""
+    """A worker's loop, with the test as the supervisor that pushes parameters."""
 
     def __init__(self, options: Options = OPTIONS) -> None:
         super().__init__(options)
@@ -86,7 +86,7 @@ class PushingLoop(WorkerLoop):
         super().close()
 
     def ask_for(self, operation: Operation, fd: int = -1) -> int:
-        """Sends a call. ``fd`` goes with it, and is closed."""
+        """Sends a call; returns its id. ``fd`` is sent with it, and closed here."""
         self.calls += 1
         self.control.put(ControlCall(self.calls, operation), *([fd] if fd >= 0 else []))
         if fd >= 0:
@@ -95,13 +95,13 @@ class PushingLoop(WorkerLoop):
         return self.calls
 
     def reply(self, call: int) -> tuple[Reply, list[int]]:
-        """Turns until a call was answered, and no other one was before it."""
+        """Runs the loop until the next reply comes, which must be that of the call; returns it with its descriptors."""
         reply, fds = self.reply_any()
         assert reply.call_id == call
         return reply, fds
 
     def reply_any(self) -> tuple[Reply, list[int]]:
-        """Turns until any call was answered."""
+        """Runs the loop until any call is answered; returns the reply with its descriptors."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             if self.replies:
@@ -114,7 +114,7 @@ class PushingLoop(WorkerLoop):
         raise AssertionError("no reply came")
 
     def call(self, operation: Operation, fd: int = -1) -> Any:
-        """The result of a call. Raises what it is answered with."""
+        """Sends a call and returns its result. Raises the error that it is answered with."""
         reply, fds = self.reply(self.ask_for(operation, fd))
         for each in fds:
             os.close(each)
@@ -123,7 +123,7 @@ class PushingLoop(WorkerLoop):
         return json.loads(reply.result)
 
     def stage(self, model: str, leaves: Mapping[str, Array] | int, number: int, set: str = "main", **more: Any) -> int:
-        """Stages parameters, or what a descriptor has. Returns the push."""
+        """Stages parameters: leaves, or the memory of a descriptor. Returns the push's number."""
         self.pushes += 1
         fd = leaves if isinstance(leaves, int) else sealed(leaves)
         self.call(StageParameters(self.pushes, model, 1, set, number, **more), fd)
@@ -136,7 +136,7 @@ class PushingLoop(WorkerLoop):
         assert self.call(AbortParameters(push)) == {}
 
     def push(self, model: str, leaves: Mapping[str, Array] | int, number: int, set: str = "main", **more: Any) -> None:
-        """Stages and commits."""
+        """Stages parameters and commits them."""
         moves = more.pop("move_sequences", False)
         self.commit(self.stage(model, leaves, number, set, **more), moves)
 
@@ -144,7 +144,7 @@ class PushingLoop(WorkerLoop):
         self.call(DropParameters(model, 1, set))
 
     def make(self, model: str, source: ParameterSource, fd: int = -1, **more: Any) -> int:
-        """The descriptor of the memory that the worker has made; the caller's."""
+        """Has the worker make memory with parameters; returns its descriptor, which the caller closes."""
         reply, fds = self.reply(self.ask_for(MakeParameters(model, 1, source, **more), fd))
         if reply.code:
             raise from_code(reply.code, reply.message)
@@ -153,13 +153,13 @@ class PushingLoop(WorkerLoop):
         return made
 
     def ask_value(self, model: str, set: str | None = None, tells: bool = False, **own: Any) -> WholeAnswer:
-        """The answer to one request."""
+        """Sends one request; returns its answer."""
         self.submit_value(model, 0.0, 1, set, tells, **own)
         (answer,) = self.answers(1)
         return answer
 
     def ask_value_of(self, model: str) -> WholeAnswer:
-        """As ``ask_value``, of a model without a batch dimension."""
+        """Sends one request to a model without a batch dimension; returns its answer."""
         self.submit_value(model, 0.0, batches=False)
         (answer,) = self.answers(1)
         return answer
@@ -183,14 +183,14 @@ class PushingLoop(WorkerLoop):
 
 
 def let_go(sets: ParameterSets) -> None:
-    """Lets go of the memory of sets: a worker's objects stay in a process that goes on."""
+    """Releases the memory of sets, because a worker's objects stay in a process that goes on."""
     for each in (sets.main, *sets._named.values(), *sets._before.values(), *sets.staged):
         each.leave()
         each._host = []
 
 
 def values(answer: WholeAnswer) -> list[float]:
-    """The values in an answer's output, each once."""
+    """Returns the distinct values in an answer's output, sorted."""
     assert not answer.code, answer.message
     (tensor,) = answer.outputs
     assert isinstance(tensor.place, bytes)
@@ -198,22 +198,22 @@ def values(answer: WholeAnswer) -> list[float]:
 
 
 def value(answer: WholeAnswer) -> float:
-    """The one value that is everywhere in an answer: it is of exactly one set."""
+    """Returns the one value that is everywhere in an answer, which was then computed with exactly one set."""
     (found,) = values(answer)
     return found
 
 
 def said(answer: WholeAnswer) -> tuple[Any, Any]:
-    """The set and number that an answer says."""
+    """Returns the set's name and version that an answer states."""
     return answer.parameters.get("parameter_set"), answer.parameters.get("parameter_version")
 
 
 def mapped() -> int:
-    """How many mappings of pushed parameters this process has."""
+    """Returns how many mappings of pushed parameters this process has."""
     with open("/proc/self/maps") as file:
         return sum("tensord-parameters" in line for line in file)
 
 
 def in_order(found: Sequence[float]) -> bool:
-    """Whether no answer is of an older set than one before it."""
+    """Returns whether no answer was computed with an older set than one before it."""
     return list(found) == sorted(found)

@@ -1,1 +1,1 @@
-"""The pure deciders, tested by what they decide."""
+"""Tests of workers/scheduling/: pure functions, tested by what they decide."""

@@ -1,4 +1,4 @@
-"""What ``SequenceBatcher`` decides, decided once more by looking at everything each time: slow, but easy to believe."""
+"""Decides what ``SequenceBatcher`` decides by looking at everything each time: slow, but easy to believe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Step(Sequenced):
 
 @dataclass(eq=False)
 class Run:
-    """A sequence."""
+    """A sequence of the simulation."""
 
     correlation_id: int | str
     slot: Slot | None = None
@@ -42,7 +42,7 @@ class Run:
 
 
 class NaiveSequences:
-    """The rules of docs/sequences.md, word by word."""
+    """Follows the rules of docs/sequences.md, word by word."""
 
     def __init__(self, slots: int, instances: int, idle_ns: int, max_waiting: int, direct: bool, max_rows: int) -> None:
         self.places = [Slot(number, instance) for number in range(slots) for instance in range(instances)]
@@ -55,11 +55,11 @@ class NaiveSequences:
         self._clock = itertools.count(1)
 
     def waiting(self) -> int:
-        """Requests that wait."""
+        """Returns how many requests wait."""
         return sum(len(run.waiting) for run in self.runs)
 
     def arrived(self, step: Step) -> str | None:
-        """Why it is refused."""
+        """Takes a request. Returns part of the error if it is refused, else None."""
         correlation_id, start, end = step.controls
         if not correlation_id:
             return "non-zero or non-empty correlation ID"
@@ -78,7 +78,7 @@ class NaiveSequences:
         return None
 
     def may_run(self, step: Step) -> bool:
-        """Whether it would run at once, if it arrived now."""
+        """Returns whether a request would run at once if it arrived now."""
         correlation_id, start, _ = step.controls
         run = next((run for run in self.runs if run.correlation_id == correlation_id and not run.closed), None)
         if run is not None:
@@ -86,7 +86,7 @@ class NaiveSequences:
         return bool(correlation_id) and start and len([run for run in self.runs if run.slot]) < len(self.places)
 
     def _settle(self) -> None:
-        """Slots to those that wait longest, the lowest first; and who is ready now."""
+        """Gives free slots, the lowest first, to the sequences that wait longest; notes which are ready now."""
         self.runs = [run for run in self.runs if run.waiting or run.running or not run.closed]
         for run in self.runs:
             if run.slot is None:
@@ -102,7 +102,7 @@ class NaiveSequences:
                 run.ready = next(self._clock)
 
     def take(self, instance: int) -> list[Step]:
-        """The next batch of a free instance."""
+        """Returns the next batch of a free instance."""
         ready = [run for run in self.runs if run.ready and run.slot is not None and run.slot.instance == instance]
         ready.sort(key=lambda run: run.ready)
         batch = [run for run in ready if run.waiting[0].key == ready[0].waiting[0].key]
@@ -116,7 +116,7 @@ class NaiveSequences:
         return [run.running for run in batch if run.running is not None]
 
     def done(self, steps: list[Step], now_ns: int) -> None:
-        """They have run."""
+        """Notes that these requests have run."""
         for step in steps:
             run = self.of(step)
             run.running = None
@@ -125,7 +125,7 @@ class NaiveSequences:
             self._settle()
 
     def restored(self, steps: list[Step]) -> list[Step]:
-        """They could not run. Returns those that never will."""
+        """Takes back requests that could not run. Returns those that never will."""
         lost: list[Step] = []
         for step in steps:
             run = self.of(step)
@@ -138,7 +138,7 @@ class NaiveSequences:
         return lost
 
     def cancelled(self, step: Step) -> list[Step]:
-        """Its client has gone. Returns all that are refused."""
+        """Removes a request whose client has gone. Returns all requests that are refused then."""
         run = next((run for run in self.runs if step in run.waiting), None)
         if run is None:
             return []
@@ -148,7 +148,7 @@ class NaiveSequences:
         return refused
 
     def tick(self, now_ns: int) -> list[Step]:
-        """Time has passed. Returns those that are refused."""
+        """Notes that time has passed. Returns the requests that are refused then."""
         self._close([run for run in self.runs if 0 <= run.idle_ns <= now_ns - self.idle_ns])
         refused: list[Step] = []
         for run in [run for run in self.runs if run.slot is None]:
@@ -159,23 +159,23 @@ class NaiveSequences:
         return refused
 
     def close_all(self) -> None:
-        """The model is unloaded."""
+        """Closes all sequences, because the model is unloaded."""
         for run in self.runs:
             run.closed = run.closed or run.idle_ns < 0
         self._close([run for run in self.runs if run.idle_ns >= 0])
 
     def _close(self, runs: list[Run]) -> None:
-        """They end one after the other, who was idle longest first."""
+        """Closes sequences one after the other, the one that was idle longest first."""
         for run in sorted(runs, key=lambda run: run.silent):
             run.closed = True
             self._settle()
 
     def of(self, step: Step) -> Run:
-        """The sequence of a running request."""
+        """Returns the sequence of a running request."""
         return next(run for run in self.runs if run.running is step)
 
     def picture(self) -> tuple[dict[Slot, Picture], list[Picture]]:
-        """What there is, for comparison: who has a slot, and the backlog."""
+        """Returns the state to compare: which sequence has which slot, and the backlog."""
         slots: dict[Slot, Picture] = {}
         backlog: list[Picture] = []
         for run in self.runs:
@@ -188,7 +188,7 @@ class NaiveSequences:
 
 
 def refusal(call: Callable[[Step], None], step: Step) -> str | None:
-    """Why a request is refused."""
+    """Calls a function with a request; returns the message of the ServingError that it raises, else None."""
     try:
         call(step)
     except ServingError as error:

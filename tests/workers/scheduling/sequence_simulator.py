@@ -1,6 +1,6 @@
-"""Chance drives a SequenceBatcher: arrivals, cancels, silence, results, a shape that cannot run yet, unload, the worker's end.
+"""Drives a SequenceBatcher at random: arrivals, cancels, silence, results, a shape that cannot run yet, unload, a worker's end.
 
-Beside it the naive model decides the same, and both must agree after every step. For long runs with many ids, without the naive
+The naive model decides the same, and both must agree after every step. For long runs with many ids, without the naive
 model (each sequence's requests are checked for their order, and the memory is shown):
 
     python -m tests.workers.scheduling.sequence_simulator --ids 100000 --steps 10000000
@@ -27,7 +27,7 @@ from tests.workers.scheduling.naive_sequences import NaiveSequences, Step, refus
 
 
 class Heard:
-    """What is told of sequences, checked as it comes."""
+    """Receives the batcher's events about sequences, and checks that they come in order."""
 
     def __init__(self) -> None:
         self.live: dict[tuple[int | str, int], str] = {}
@@ -47,7 +47,7 @@ class Heard:
 def batcher_of(
     slots: int, instances: int, direct: bool, max_rows: int, idle_ns: int, max_waiting: int, heard: Heard
 ) -> SequenceBatcher[Step]:
-    """One as a model's configuration would ask for."""
+    """Returns a batcher as a model's configuration would ask for it."""
     strategy: Callable[[], Strategy[Step]] = (
         (lambda: DirectBatcher(DirectRules(slots))) if direct else (lambda: OldestBatcher(BatchRules(max_rows)))
     )
@@ -55,7 +55,7 @@ def batcher_of(
 
 
 class Simulation:
-    """One worker's life after another."""
+    """Simulates one worker's life after another."""
 
     def __init__(self, seed: int) -> None:
         self._chance = chance = random.Random(seed)
@@ -67,7 +67,7 @@ class Simulation:
         self._begin()
 
     def _begin(self) -> None:
-        """A worker starts: nothing is known of what was before."""
+        """Starts a worker, which knows nothing of what was before."""
         idle_ns, max_waiting = self._bounds
         self.heard = Heard()
         shape = (self._slots, self._instances)
@@ -77,7 +77,7 @@ class Simulation:
         self._sent: list[Step] = []
 
     def step(self) -> None:
-        """One event, and whatever it leads to."""
+        """Makes one random event happen, with everything that it leads to."""
         chance = self._chance.random()
         self._now_ns += 1
         if chance < 0.15 and self._instances == 1 and not self._running and not len(self.batcher):
@@ -116,7 +116,7 @@ class Simulation:
             self._sent.append(step)
 
     def _come_together(self) -> None:
-        """Nothing waits, so what comes now runs at once, as far as it can: what cannot has to wait, or is refused."""
+        """Has requests arrive together while nothing waits: they run at once as far as they can."""
         asked = [self._controls() for _ in range(self._chance.randint(1, self.batcher.at_once("k")))]
         chosen = self.batcher.run_now(asked, self._now_ns)
         self.naive.tick(self._now_ns)
@@ -143,7 +143,7 @@ class Simulation:
             self._running[instance] = taken
 
     def _end(self) -> None:
-        """An instance is done with its batch, or could not run it."""
+        """Ends an instance's batch: it has run, or could not run."""
         if not self._running:
             return
         batch = self._running.pop(self._chance.choice(list(self._running)))
@@ -163,7 +163,7 @@ class Simulation:
         assert sorted(step.number for step, _ in answers) == sorted(step.number for step in expected)
 
     def compare(self) -> None:
-        """Both have decided the same so far."""
+        """Checks that both have decided the same so far."""
         slots, backlog = {}, []
         for live in self.batcher.table.sequences():
             picture = live.correlation_id, live.closed, [step.number for step in live.waiting]
@@ -176,7 +176,7 @@ class Simulation:
 
 
 def simulate(seed: int, steps: int) -> None:
-    """Raises AssertionError: the two disagree."""
+    """Runs a simulation. Raises AssertionError: the two disagree."""
     simulation = Simulation(seed)
     for _ in range(steps):
         simulation.step()
@@ -187,7 +187,7 @@ def simulate(seed: int, steps: int) -> None:
 
 
 class Churn:
-    """Many ids through one batcher: the requests of each sequence run in their order."""
+    """Sends requests of many ids through one batcher; checks that the requests of each sequence run in their order."""
 
     def __init__(self, ids: int, seed: int) -> None:
         self._chance = random.Random(seed)
@@ -201,7 +201,7 @@ class Churn:
         self._ran: dict[tuple[int | str, int], int] = {}
 
     def step(self) -> None:
-        """One arrival, and now and then a batch on each instance."""
+        """Has one request arrive, and now and then runs a batch on each instance."""
         self._now_ns += 10
         # Most requests belong to few ids, so that there are long sequences among many short ones.
         number = int(self._ids * self._chance.random() ** 4) + 1
@@ -240,7 +240,7 @@ class Churn:
 
 
 def main() -> None:
-    """Shows after every tenth how fast it was, and what memory is in use."""
+    """Runs the long simulation; prints its speed and the memory in use after every tenth of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ids", type=int, default=100_000)
     parser.add_argument("--steps", type=int, default=10_000_000)

@@ -1,4 +1,4 @@
-"""Requests, slots and a device that steps them, by chance: every request gets what it should, in order, and one end.
+"""Simulates requests, slots and a device that steps them, at random: every request gets its responses in order, and one end.
 
 The device computes when it is told to, and is read later, in its order. A request counts: its insertion may give 0, its steps the
 numbers after that, until it has as many as it wants.
@@ -15,7 +15,7 @@ from tensord.workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, Slot
 
 
 class Counting(Waiting):
-    """A request that wants so many numbers; ``early``: the first one from its insertion."""
+    """A request that wants so many numbers. ``early``: its insertion gives the first one."""
 
     def __init__(self, key: str, arrived_ns: int, wants: int, early: bool) -> None:
         super().__init__(key, 1, arrived_ns)
@@ -27,7 +27,7 @@ class Counting(Waiting):
 
 
 class Device:
-    """Slots with a request and its next number each. ``knows``: it leaves requests alone that have finished."""
+    """A device whose slots have a request and its next number each. ``knows``: it leaves finished requests alone."""
 
     def __init__(self, slots: int, knows: bool) -> None:
         self._slots: list[Counting | None] = [None] * slots
@@ -35,7 +35,7 @@ class Device:
         self._knows = knows
 
     def insert(self, requests: list[Counting], slots: list[int]) -> list[tuple[int, int]]:
-        """What it says of each, and the number that goes with it."""
+        """Puts requests into slots. Returns for each what the device says of it, and the number that goes with it."""
         says = []
         for request, slot in zip(requests, slots, strict=True):
             self._slots[slot], self._next[slot] = request, 0
@@ -43,7 +43,7 @@ class Device:
         return says
 
     def step(self, masked: frozenset[int]) -> list[tuple[int, int]]:
-        """The same of each slot."""
+        """Steps all slots that are not masked. Returns for each slot what ``insert`` returns for a request."""
         return [(0, 0) if slot in masked else self._says(slot) for slot in range(len(self._slots))]
 
     def _says(self, slot: int) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class Device:
 
 
 class Simulation:
-    """One run of chance."""
+    """One random run."""
 
     def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
@@ -77,7 +77,7 @@ class Simulation:
         self.runs: deque[tuple[list[Counting] | Step[Counting], list[tuple[int, int]]]] = deque()
 
     def run(self) -> None:
-        """Some hundred events, and then until all is over."""
+        """Makes some hundred random events happen, and then goes on until every request has ended."""
         for _ in range(self.chance.randint(20, 150)):
             self.now_ns += 1
             self.chance.choices(
@@ -94,14 +94,14 @@ class Simulation:
         self.check()
 
     def arrive(self) -> None:
-        """A request comes."""
+        """Has a request arrive."""
         request = Counting(self.chance.choice("ab"), self.now_ns, self.chance.randint(0, 6), self.chance.random() < 0.7)
         request.priority = self.chance.randint(0, 2)
         self.requests.append(request)
         self.batcher.arrived(request)
 
     def dispatch(self) -> None:
-        """The device is given what it can do."""
+        """Gives the device the insertions and steps that it can do."""
         room = self.rules.inserts_per_step
         while taken := self.batcher.take(self.now_ns):
             room -= len(taken)
@@ -118,7 +118,7 @@ class Simulation:
         assert sum(isinstance(run, Step) for run, _ in self.runs) <= AHEAD
 
     def read(self) -> None:
-        """The oldest run has ended."""
+        """Reads the oldest run of the device."""
         if not self.runs:
             return
         run, made = self.runs.popleft()
@@ -139,7 +139,7 @@ class Simulation:
                 self.end(request, "final")
 
     def cancel(self) -> None:
-        """A client gives up."""
+        """Has a client cancel its request."""
         there = [request for request in self.requests if not request.end]
         if there:
             request = self.chance.choice(there)
@@ -152,20 +152,20 @@ class Simulation:
             assert not self.batcher.cancelled(request)
 
     def pause(self) -> None:
-        """A client is slow."""
+        """Pauses a request, because its client is slow."""
         if with_slots := self.batcher.with_slots():
             request = self.chance.choice(with_slots)
             self.batcher.pause(request)
             self.paused.add(request)
 
     def resume(self) -> None:
-        """It has caught up."""
+        """Resumes a request, because its client has caught up."""
         if self.paused:
             request = self.paused.pop()
             self.batcher.resume(request)
 
     def fail(self) -> None:
-        """The device loses all it has."""
+        """Has the device lose everything."""
         with_slots = self.batcher.with_slots()
         assert self.batcher.failed() == with_slots
         for request in with_slots:
@@ -174,20 +174,20 @@ class Simulation:
         self.device = Device(self.rules.slots, self.knows)
 
     def tick(self) -> None:
-        """Time goes by."""
+        """Lets time pass; requests whose timeout is over are refused."""
         for request, error in self.batcher.tick(self.now_ns):
             assert isinstance(error, Unavailable)
             assert not request.got
             self.end(request, "late")
 
     def end(self, request: Counting, how: str) -> None:
-        """Nothing more comes for it."""
+        """Notes how a request ended; nothing more may come for it."""
         assert not request.end
         request.end = how
         self.paused.discard(request)
 
     def check(self) -> None:
-        """Everybody got the first numbers in order, and all of them where nothing came between."""
+        """Checks that every request got the first numbers in order, and all of them unless it was ended early."""
         for request in self.requests:
             assert request.end
             assert request.got == list(range(len(request.got)))
