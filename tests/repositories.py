@@ -190,7 +190,7 @@ def ensemble(
 ) -> Path:
     """Writes an ensemble; returns its folder.
 
-    ``inputs``, ``outputs``: name, datatype and dims, such as ``"x FP32 4"``. A step: its model, input -> tensor, output -> tensor.
+    ``inputs``, ``outputs``: name, datatype and dims, such as ``"x FP32 4"``. A step: model, input -> tensor, output -> tensor.
     """
 
     def tensors(field: str, told: Sequence[str]) -> str:
