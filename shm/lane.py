@@ -101,6 +101,8 @@ class SubmitterLane:
         #: Returns bytes of an answer in the worker's response arena, read-only: ``ArenaMap.view``.
         self.view = self._responses.view
         self._releases: list[LeaseKey] = []
+        #: Gives an answer's lease back to the worker, once nobody needs its bytes; the next ``flush`` tells the worker.
+        self.release = self._releases.append
         self._published: PublishedNumbers[PreparedRequest] = PublishedNumbers(self._channel, Prepare)
         #: Prepared answers by number, each with the number of tensors that its answers carry in their own records.
         self._received: ReceivedNumbers[tuple[PreparedAnswer, int]] = ReceivedNumbers()
@@ -162,10 +164,6 @@ class SubmitterLane:
     def taken(self, request_id: int, byte_size: int) -> None:
         """Tells the worker that the client has taken ``byte_size`` more bytes of a request's responses."""
         self._channel.put(Taken(request_id, byte_size))
-
-    def release(self, key: LeaseKey) -> None:
-        """Gives an answer's lease back to the worker, once nobody needs its bytes; the next ``flush`` tells the worker."""
-        self._releases.append(key)
 
     def flush(self) -> bool:
         """Sends all queued records. Returns True if none is left; False: call again when the socket is writable."""

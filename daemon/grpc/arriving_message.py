@@ -4,7 +4,7 @@
 
     pieces ─▶ memory of its own, whose pages take nothing until they are written
 
-    pieces ─▶ head ─ a raw tensor begins ─▶ room? ─▶ placed ─ everything came ─▶ fields, take_lease
+    pieces ─▶ head ─ a raw tensor begins ─▶ room? ─▶ placed ─ everything came ─▶ fields, leave
      of a large ModelInferRequest           ╰ none ─▶ waits ─ room came ──┘       (or refused: passed over)
 
     lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place
@@ -45,7 +45,7 @@ _NOWHERE = memoryview(b"")
 
 
 class ArrivingMessage(Receiver):
-    """Receives one gRPC message in pieces. Its stream owns it, then its call, until ``take_lease`` or ``drop``.
+    """Receives one gRPC message in pieces. Its stream owns it, then its call, until ``leave`` or ``drop``.
 
     Args:
       flag: the message's first byte; 0: it is not compressed.
@@ -235,6 +235,14 @@ class ArrivingMessage(Receiver):
             ]
         )
         return bytes(fields.head), bytes(fields.client_id), raws
+
+    def leave(self) -> Lease:
+        """Hands over the lease that the tensors of a message that was placed lie in: the caller owns it then."""
+        lease = self._lease
+        assert lease is not None
+        self._submitter.arrived(lease)
+        self._lease = None
+        return lease
 
     def drop(self) -> None:
         self._content = self._on_room = None

@@ -29,8 +29,8 @@ MAX_DIMS = MAX_VALUES = 65536
 MAX_NUMBERS = 1 << 20
 #: Bytes of a message besides its tensors and files.
 MAX_TEXT = 1 << 20
-#: A message of that size holds no more fields of two bytes than it may.
-_UNCOUNTED = 2 * MAX_ENTRIES
+#: A message of that size holds no more fields of two bytes than it may: it needs no check.
+UNCOUNTED = 2 * MAX_ENTRIES
 #: Message types and fields that hold tensor or file data, whose bytes do not count as text.
 _CONTENTS = "inference.InferTensorContents"
 _DATA = frozenset((_CONTENTS, "inference.ModelRepositoryParameter.bytes_param"))
@@ -71,7 +71,7 @@ def check(message: Buffer, descriptor: Any) -> None:
     Raises: InvalidArgument: a field occurs too often, or the message has too many bytes besides its tensors.
     """
     size = len(message)
-    if size <= _UNCOUNTED:
+    if size <= UNCOUNTED:
         return
     counting = _Counting(message)
     try:

@@ -37,7 +37,7 @@ from tensord.daemon.grpc.frames import (
 )
 from tensord.daemon.grpc.header_blocks import HeaderBlocks
 from tensord.daemon.grpc.header_rules import Malformed
-from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.stream import STREAM_WINDOW, Stream
 from tensord.daemon.grpc.stream_numbers import Past, StreamNumbers
 from tensord.shm.messages import Buffer
 
@@ -47,14 +47,11 @@ if TYPE_CHECKING:
 
 #: The largest frame we take: larger than the default, so that large tensors come in fewer pieces.
 FRAME_SIZE = 4 << 20
-#: Receive windows in bytes: what a client may send on a stream, and on all together, before it is granted more.
-STREAM_WINDOW = 4 << 20
+#: The receive window of all streams together, in bytes; the one of each is ``STREAM_WINDOW``.
 CONNECTION_WINDOW = 64 << 20
 #: More than that is granted again.
 _MUCH_OF_STREAM = STREAM_WINDOW // 4
 _MUCH_OF_CONNECTION = CONNECTION_WINDOW // 4
-#: A window is below 2^31; what of a message is beyond this is granted as it comes.
-_MAX_AHEAD = 1 << 30
 #: Bytes that may be handed to the transport at once; mostly views of the arena. A 1 MiB answer and its end leave in one call.
 WRITE_BUFFER = 4 << 20
 
@@ -338,7 +335,7 @@ class Http2:
         if flags & END_STREAM:
             stream.end_receiving()
         elif stream.ungranted > _MUCH_OF_STREAM:
-            self.grant(stream)
+            stream.grant()
 
     def _data_target(self, number: int, size: int) -> Stream | None:
         """Counts a DATA frame of ``size`` bytes against the windows. Returns its stream, or None if the stream has ended."""
@@ -560,20 +557,6 @@ class Http2:
             if self.blocked.pop(stream.id, None) is not None:
                 self.blocked[stream.id] = stream
                 stream.pump()
-
-    def grant(self, stream: Stream) -> None:
-        """Grants the client as much window on the stream as it has used up, unless the stream can take no more data now."""
-        if stream.ungranted > 0 and not (stream.held or stream.half_closed or stream.ended or stream.waits_for_room):
-            self.write(frames.window_update(stream.id, stream.ungranted))
-            stream.ungranted = 0
-
-    def grant_ahead(self, stream: Stream, byte_size: int) -> None:
-        """Grants the client window for the whole rest of a message with reserved memory, on top of the ordinary window."""
-        ahead = min(byte_size, _MAX_AHEAD)
-        if byte_size > STREAM_WINDOW - stream.ungranted and not stream.half_closed and not stream.ended:
-            self.write(frames.window_update(stream.id, stream.ungranted + ahead))
-            # Once all of it has come, what is granted is as much as before.
-            stream.ungranted = -ahead
 
     # ---------------------------------------------------------------------------------------------------------- sending
 

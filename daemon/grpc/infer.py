@@ -41,7 +41,7 @@ from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, 
 from tensord.shm.prepared import MAX_NUMBERS
 
 _log = logging.getLogger(__name__)
-#: Whole; one that is no buffer was placed while it arrived.
+#: Whole; one that is no buffer was placed while it arrived (``Infer.ask_placed``).
 Message = Buffer | ArrivingMessage
 #: Tells who asks such a model with ModelInfer: Triton's words.
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy; ask ModelStreamInfer"
@@ -143,7 +143,7 @@ class Infer:
     def ask(
         self,
         call: InferCall,
-        message: Message,
+        message: Buffer,
         start: int,
         end: int,
         streamed: bool,
@@ -152,24 +152,18 @@ class Infer:
     ) -> CallRequest:
         """Sends the inference request in a message to a worker.
 
-        If ``message`` is a buffer, the request is ``message[start:end]``.
         Args:
+          message: the request is ``message[start:end]``.
           streamed: whether the call may get several responses, so that its model may be decoupled.
           waited_ns, read_ns: when the call began to wait for the message, and when the message was complete, CLOCK_MONOTONIC;
             0: the request is not traced.
         Raises: RefusedRequest: the message is no valid request, or cannot be sent.  Unavailable: too many requests are in flight.
           No arena memory stays reserved then.
         """
-        by_number, sampled = self._forwarding is None, None
-        if isinstance(message, ArrivingMessage):
-            try:
-                return self._ask_placed(call, message, streamed, by_number and not waited_ns, waited_ns, read_ns)
-            except BaseException:
-                message.drop()
-                raise
+        sampled = None
         walked = walk(message, start, end, self._inline)
         known = None if walked is None else self._prepared[walked[0]]
-        if known is not None and walked is not None and by_number:
+        if known is not None and walked is not None and self._forwarding is None:
             if waited_ns:
                 # Sampled here, so that those that are not traced go by their number all the same.
                 sampled, waited_ns = self._sample(known.decoded.model, call.stream.head, waited_ns, read_ns), 0
@@ -205,24 +199,36 @@ class Infer:
             return None
         return self._send(call, known, client_id, text, scheduling, raws, ())  # type: ignore[arg-type]
 
-    def _ask_placed(
-        self, call: InferCall, message: ArrivingMessage, streamed: bool, by_number: bool, waited_ns: int, read_ns: int
+    def ask_placed(
+        self, call: InferCall, message: ArrivingMessage, streamed: bool, waited_ns: int = 0, read_ns: int = 0
     ) -> CallRequest:
-        """Sends the request of a message whose tensors arrived in the arena; the request takes over their lease."""
-        head, client_id, contents = message.fields()
-        walked = walk(head, 0, len(head), 0)
-        known = None if walked is None else self._prepared[walked[0]]
-        if known is not None and walked is not None and by_number and self._prepared.is_usable(known, len(contents)):
-            scheduling = self._prepared.scheduling(walked[2]) if walked[2] else UNSCHEDULED
-            if scheduling is not None and (streamed or not known.decoupled):
-                with contextlib.suppress(UnicodeDecodeError):  # whoever reads it says what is wrong
-                    text = client_id.decode()
-                    lease = message.take_lease()
-                    assert lease is not None
-                    self.submitter.arrived(lease)
-                    return self._send(call, known, client_id, text, scheduling, contents, (lease,))
-        understood = self._prepared.understand(head, client_id, contents, walked, known)
-        understood[1].lease = message.take_lease()
+        """Sends the request of a message whose tensors arrived in the arena to a worker; the request takes over their lease.
+
+        Arguments and errors are those of ``ask``. The message is dropped if there is an error.
+        """
+        try:
+            head, client_id, contents = message.fields()
+            walked = walk(head, 0, len(head), 0)
+            known = None if walked is None else self._prepared[walked[0]]
+            if (
+                known is not None
+                and walked is not None
+                and self._forwarding is None
+                and not waited_ns
+                and self._prepared.is_usable(known, len(contents))
+                and (streamed or not known.decoupled)
+            ):
+                scheduling = self._prepared.scheduling(walked[2]) if walked[2] else UNSCHEDULED
+                if scheduling is not None:
+                    with contextlib.suppress(UnicodeDecodeError):  # whoever reads it says what is wrong
+                        text = client_id.decode()
+                        leases = (message.leave(),)
+                        return self._send(call, known, client_id, text, scheduling, contents, leases)
+            understood = self._prepared.understand(head, client_id, contents, walked, known)
+            understood[1].lease = message.leave()
+        except BaseException:
+            message.drop()
+            raise
         return self._ask_read(call, understood, streamed, waited_ns, read_ns)
 
     def _send(
@@ -278,8 +284,6 @@ class Infer:
         stream = call.stream
         request.deadline_ns = stream.deadline_ns
         try:
-            if request.lease is not None:
-                self.submitter.arrived(request.lease)
             if self._makes_ids and not request.id:
                 request.id = str(uuid.uuid4())
             if self._forwarding is not None:

@@ -36,7 +36,14 @@ class AnswerLayout:
         """
         self._prepared = prepared
         self._begin = _names(model, prepared.version)
-        self._rest = _description(prepared, final)
+        outputs = b"".join([_output(tensor.name, tensor.datatype, tensor.shape) for tensor in prepared.outputs])
+        if prepared.parameters:
+            parameters = prepared.parameters if final is None else {**prepared.parameters, _FINAL: final}
+            outputs = ModelInferResponse(parameters=_parameters(parameters)).SerializeToString() + outputs
+        elif final is not None:
+            outputs = _IS_FINAL[final] + outputs
+        #: Parameters and descriptions of the outputs.
+        self._rest = outputs
         #: Without an id.
         self._whole = self._begin + self._rest
         #: Which outputs are in the answer; those that are not went to regions. None: all of them.
@@ -69,18 +76,6 @@ class AnswerLayout:
 def _names(model: str, version: int) -> bytes:
     """Encodes model name and version, the first fields of a ModelInferResponse."""
     return ModelInferResponse(model_name=model, model_version=str(version)).SerializeToString()
-
-
-def _description(prepared: PreparedAnswer, final: bool | None) -> bytes:
-    """Encodes the parameters and output descriptions of an answer.
-
-    ``final``: the value of ``triton_final_response``; None: absent.
-    """
-    outputs = b"".join([_output(tensor.name, tensor.datatype, tensor.shape) for tensor in prepared.outputs])
-    if prepared.parameters:
-        parameters = prepared.parameters if final is None else {**prepared.parameters, _FINAL: final}
-        return ModelInferResponse(parameters=_parameters(parameters)).SerializeToString() + outputs
-    return outputs if final is None else _IS_FINAL[final] + outputs
 
 
 @functools.lru_cache(4096)

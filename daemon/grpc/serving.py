@@ -75,4 +75,4 @@ class GrpcServing:
         if make is None:
             stream.finish(UNIMPLEMENTED, f"Method not found: {head.path[:200]}")
             return
-        stream.begin(make(stream))
+        stream.call = make(stream)

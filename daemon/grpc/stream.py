@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 #: Larger messages that do not come in one piece may go to where a worker reads them while they arrive.
 _RECEIVED_BYTE_SIZE = 64 << 10
+#: The receive window: bytes that a client may send on a stream before it is granted more.
+STREAM_WINDOW = 4 << 20
+#: A window is below 2^31; what of a message is beyond this is granted as it comes.
+_MAX_AHEAD = 1 << 30
 #: The last moment that is a number of 63 bits, as records and workers have it.
 _NEVER_NS = (1 << 63) - 1
 #: Answers up to this size leave in one piece: no client takes smaller frames only.
@@ -98,13 +102,9 @@ class Stream:
         self.send_window = send_window
         if head.content_length is not None:
             self._promised = head.content_length
-
-    def begin(self, call: Call) -> None:
-        """Attaches the call that answers this stream, and starts the timeout that the client gave the call, if any."""
-        self.call = call
-        if self.head.timeout_ns:
-            self.deadline_ns = min(time.monotonic_ns() + self.head.timeout_ns, _NEVER_NS)
-            self._timer = self.connection.loop.call_later(self.head.timeout_ns / 1e9, self._expired)
+        if head.timeout_ns:
+            self.deadline_ns = min(time.monotonic_ns() + head.timeout_ns, _NEVER_NS)
+            self._timer = self.connection.loop.call_later(head.timeout_ns / 1e9, self._expired)
 
     # ----------------------------------------------------------------------------------------------- receiving
 
@@ -185,7 +185,13 @@ class Stream:
         """Goes on with a message whose wait for arena memory has ended; the client's time to send the rest starts anew."""
         self.partial_since = 0.0
         self._note()
-        self.http2.grant(self)
+        self.grant()
+
+    def grant(self) -> None:
+        """Grants the client as much window as it has used up, unless the stream can take no more data now."""
+        if self.ungranted > 0 and not (self.held or self.half_closed or self.ended or self.waits_for_room):
+            self.http2.write(frames.window_update(self.id, self.ungranted))
+            self.ungranted = 0
 
     def _note(self) -> None:
         """Counts buffered message bytes, refuses the call if they are too many, and grants window for a placed message."""
@@ -197,7 +203,11 @@ class Stream:
             kept += arriving.kept_byte_size
             if arriving.is_placed and not arriving.is_granted and not self.held:
                 arriving.is_granted = True
-                self.http2.grant_ahead(self, arriving.left)
+                if arriving.left > STREAM_WINDOW - self.ungranted and not self.half_closed and not self.ended:
+                    # On top of the ordinary window. Once all of it has come, what is granted is as much as before.
+                    ahead = min(arriving.left, _MAX_AHEAD)
+                    self.http2.write(frames.window_update(self.id, self.ungranted + ahead))
+                    self.ungranted = -ahead
         elif not kept:
             self.partial_since = 0.0
         if not self.partial_since and (kept or arriving is not None):

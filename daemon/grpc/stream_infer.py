@@ -104,7 +104,11 @@ class StreamInfer(InferCall):
             read_ns = time.monotonic_ns()
             waited_ns, self._waits_since = self._waits_since or read_ns, read_ns
         try:
-            asked = self._infer.ask(self, message, start, end, True, waited_ns, read_ns)
+            asked = (
+                self._infer.ask_placed(self, message, True, waited_ns, read_ns)
+                if isinstance(message, ArrivingMessage)
+                else self._infer.ask(self, message, start, end, True, waited_ns, read_ns)
+            )
         except RefusedRequest as refused:
             self._not_sent(refused.error, refused.client_id, refused.trace)
             return
@@ -139,7 +143,7 @@ class StreamInfer(InferCall):
             self._ask(message, 0, 0 if isinstance(message, ArrivingMessage) else len(message))
         if self.stream.held and not self._stopping and not self._waiting and self._has_room():
             self.stream.held = False
-            self.stream.http2.grant(self.stream)
+            self.stream.grant()
         self._end_if_done()
 
     def _end_if_done(self) -> None:

@@ -103,10 +103,14 @@ class UnaryInfer(InferCall):
         """
         message, self._message = self._message, None
         assert message is not None
-        size = 0 if isinstance(message, ArrivingMessage) else len(message)
-        read_ns = time.monotonic_ns() if self._waits_since else 0
+        infer, waited_ns = self._infer, self._waits_since
+        read_ns = time.monotonic_ns() if waited_ns else 0
         try:
-            asked = self._asked = self._infer.ask(self, message, 0, size, False, self._waits_since, read_ns)
+            asked = self._asked = (
+                infer.ask_placed(self, message, False, waited_ns, read_ns)
+                if isinstance(message, ArrivingMessage)
+                else infer.ask(self, message, 0, len(message), False, waited_ns, read_ns)
+            )
         except RefusedRequest as refused:
             self._refuse(refused.error, refused.trace)
             return

@@ -279,7 +279,7 @@ class Submitter:
             in_flight.pop(record.request_id, None)
             request.worker = None
             raise
-        if not self._ends_iteration:
+        if self._busy_poll is not None and not self._ends_iteration:
             self._ends_iteration = True
             self._loop.call_soon(self._end_iteration)
 
@@ -388,8 +388,8 @@ class Submitter:
                     request.fail_delivery()
                     if own.lease is not None:
                         self.release(worker.lane, own.lease)
-            if request.leases:
-                self._give_back_inputs(request)
+            for lease in request.leases:
+                self.give_back(lease)
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:

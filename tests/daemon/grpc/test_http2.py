@@ -19,9 +19,9 @@ from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.floods import FRAMES_A_TURN
 from tensord.daemon.grpc.frames import END_HEADERS, END_STREAM, Violation, frame
-from tensord.daemon.grpc.http2 import STREAM_WINDOW, ConnectionPhase, Http2
+from tensord.daemon.grpc.http2 import ConnectionPhase, Http2
 from tensord.daemon.grpc.serving import GrpcServing
-from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.stream import STREAM_WINDOW, Stream
 from tensord.daemon.submit.accounts import Accounts
 from tensord.shm.messages import Buffer
 from tests.daemon.grpc.frame_client import STREAM, prefixed

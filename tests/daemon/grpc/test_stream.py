@@ -121,7 +121,7 @@ def opened(
     call = Received()
     head = CallHead("/a", encoding=encoding, accepts=accepts)
     stream = Stream(wire, 1, head, window)  # type: ignore[arg-type]
-    stream.begin(call)
+    stream.call = call
     wire.loop.close()
     return wire, stream, call
 
