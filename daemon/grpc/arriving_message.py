@@ -24,7 +24,7 @@ from typing import cast
 
 import numpy as np
 
-from tensord.daemon.front.receiver import Receiver
+from tensord.daemon.front.large_body import Receiver
 from tensord.daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from tensord.daemon.grpc.request_fields import ArrivingFields, RefusedRequest
 from tensord.daemon.grpc.walk import walk_beginning

@@ -14,16 +14,16 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
-from tensord.daemon.front.body_reader import DIRECT_BYTE_SIZE, BodyReader
 from tensord.daemon.front.connection_end import ConnectionEnd
 from tensord.daemon.front.drain_rate import DrainRate
 from tensord.daemon.front.each import call_each
+from tensord.daemon.front.large_body import DIRECT_BYTE_SIZE, BodyReader
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.frames import Violation
 from tensord.daemon.grpc.http2 import CLOSED, ENDING, WRITE_BUFFER, ConnectionPhase, Http2
 from tensord.daemon.grpc.serving import GrpcServing
-from tensord.daemon.grpc.step_order import StepOrder
 from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.unary_infer import StepOrder
 from tensord.daemon.submit.accounts import Account
 
 _log = logging.getLogger(__name__)

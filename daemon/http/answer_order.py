@@ -12,8 +12,8 @@ import asyncio
 from collections import deque
 from time import monotonic
 
-from tensord.daemon.front.body_reader import BodyReader
 from tensord.daemon.front.each import call_each
+from tensord.daemon.front.large_body import BodyReader
 from tensord.daemon.front.lingering_close import is_quiet
 from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.deadlines import Deadlines

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from time import monotonic
 
-from tensord.daemon.front.body_reader import BodyReader
+from tensord.daemon.front.large_body import BodyReader
 from tensord.daemon.http.answer_order import AnswerOrder
 from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from tensord.shm.arrays import array
+from tensord.shm.arrays import DTYPES, array
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import PreparedTensor
 
@@ -74,7 +74,9 @@ def _values(tensor: PreparedTensor, content: bytes | memoryview) -> npt.NDArray[
         raise InvalidArgument(
             f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
         )
-    return array(content, tensor.datatype, tensor.shape, f"output '{tensor.name}'").ravel()
+    if tensor.datatype == "BYTES":
+        return array(content, tensor.datatype, tensor.shape, f"output '{tensor.name}'").ravel()
+    return np.frombuffer(content, DTYPES[tensor.datatype])
 
 
 def _numbers(values: npt.NDArray[Any]) -> bytes:

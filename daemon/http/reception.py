@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from tensord.daemon.front.receiver import Receiver
+from tensord.daemon.front.large_body import Receiver
 from tensord.daemon.http.body import COLLECT_BYTE_SIZE, Body, CollectedBody, PlacedBody, TextBody
 from tensord.daemon.http.compression import Inflation
 from tensord.daemon.http.message_head import InferHead

@@ -155,21 +155,13 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
             self.record = msgspec.structs.replace(self.record, strikes=strikes)
         return None
 
-    def deliver(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> bool:
-        """Hands an answer to ``completed``. An exception is logged and not raised, so that other answers of the datagram go on.
-
-        Returns: False: there was an exception, and the request was ended by ``undelivered``.
-        """
+    def fail(self, error: ServingError) -> None:
+        """Answers the request with an error, which is its final answer. Exceptions are logged and not raised."""
+        own = AnswerRecord(self.record.request_id, LAST, code=error.code, message=error.message)
         try:
-            self.completed(prepared, own, lane)
+            self.completed(LAST, own, None)
         except Exception:
             self.fail_delivery()
-            return False
-        return True
-
-    def fail(self, error: ServingError) -> None:
-        """Answers the request with an error, which is its final answer."""
-        self.deliver(LAST, AnswerRecord(self.record.request_id, LAST, code=error.code, message=error.message), None)
 
     def undelivered(self) -> None:
         """Ends the request after delivering its answer raised an exception; part of the answer may have left already."""

@@ -3,7 +3,7 @@
     UnsentRequest ─▶ begin ─▶ tensors into the record or the request arena ─▶ Submitter ─▶ InFlight.completed
                           ╰─ waits for room where the arena is full
 
-Large tensors may lie in the request arena already, because they arrived there (``tensord.daemon.front.receiver``). Bodies over
+Large tensors may lie in the request arena already, because they arrived there (``tensord.daemon.front.large_body``). Bodies over
 HTTP are placed by ``tensord.daemon.http.placement``: their tensors are parts of one body, and JSON among them is filled in later.
 """
 

@@ -415,8 +415,11 @@ class Submitter:
                 # It has as long for its next response.
                 request.sent_at = self._loop.time()
                 self._in_flight[own.request_id] = self._in_flight.pop(own.request_id)
-            if request.deliver(prepared, own, worker.lane):
+            try:
+                request.completed(prepared, own, worker.lane)
                 lease = None  # its taker's
+            except Exception:
+                request.fail_delivery()
         if lease is not None:
             self.release(worker.lane, lease)
         if request is not None and prepared.final:

@@ -9,7 +9,9 @@ in the order in which the runs were given to the device. Used by the worker's lo
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +69,10 @@ class SteppedModel:
         self.gather = declared.gather
         self._version = version
         self._signature = signature
+        #: Makes the context of a run.
+        self._precision: Callable[[], contextlib.AbstractContextManager[object]] = (
+            functools.partial(precision, signature) if signature.wide else contextlib.nullcontext
+        )
         self._shapes = RequestShapes(signature, buckets)
         self._largest = {axis: sizes[-1] for axis, sizes in buckets.axes.items()}
         self._named = buckets.named
@@ -134,10 +140,11 @@ class SteppedModel:
         return self._run(self.executables.steps[count], (self._unmasked[2],), chosen)
 
     def _run(self, call: DeviceCall, given: tuple[Any, ...], chosen: ParameterSet | None) -> DeviceRun:
-        parameters = self.executables.parameters(chosen)
-        with precision(self._signature):
+        executables = self.executables
+        parameters = (executables.sets.main if chosen is None else chosen).on(executables.at)
+        with self._precision():
             if self._carry is None:
-                self._carry = self.executables.init(parameters)
+                self._carry = executables.init(parameters)
             carry = self._carry
             try:
                 made, self._carry = call(parameters, *given, carry)

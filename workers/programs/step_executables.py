@@ -20,7 +20,6 @@ import numpy as np
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.parameters.device_room import DeviceRoom
-from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.constants import constant_byte_size, warn_of_constants
 from tensord.workers.programs.executable_cache import ExecutableCache
@@ -98,7 +97,8 @@ class StepExecutables:
         self._step = jax.jit(programs.step, donate_argnums=STEP_CARRY)
         self.sets = placed_sets(signature, parameters, names, room=room, remote=device.remote, on_demand=on_demand)
         self._place = Placement(self.sets)
-        self._at = self._place.at
+        #: Where they take their parameters from (``ParameterSet.on``).
+        self.at = self._place.at
         self._small = device.small_programs(signature, self.sets)
         #: (parameters) -> carry.
         self.init: DeviceCall
@@ -106,10 +106,6 @@ class StepExecutables:
         self.inserts: dict[Shapes, DeviceCall] = {}
         #: Number of slots -> program: (parameters, unmasked, carry) -> (rows, carry).
         self.steps: dict[int, DeviceCall] = {}
-
-    def parameters(self, chosen: ParameterSet | None = None) -> Any:
-        """Returns the parameters of a set in the form that the programs take. ``chosen``: None: the main set."""
-        return (self.sets.main if chosen is None else chosen).on(self._at)
 
     @property
     def device(self) -> jax.Device | None:
@@ -139,7 +135,7 @@ class StepExecutables:
             except Exception as error:
                 self._small.give_up(error)
             else:
-                self._place, self._at = placement, placement.at
+                self._place, self.at = placement, placement.at
         wanted = [_Wanted("init"), *(_Wanted("step", count) for count in reversed(self._step_slots))]
         wanted += [_Wanted("insert", shapes=shapes) for shapes in self._shapes]
         known = {wanted[1]: step}
@@ -220,7 +216,7 @@ class StepExecutables:
 
     def _run_once(self) -> None:
         """Runs each program once, so that a model that fails does not serve, and no request waits for a slow first run."""
-        parameters = self.parameters()
+        parameters = self.sets.main.on(self.at)
         with precision(self._signature):
             carry = self.init(parameters)
             for shapes, insert in self.inserts.items():

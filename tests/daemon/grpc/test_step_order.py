@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from tensord.daemon.grpc.step_order import Sequence, StepOrder, sequence_of
+from tensord.daemon.grpc.unary_infer import Sequence, StepOrder, sequence_of
 
 
 class Call:

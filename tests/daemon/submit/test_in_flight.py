@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from tensord.daemon.submit.in_flight import InFlight
+from tensord.shm.errors import Internal
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import LAST, AnswerRecord, PreparedAnswer, PreparedRequest, RequestRecord
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, RequestRecord
 from tensord.shm.prepared import Numbered
 from tests.fakes import CalledBack
 from tests.records import Tensor, WholeRequest
@@ -40,7 +41,7 @@ def test_a_defect_of_the_owner_is_the_owners(caplog: pytest.LogCaptureFixture) -
     def broken(prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         raise ValueError("no")
 
-    assert not CalledBack(on_answer=broken).deliver(LAST, AnswerRecord(7, LAST), None)
+    CalledBack(on_answer=broken).fail(Internal("its worker died"))
     # It is told of that, which meets the same defect.
     assert [record.message for record in caplog.records] == [
         "an answer could not be delivered",

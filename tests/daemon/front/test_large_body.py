@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tensord.daemon.front.body_reader import BodyReader
+from tensord.daemon.front.large_body import BodyReader
 from tensord.daemon.http.body import PlacedBody
 from tensord.shm.arena import Arena
 
