@@ -14,7 +14,7 @@ from tensord.shm.messages import SegmentClosed, SegmentOpened
 
 
 class Announcer:
-    """Tells the peer which segments of an arena exist: each one before its first use, and again when it is closed."""
+    """Queues records about an arena's segments for a lane's other end: of each before its first use, and when it is closed."""
 
     def __init__(self, channel: Channel, arena: Arena, writable: bool) -> None:
         self._channel = channel
@@ -26,7 +26,7 @@ class Announcer:
         self.closures = arena.closures
 
     def announce(self, segment: int) -> None:
-        """Announces a segment to the peer, unless the peer knows it.
+        """Queues a SegmentOpened with the segment's descriptor for the peer, unless the peer knows the segment already.
 
         Raises Unavailable: this process has no file descriptor left to send.
         """
@@ -41,7 +41,7 @@ class Announcer:
         self.announced.discard(segment)
 
     def is_published(self, segment: int) -> bool:
-        """Returns whether a segment can be used without telling the peer anything first, closed segments included."""
+        """Returns whether the peer knows this segment and was told of all closed ones, so that nothing has to be sent first."""
         return segment in self.announced and self.closures == self._arena.closures
 
     @property
@@ -50,7 +50,7 @@ class Announcer:
         return self.closures != self._arena.closures
 
     def withdraw_closed(self) -> None:
-        """Tells the peer which segments are closed: a mapping there would keep their pages in memory."""
+        """Queues a SegmentClosed for each closed segment that the peer knows: a mapping there would keep its pages in memory."""
         self.closures = self._arena.closures
         for gone in self.announced - self._arena.segments.keys():
             self._channel.put(SegmentClosed(gone))

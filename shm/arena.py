@@ -83,7 +83,7 @@ def taken_by(segment: int, byte_size: int) -> int:
 
 
 class Budget:
-    """Limits the memory that several arenas use together. Only the thread that owns these arenas may use it."""
+    """Limits the bytes of all segments of several arenas together. Only the thread that owns these arenas may use it."""
 
     def __init__(self, max_byte_size: int) -> None:
         self.max_byte_size = max_byte_size
@@ -215,7 +215,7 @@ class Arena:
         return self._segments
 
     def statistics(self) -> dict[str, int]:
-        """Returns sizes in bytes, and numbers of segments and leases, for operators."""
+        """Returns name -> value for operators: sizes in bytes, such as ``leased_byte_size``, and counts, such as ``leases``."""
         return {
             "byte_size": self._byte_size,
             "max_byte_size": self._max_byte_size,
@@ -407,7 +407,7 @@ class Buddies:
 
 
 class ArenaMap:
-    """An arena as the peer of its owner sees it: read-only views. Every range is checked against the mapping first."""
+    """An arena in the process that only reads it: the segments that the owner has announced, mapped here, as read-only views."""
 
     #: More segments than any configured arena needs; a peer that announces more is broken or hostile.
     MAX_SEGMENTS = 4096
@@ -428,8 +428,8 @@ class ArenaMap:
     def open(self, segment: int, byte_size: int, fd: int) -> None:
         """Maps a segment that the owner has announced, and takes the descriptor over.
 
-        Raises: InvalidArgument: the segment is announced twice, is one too many, is not sealed, or has another size.
-          Unavailable: the segment cannot be mapped now.
+        Raises: InvalidArgument: the segment is announced twice, is one of more than ``MAX_SEGMENTS``, is not sealed, or has
+          another size.  Unavailable: the segment cannot be mapped now.
         """
         attached = Segment.attach(fd, byte_size, self._writable)
         if segment in self._segments or len(self._segments) >= self.MAX_SEGMENTS:

@@ -66,7 +66,7 @@ class DescriptorsLost(Exception):
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Creates two connected sockets, close-on-exec."""
+    """Creates the two ends of a channel: connected Unix sockets of type SEQPACKET, close-on-exec."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
@@ -115,7 +115,7 @@ class Channel:
 
     @property
     def waiting(self) -> int:
-        """Returns how many records are queued and not yet sent; a packed datagram counts as one."""
+        """Returns how many records are queued and not yet sent; records already packed into one datagram count as one."""
         return len(self._queue) + (self._unsent is not None)
 
     @property
@@ -139,9 +139,9 @@ class Channel:
             self._queue.append(encoded)
 
     def put_apart(self, *records: Record) -> None:
-        """Queues small records without descriptors so that they share a datagram with each other and with no other record.
+        """Queues records without descriptors, so that they share a datagram with each other, if they fit, and with nothing else.
 
-        Raises: as ``put``.
+        Raises InvalidArgument: a record is larger than the peer accepts.
         """
         encoded = [_encode(record) for record in records]
         if sum(map(len, encoded)) > _ROOM:
@@ -168,13 +168,17 @@ class Channel:
         self._alone += len(datagrams)
 
     def send(self, record: Record) -> bool:
-        """Queues a record without descriptors and sends all queued records. Returns as ``flush``."""
+        """Queues a record without descriptors and sends all queued records.
+
+        Returns True if none is left; False: call ``flush`` when the socket is writable.
+        Raises InvalidArgument: the record is larger than the peer accepts.
+        """
         return self.send_alone(record) or self.flush()
 
     def send_alone(self, record: Record) -> bool:
         """Sends a record without descriptors at once if nothing is queued before it. Returns False if it was queued instead.
 
-        Raises: as ``put``; the record is not queued then.
+        Raises InvalidArgument: the record is larger than the peer accepts; it is not queued then.
         """
         if not self._queue and self._unsent is None:
             encoded = _encode(record)
@@ -219,7 +223,10 @@ class Channel:
                 descriptors.close(fds)
 
     def adopt(self, datagram: bytes) -> None:
-        """Takes over a packed datagram that the socket did not accept, to be sent first. Call it only while nothing is queued."""
+        """Queues a datagram that other code has packed, and could not send because this channel's socket was full.
+
+        Call it only while nothing else is queued.
+        """
         assert not self.waiting
         self._unsent = (datagram, ())
 
@@ -250,9 +257,13 @@ class Channel:
         return self.read(bytes(received[:size]), _descriptors(ancillary) if ancillary else [], flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
-        """Decodes a datagram that the caller has received. Returns and raises as ``receive``.
+        """Decodes a datagram that the caller has received. Returns its records (none, if it is part of one) and ``fds``.
 
-        ``fds``: the descriptors that came with it, which are taken over; ``flags``: what ``recvmsg`` returned.
+        Args:
+          fds: the descriptors that came with it; they are closed if this raises.
+          flags: the flags that ``recvmsg`` returned.
+        Raises: ChannelClosed: ``content`` is empty, so the peer is gone.  InvalidArgument: the datagram is malformed.
+          DescriptorsLost: this process had no descriptor left for those that were sent.
         """
         if not content:
             descriptors.close(fds)

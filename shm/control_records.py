@@ -216,7 +216,7 @@ class WorkerFenced(Record, frozen=True, tag="fenced"):
 
 
 class ModelState(Record, frozen=True, tag="model"):
-    """Describes one model version to a front. Sent whole on every change; the latest one is valid."""
+    """Describes one model version to a front. Sent with all fields on every change; each replaces the one before."""
 
     name: str
     version: int
@@ -290,7 +290,7 @@ class Load(Record, frozen=True, tag="load"):
 
 
 class ServeLoaded(Record, frozen=True, tag="serve-loaded"):
-    """Lets requests find a version that was loaded with ``held``; ignored for any other version."""
+    """Lets requests find a version whose Load said that none may until now (``held``); ignored for any other version."""
 
     name: str
     version: int

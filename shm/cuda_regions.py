@@ -48,7 +48,10 @@ _SONAME = "libcuda.so.1"
 
 
 class LastingCalls:
-    """Driver functions that may block, called through ctypes. Each context has one such object; the driver is loaded already."""
+    """Driver functions that may take long, called through ctypes, which lets other Python threads run meanwhile.
+
+    Each ``Context`` has one such object, made once the driver is loaded.
+    """
 
     def __init__(self, code: Callable[[int], Any]) -> None:
         """Looks the functions up in the driver's library.
@@ -224,19 +227,29 @@ class Context:
         """Queues a copy from host memory at ``address`` to device memory at ``pointer``.
 
         The host memory must not change until ``synchronize`` has returned.
+        Raises CudaError: the driver refused the copy; DeviceLost: the device failed.
         """
         self.call(self._lasting.host_to_device, pointer, address, byte_size, self.stream())
 
     def to_host(self, address: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory at ``pointer`` to host memory at ``address``."""
+        """Queues a copy from device memory at ``pointer`` to host memory at ``address``; ``synchronize`` waits for it.
+
+        Raises CudaError: the driver refused the copy; DeviceLost: the device failed.
+        """
         self.call(self._lasting.device_to_host, address, pointer, byte_size, self.stream())
 
     def within_device(self, to: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory at ``pointer`` to device memory at ``to``."""
+        """Queues a copy from device memory at ``pointer`` to device memory at ``to`` on the same device.
+
+        Raises CudaError: the driver refused the copy; DeviceLost: the device failed.
+        """
         self.call(self._lasting.within_device, to, pointer, byte_size, self.stream())
 
     def clear(self, pointer: int, byte_size: int) -> None:
-        """Queues writing zeros to device memory."""
+        """Queues filling ``byte_size`` bytes of device memory at ``pointer`` with zeros.
+
+        Raises CudaError: the driver refused; DeviceLost: the device failed.
+        """
         self.call(self._lasting.clear, pointer, 0, byte_size, self.stream())
 
     def synchronize(self) -> None:
@@ -365,9 +378,9 @@ class _Guarded:
 
 
 class CudaRegion:
-    """A registered allocation of a client's GPU memory, opened in this worker.
+    """A registered allocation of a client's GPU memory, opened in this worker; its bytes can only be reached by copies.
 
-    As ``tensord.shm.regions.Region``, it is closed when ``leases`` is 0. Unlike there, its bytes can only be reached by copies.
+    It is closed only when ``leases`` is 0: each tensor of a request in the region holds one until the request has ended.
     """
 
     #: Always 0: no page of GPU memory can be missing here.
@@ -409,7 +422,7 @@ class CudaRegion:
         self.context = context
         #: True if the memory is another GPU's.
         self.peer = elsewhere is not None
-        #: The number of requests that use the region now.
+        #: The number of tensors of requests that are in the region now.
         self.leases = 0
         self._start: int | None = pointer
 
@@ -438,7 +451,8 @@ class CudaRegion:
     def write(self, offset: int, address: int, byte_size: int) -> None:
         """Queues a copy from host memory at ``address`` into a range of the region.
 
-        Call ``settle`` before the client is told that the bytes are there. Raises as ``read``.
+        Call ``settle`` before the client is told that the bytes are there. Raises InvalidArgument: the range is not inside the
+        region, or the memory cannot be written any more; DeviceLost: the device failed.
         """
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
@@ -448,7 +462,8 @@ class CudaRegion:
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
         """Queues a copy from device memory at ``pointer`` into a range of the region.
 
-        Call ``settle`` before the client is told that the bytes are there. Raises as ``read``.
+        Call ``settle`` before the client is told that the bytes are there. Raises InvalidArgument: the range is not inside the
+        region, or the memory cannot be written any more; DeviceLost: the device failed.
         """
         target = self.pointer(offset, byte_size)
         with self.guarded():
@@ -456,7 +471,10 @@ class CudaRegion:
             self.context.within_device(target, pointer, byte_size)
 
     def settle(self) -> None:
-        """Waits until the copies that this thread has queued with ``write`` and ``copy`` are done. Raises as ``read``."""
+        """Waits until the copies that this thread has queued with ``write`` and ``copy`` are done.
+
+        Raises InvalidArgument: a copy failed, because the client's memory is gone; DeviceLost: the device failed.
+        """
         with self.guarded():
             self.context.enter()
             self.context.synchronize()
@@ -466,11 +484,11 @@ class CudaRegion:
         return _Guarded(self.name)
 
     def lease(self) -> None:
-        """Counts one more request that uses the region."""
+        """Counts one more use of the region, such as a request's tensor in it: the region stays open until ``unlease``."""
         self.leases += 1
 
     def unlease(self) -> None:
-        """Counts one request fewer that uses the region."""
+        """Counts one use of the region fewer; after the last one an unregistered region can be closed."""
         self.leases -= 1
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ MAX_ELEMENTS = (1 << 60) - 1
 
 
 def wire_name(datatype: str) -> str:
-    """Returns the canonical name of a client's datatype; an unknown name stays as it is."""
+    """Returns the name that records use for a client's datatype: BYTES for STRING; any other name, known or not, unchanged."""
     return "BYTES" if datatype == _BYTES_ALIAS else datatype
 
 
@@ -51,7 +51,7 @@ def from_model_config(data_type: str) -> str:
 
 
 def to_model_config(datatype: str) -> str:
-    """Converts ``FP32`` to ``TYPE_FP32``, and ``BYTES`` to ``TYPE_STRING``."""
+    """Converts ``FP32`` to ``TYPE_FP32``, and ``BYTES`` to ``TYPE_STRING``; does not check the name."""
     return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 

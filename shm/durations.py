@@ -23,7 +23,7 @@ Counted = Mapping[str, tuple[int, ...]]
 
 
 class Durations:
-    """The histograms of one model version on one worker. Only the worker's main loop may use them.
+    """Histograms of how long one model version's requests took on one worker. Only the worker's main loop may use them.
 
     Args:
       buckets: the upper bounds of the buckets in seconds, ascending.
@@ -61,7 +61,10 @@ class Durations:
         counts[at + row - 1] += compute_ns
 
     def counted(self) -> Counted:
-        """Returns the counts and sums so far, by protocol."""
+        """Returns protocol -> for each of KINDS the count of each bucket and then the sum in ns, all in one tuple.
+
+        Protocols without requests are left out.
+        """
         size = len(KINDS) * self._row
         found: dict[str, tuple[int, ...]] = {}
         for number, protocol in enumerate(PROTOCOLS):
@@ -75,7 +78,7 @@ class Durations:
 
 
 def total(one: Counted, other: Counted) -> Counted:
-    """Adds the counts of two workers, or models, whose histograms have the same buckets."""
+    """Returns the sums of the counts of two workers, or models, whose histograms have the same buckets."""
     found = dict(one)
     for protocol, counts in other.items():
         before = found.get(protocol)

@@ -119,7 +119,7 @@ class MetricFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
 
 class OwnMetrics(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """All metrics of one name that models' code has made, with different labels."""
+    """All metrics of one name that models' code has made, one for each combination of labels."""
 
     name: str
     description: str
@@ -141,7 +141,7 @@ class Compiles(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
 
 class Figures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """All counters of one worker."""
+    """All counters of one worker; the supervisor asks each worker for them and makes metrics of them."""
 
     #: The versions that take requests.
     versions: tuple[VersionFigures, ...]

@@ -25,7 +25,7 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether a page of any guarded mapping has been missing so far; cheaper than asking each mapping."""
+    """Returns whether a page of any mapping that is guarded now was missing when touched; cheaper than asking each mapping."""
     return available and _guard.any()
 
 
@@ -41,7 +41,10 @@ def install() -> None:
 
 
 class Guarded:
-    """Guards one mapping of client memory against missing pages, until ``release``."""
+    """Keeps this process alive when a page of one mapping of client memory is missing, until ``release``.
+
+    Such an access reads zeros, or writes nowhere, and is counted in ``faults``; without the guard it kills the process.
+    """
 
     __slots__ = ("_slot",)
 
@@ -54,7 +57,10 @@ class Guarded:
         return 0 if self._slot is None else _guard.faults(self._slot)
 
     def hold(self, held: bool) -> None:
-        """Notes that a driver has locked the mapping's pages (True), or is about to unlock them. Any thread may call this."""
+        """Notes that a GPU's driver has locked the mapping's pages (True), or is about to unlock them. Any thread may call this.
+
+        Locked pages cannot vanish for the driver: ``may_be_missing`` is False for them.
+        """
         if self._slot is not None:
             _guard.hold(self._slot, held)
 

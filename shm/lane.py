@@ -113,7 +113,7 @@ class SubmitterLane:
         return self._channel.fileno()
 
     def announce(self, leases: Iterable[Lease]) -> None:
-        """Announces to the worker the segments that a request's leases lie in, unless it knows them.
+        """Queues a SegmentOpened for each segment of a request's leases that the worker does not know.
 
         Raises Unavailable: this process has no file descriptor left to send.
         """
@@ -125,8 +125,8 @@ class SubmitterLane:
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
         """Queues a request for the worker; its inputs must be in place and their segments announced.
 
-        ``numbered``: the prepared request that ``record`` names by number; it is sent first if the worker does not know it. None:
-        the record carries its prepared request itself.
+        ``numbered``: the prepared request (the part that many requests share) that ``record`` names by number; it is sent first
+        if the worker does not know it. None: the record carries its prepared request itself.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -248,7 +248,7 @@ class SubmitterLane:
         self.unsaid = True
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
-        """Returns the error that replaces an answer whose segment could not be mapped here; releases its lease."""
+        """Returns the error that replaces an answer whose segment could not be mapped here; queues the return of its lease."""
         self._say(Release((lease,)))
         try:
             self._responses.view(Slice(lease[0], lease[1], 0))
@@ -326,8 +326,9 @@ class WorkerLane:
         return self._arena
 
     def receive(self) -> list[Instruction] | None:
-        """Returns the requests and instructions in the next datagram (possibly none), in order; None: no datagram is waiting.
+        """Returns the requests and other records for the dispatcher in the next datagram, in order; None: no datagram is waiting.
 
+        The list is empty if the datagram held only leases that come back and segments, which are dealt with here.
         Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
           another version, or it returns a lease that is not outstanding.
         """
@@ -393,7 +394,7 @@ class WorkerLane:
         return wanted
 
     def close_segment(self, segment: int) -> None:
-        """Closes a segment that a client has shared on its lane; an unknown number is ignored."""
+        """Closes a segment that a client has shared on its lane: no later request can use it. An unknown number is ignored."""
         self._requests.close_segment(segment)
 
     def view(self, place: Slice) -> memoryview:
@@ -415,14 +416,15 @@ class WorkerLane:
         return self._announcer.is_published(lease.place.segment)
 
     def number(self, prepared: PreparedAnswer) -> Numbered[PreparedAnswer]:
-        """Returns a prepared answer together with the number that stands for it on this lane."""
+        """Returns a prepared answer (the part that many answers share) with its number on this lane, a new one if it has none."""
         return self._numbers.number(prepared)
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer for the submitter; its bytes must be in place. If its segment cannot be announced, an error is queued.
+        """Queues an answer for the submitter; its bytes must be in place. The submitter is told of the segment first, if need be.
 
-        ``numbered``: the prepared answer that ``record`` names by number; it is sent first if the submitter does not know it.
-        None: the record carries its prepared answer itself.
+        If this process has no descriptor left for that, an error is queued in place of the answer. ``numbered``: the prepared
+        answer (the part that many answers share) that ``record`` names by number; it is sent first if the submitter does not
+        know it. None: the record carries its prepared answer itself.
         """
         if numbered is not None and numbered not in self.published:
             self.published.publish(numbered)
@@ -431,15 +433,18 @@ class WorkerLane:
         self._channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
-        """Queues encoded answers (``AnswerRecord``) that share one prepared answer and carry their outputs in the records."""
+        """Queues encoded answers (``AnswerRecord``) that carry their outputs in the records and share one prepared answer.
+
+        ``numbered``: the prepared answer (their common part), with the number that stands for it; sent first if it is new.
+        """
         if numbered not in self.published:
             self.published.publish(numbered)
         self._channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of a lease to the submitter. Returns None if that succeeds.
+        """Queues a SegmentOpened for a lease's segment, unless the submitter knows the segment. Returns None if that succeeds.
 
-        Otherwise it releases the lease and returns the error to answer the request with.
+        If this process has no descriptor left, it releases the lease and returns the error to answer the request with.
         """
         try:
             self._announcer.announce(lease[0])
@@ -449,7 +454,7 @@ class WorkerLane:
         return None
 
     def adopt(self, datagram: bytes) -> None:
-        """Queues a datagram of answers that was packed elsewhere and that the socket did not accept.
+        """Queues a datagram of answers that other code has packed, and could not send because this lane's socket was full.
 
         Call it only while nothing else is queued.
         """
@@ -463,7 +468,7 @@ class WorkerLane:
         return self._channel.flush()
 
     def close(self) -> None:
-        """Closes the socket and unmaps both arenas."""
+        """Closes the socket, unmaps the submitter's request arena and closes the response arena."""
         self._channel.close()
         self._requests.close()
         self._arena.close()

@@ -67,7 +67,7 @@ Buffer = bytes | memoryview
 
 
 class PreparedTensor(Record, frozen=True, tag="t"):
-    """Describes a tensor without its contents. (Where these are BYTES, a u32 little-endian length precedes each element.)"""
+    """Describes a tensor without its contents. (The contents of BYTES: each element after its length, a u32 little-endian.)"""
 
     name: str
     datatype: str
@@ -111,7 +111,7 @@ class SegmentClosed(Record, frozen=True, tag="S-"):
 
 
 class SegmentRefused(Record, frozen=True, tag="S!"):
-    """Tells the owner of an arena that the sender could not map a segment: announce it again before its next use."""
+    """Tells the owner of an arena that the sender could not map a segment; SegmentOpened is sent again before its next use."""
 
     segment: int
 
@@ -178,7 +178,7 @@ class Prepare(Record, frozen=True, tag="Q+"):
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Says which trace the next request on this lane belongs to, if the request has this id. Only fronts send it."""
+    """Says which trace the next request on this lane belongs to; ignored if that has another id. Only fronts send it."""
 
     request_id: int
     #: In hexadecimal digits as W3C Trace Context has it, or the number of the trace in its file.

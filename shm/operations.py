@@ -17,7 +17,7 @@ NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enable
 
 
 class LoadModel(Record, frozen=True, tag="c.load"):
-    """Loads a model by name. Reply: empty.
+    """Has the supervisor load a model by name, or load it again. Reply: empty, once the model is loaded.
 
     ``config`` replaces its config.pbtxt, as JSON; ``files`` replace its version files (path -> content).
     """
@@ -30,7 +30,7 @@ class LoadModel(Record, frozen=True, tag="c.load"):
 
 
 class UnloadModel(Record, frozen=True, tag="c.unload"):
-    """Begins to unload a model by name. ``unload_dependents``: also the models that only this one used. Reply: empty."""
+    """Has the supervisor begin to unload a model. ``unload_dependents``: also models that only this one used. Reply: empty."""
 
     name: str
     unload_dependents: bool = False
@@ -95,7 +95,8 @@ ANONYMOUS = Peer()
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
     """Registers part of a POSIX shared-memory object as a region under a name.
 
-    The first worker opens the object and replies with its descriptor and JSON {"access"}; the other workers are sent both.
+    The first worker opens the object and replies with its descriptor and JSON {"access": how it uses the region}; the other
+    workers are sent both.
     """
 
     name: str
@@ -141,7 +142,7 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
 
 class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
-    """Waits until no request uses a region that had this name, and the region is closed. Reply: empty."""
+    """Has a worker reply once no request uses a former region of this name, and all these are closed. Reply: empty."""
 
     name: str
 
@@ -149,8 +150,8 @@ class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
 class RegionRecords(Record, frozen=True, tag="c.regrec"):
     """Asks for all that is known of a region, or of all regions (name ""). Reply: JSON array.
 
-    A worker replies with a JSON object: name -> number of tensors of requests that lie in the region of that name, or in earlier
-    regions of the same name.
+    A worker replies with a JSON object: name -> [tensors of requests in the region of that name, tensors of requests in earlier
+    regions of the same name].
     """
 
     name: str = ""
@@ -161,14 +162,14 @@ class WorkerFigures(Record, frozen=True, tag="c.figures"):
 
 
 class FileSource(Record, frozen=True, tag="s.file"):
-    """Names parameters in a file in the model's folder, or in an Orbax checkpoint: what ``tensord.models.load`` can read."""
+    """Says that parameters to push are in a file or Orbax checkpoint of the model's folder (see ``tensord.models.load``)."""
 
     #: Relative to the version's folder or, where that has none of the name, to the model's; never leads out of the latter.
     path: str
 
 
 class RegionSource(Record, frozen=True, tag="s.region"):
-    """Names parameters in safetensors format in a registered region, of system or GPU memory."""
+    """Says that parameters to push are in a registered region, of system or GPU memory, in safetensors format."""
 
     region: str
     offset: int = 0
@@ -177,7 +178,7 @@ class RegionSource(Record, frozen=True, tag="s.region"):
 
 
 class MemorySource(Record, frozen=True, tag="s.memory"):
-    """Says that parameters in safetensors format are in memory whose descriptor comes with the call."""
+    """Says that parameters to push are in a memory file in safetensors format, whose descriptor comes with the call."""
 
     byte_size: int
 
@@ -194,7 +195,7 @@ class LeafPlace(Record, frozen=True, tag="s.leaf"):
 
 
 class LeavesSource(Record, frozen=True, tag="s.leaves"):
-    """Names parameters one by one, each with its place in a registered region."""
+    """Says for each parameter to push, by name, in which place of a registered region it is."""
 
     #: The leaf's name, keys joined by dots -> where it is.
     leaves: dict[str, LeafPlace]
@@ -287,7 +288,7 @@ class PushParameters(Record, frozen=True, tag="c.push"):
 class ListParameters(Record, frozen=True, tag="c.listparams"):
     """Asks for the parameter sets of a model ("": of all models), a version (0: of all) and a name ("": all names).
 
-    Reply: JSON array.
+    Reply: JSON array with an object for each set: {"model", "version", "set", ...}.
     """
 
     model: str = ""
@@ -305,7 +306,10 @@ class RevertParameters(Record, frozen=True, tag="c.revertparams"):
 
 
 class RegionStatus(Record, frozen=True, tag="c.regstat"):
-    """Asks for the status of one region, or of all (name ""), of a kind, "system" or "cuda". Reply: JSON array."""
+    """Asks which regions of a kind, "system" or "cuda", are registered: the one of that name, or all (name "").
+
+    Reply: JSON array with an object for each region, in the form in which clients get it.
+    """
 
     kind: str
     name: str
@@ -343,7 +347,10 @@ class RecentErrors(Record, frozen=True, tag="c.errors"):
 
 
 class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
-    """Asks a front for its histograms' exemplars: a traced request for each bucket. Reply: JSON, ``Exemplars.told``."""
+    """Asks a front for its histograms' exemplars: a traced request for each bucket.
+
+    Reply: JSON array with [model, version, its exemplars] for each model version.
+    """
 
 
 class ChangeLog(Record, frozen=True, tag="c.log"):

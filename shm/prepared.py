@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 class Numbered(Generic[T]):
-    """A prepared request or answer with the number that stands for it.
+    """A prepared request or answer (the part that many requests or answers share) with the number that stands for it.
 
     Numbers are used again, so two objects may have the same number at different times: compare objects, not numbers.
     """
@@ -50,7 +50,10 @@ OnNumber = Callable[[int, int], object]
 
 
 class Numbers(Generic[T]):
-    """Assigns numbers to the prepared requests or answers of one sender; equal ones get the same number."""
+    """Assigns numbers to the prepared requests or answers of one sender; equal ones get the same number.
+
+    (Prepared is the part that many requests or answers share: it is sent once, and afterwards its number instead.)
+    """
 
     def __init__(self, on_number: OnNumber | None = None, count: int = MAX_NUMBERS) -> None:
         """Begins without any numbers assigned.
@@ -110,7 +113,7 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The numbered requests or answers that the other end of a lane knows, and whose numbers still mean the same there."""
+    """The prepared requests or answers that the other end of a lane knows by their numbers, as those were last sent."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
         """Begins with none published on this channel. ``record``: the class to send them with, Prepare or PrepareAnswer."""
@@ -135,12 +138,15 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Maps each number that the other end of a lane has sent to its meaning, in the form that the reader needs."""
+    """Maps each number that the other end of a lane has sent to what it stands for: a prepared request or answer, once read.
+
+    Looking up a number that was never sent raises InvalidArgument.
+    """
 
     __slots__ = ()
 
     def learn(self, number: int, meaning: R) -> None:
-        """Sets the meaning of a number. Raises InvalidArgument: the number is out of range."""
+        """Notes what a number stands for from now on. Raises InvalidArgument: the number is out of range."""
         if not 0 <= number < MAX_NUMBERS:
             raise InvalidArgument(f"number {number} was prepared, numbers are below {MAX_NUMBERS}")
         self[number] = meaning

@@ -46,7 +46,7 @@ class Refusal(enum.Enum):
 
 
 class RefusalLog:
-    """Counts the requests that one process has refused since its last log line, and writes the next line when it is due.
+    """Counts the requests that one process has refused, and writes the counts to the log, at most one line a minute.
 
     It belongs to the process's loop, which calls ``settle`` when ``due_ns`` has come.
     """

@@ -153,9 +153,10 @@ def check_object_range(name: str, fd: int, offset: int, byte_size: int) -> os.st
 
 
 class Region:
-    """A registered range of a client's object, mapped read-write in this worker; used for guarded and sealed access.
+    """A registered range of a client's shared-memory object, mapped read-write in this worker.
 
-    It is closed only when ``leases`` is 0: every request holds one lease from its validation to its completion.
+    It is closed only when ``leases`` is 0: each tensor of a request in the region holds one until the request has ended.
+    Used for the accesses "guarded" and "sealed"; for "snapshot" there is ``SnapshotRegion``.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Region:
           populate: a region of up to so many bytes gets its existing pages mapped at once; of a larger one the first request maps
             them.
         Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object, or cannot be mapped.
-          Unavailable: the guard has no room for another mapping.
+          Unavailable: as many mappings are guarded as can be.
         """
         guard.install()
         try:
@@ -187,7 +188,7 @@ class Region:
         self.file = (found.st_dev, found.st_ino)
         self.offset = offset
         self.byte_size = byte_size
-        #: The number of requests that use the region now.
+        #: The number of tensors of requests that are in the region now.
         self.leases = 0
         #: Whether only one lane can name it: its name says nothing to anybody else.
         self.private = False
@@ -217,7 +218,7 @@ class Region:
         return 0 if self._guard is None else self._guard.faults
 
     def hold(self, held: bool) -> None:
-        """Notes that a GPU's driver has locked the pages (True), or is about to unlock them. Any thread may call this."""
+        """Tells the guard that a GPU's driver has locked the pages (True), or will now unlock them. Any thread may call this."""
         if self._guard is not None:
             self._guard.hold(held)
 
@@ -238,11 +239,11 @@ class Region:
         return bytes(self.view(offset, byte_size))
 
     def lease(self) -> None:
-        """Counts one more request that uses the region."""
+        """Counts one more use of the region, such as a request's tensor in it: the region stays open until ``unlease``."""
         self.leases += 1
 
     def unlease(self) -> None:
-        """Counts one request fewer that uses the region."""
+        """Counts one use of the region fewer; after the last one an unregistered region can be closed."""
         self.leases -= 1
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ _MOST_MODELS = 1024
 
 
 class SequenceState(enum.IntEnum):
-    """The state of a sequence on a worker."""
+    """How far a sequence has come on a worker, as the worker's sequence page says."""
 
     #: The sequence is admitted, and no request of it has run.
     WAITING = 1
@@ -62,7 +62,10 @@ class FreeSlots(NamedTuple):
 
 
 class SequencePage:
-    """A worker's sequence page; writable in the worker that created it, read-only elsewhere."""
+    """Shared memory in which a worker lists its sequences and its models' free slots; other processes read it at any time.
+
+    It is writable in the worker that created it, read-only elsewhere.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -145,9 +148,9 @@ class SequencePage:
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the value of a key (see this module's text for its bits); 0: the key is not on the page.
+        """Returns the word stored under a key: a sequence's admission time and state, or a model version's slots; 0: none is.
 
-        Of two sequences, the one that was admitted later has the larger value.
+        This module's text has the word's bits. Of two sequences, the one that was admitted later has the larger value.
         """
         low, high = key
         words = self._words

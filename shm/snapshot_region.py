@@ -16,9 +16,9 @@ from tensord.shm.regions import check_object_range, check_range
 
 
 class SnapshotRegion:
-    """A registered range of a client's object, read and written through its descriptor and never mapped.
+    """A registered range of a client's shared-memory object, read and written through its descriptor and never mapped.
 
-    Leases are counted as in ``tensord.shm.regions.Region``.
+    It is closed only when ``leases`` is 0: each tensor of a request in the region holds one until the request has ended.
     """
 
     #: Always 0: no memory is mapped that could go missing, and every call finds out for itself.
@@ -41,7 +41,7 @@ class SnapshotRegion:
         self.file = (found.st_dev, found.st_ino)
         self.offset = offset
         self.byte_size = byte_size
-        #: The number of requests that use the region now.
+        #: The number of tensors of requests that are in the region now.
         self.leases = 0
 
     def check(self, offset: int, byte_size: int) -> None:
@@ -65,7 +65,10 @@ class SnapshotRegion:
             done += count
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Returns a copy of a range, counted from the region's start. Raises as ``read_into``."""
+        """Returns a copy of a range, counted from the region's start.
+
+        Raises InvalidArgument: the range is outside the region, or the object was truncated.
+        """
         self.check(offset, byte_size)
         made = bytearray(byte_size)
         self.read_into(offset, memoryview(made))
@@ -100,11 +103,11 @@ class SnapshotRegion:
         )
 
     def lease(self) -> None:
-        """Counts one more request that uses the region."""
+        """Counts one more use of the region, such as a request's tensor in it: the region stays open until ``unlease``."""
         self.leases += 1
 
     def unlease(self) -> None:
-        """Counts one request fewer that uses the region."""
+        """Counts one use of the region fewer; after the last one an unregistered region can be closed."""
         self.leases -= 1
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class WorkerState(enum.IntEnum):
 
 
 class Outputs(enum.IntEnum):
-    """How a worker gets large outputs into the client's region or the arena."""
+    """Whether XLA writes a worker's large outputs into the client's region or the arena itself, or they are copied there."""
 
     #: Nothing is decided: the worker starts.
     UNKNOWN = 0
@@ -57,7 +57,7 @@ class Outputs(enum.IntEnum):
 
 
 class Running(NamedTuple):
-    """Describes an execution that a worker has not finished."""
+    """Says when an execution that a worker has not finished began, and of which model it is."""
 
     #: When it began (CLOCK_MONOTONIC).
     since_ns: int
@@ -71,7 +71,10 @@ def model_key(name: str, version: int) -> int:
 
 
 class StatusPage:
-    """A worker's status page; writable in the worker that created it, read-only elsewhere."""
+    """Shared memory in which a worker says what it is doing; other processes read it without asking the worker.
+
+    It is writable in the worker that created it, read-only elsewhere.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -104,7 +107,7 @@ class StatusPage:
         self._words[2] = now_ns
 
     def beat(self, now_ns: int) -> None:
-        """Notes that the main loop is alive at ``now_ns``."""
+        """Writes the time ``now_ns`` to the page as the last turn of the main loop, which the supervisor checks."""
         self._words[2] = now_ns
 
     @property
@@ -127,13 +130,14 @@ class StatusPage:
 
     @staticmethod
     def word(slot: int) -> int:
-        """Returns the index of the first word of a slot."""
+        """Returns where a slot (the part of the page for one execution thread) begins, in words of 8 bytes."""
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
-        """Notes that the thread of ``slot`` starts to run these requests, each a pair (submitter, request id).
+        """Notes on the page that an execution thread (by its ``slot``) starts to run requests: pairs (submitter, request id).
 
-        ``model``: the ``model_key`` of their model. For the main loop's slot the state becomes EXECUTING.
+        ``model``: the ``model_key`` of their model. In the main loop's slot, LOOP_SLOT, this also sets the worker's state to
+        EXECUTING.
         """
         if slot >= SLOTS:
             return
@@ -154,7 +158,10 @@ class StatusPage:
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Notes that the thread of ``slot`` has finished its run. For the main loop's slot the state becomes ``resting``."""
+        """Notes on the page that an execution thread (by its ``slot``) has finished its run.
+
+        In the main loop's slot, LOOP_SLOT, this also sets the worker's state to ``resting``, usually IDLE.
+        """
         if slot < SLOTS:
             words = self._words
             words[_WORDS * (slot + 1)] = 0
