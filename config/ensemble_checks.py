@@ -22,7 +22,7 @@ def is_ensemble(message: ModelConfig) -> bool:
 
 
 def check(message: ModelConfig) -> None:
-    """Raises InvalidArgument if an ensemble's configuration is wrong, naming the first mistake found."""
+    """Raises InvalidArgument for the first mistake in an ensemble's configuration that can be seen without its members'."""
     name, steps = message.name, message.ensemble_scheduling.step
     if not message.HasField("ensemble_scheduling"):
         raise InvalidArgument(f"ensemble scheduling must be set for ensemble {name} whose platform is {PLATFORM}")
@@ -101,7 +101,7 @@ def _check_tensors(message: ModelConfig) -> None:
 
 
 def _reachable(message: ModelConfig, given: list[str]) -> Iterator[str]:
-    """Yields the tensors written by those steps whose inputs are all inputs of the ensemble or written by such steps."""
+    """Yields the tensors that the steps of an ensemble can write one after the other, beginning with its inputs, ``given``."""
     there, waiting = set(given), list(message.ensemble_scheduling.step)
     while ready := [step for step in waiting if there.issuperset(step.input_map.values())]:
         waiting = [step for step in waiting if step not in ready]
@@ -111,9 +111,9 @@ def _reachable(message: ModelConfig, given: list[str]) -> Iterator[str]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Returns an input that the step which would write ``tensor`` cannot get; "" if no step would write it.
+    """Returns the ensemble tensor for want of which a step cannot run and write ``tensor``; "" if no step would write it.
 
-    ``written``: tensor -> the step that writes it; ``made``: the tensors that are available.
+    ``written``: tensor -> number of the step that would write it; ``made``: the tensors that can be written, and the inputs.
     """
     if tensor not in written:
         return ""

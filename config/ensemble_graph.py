@@ -29,7 +29,7 @@ class _Tensor:
 
 
 def check(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None:
-    """Raises InvalidArgument if an ensemble does not fit its members, naming the first mistake found.
+    """Raises InvalidArgument if names, datatypes, shapes or batch sizes of an ensemble do not fit its members: the first mistake.
 
     ``find``: returns the completed configuration of a member, by name and version; version -1 means the newest.
     """
@@ -67,7 +67,7 @@ def check(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None
 def decoupled(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> bool:
     """Returns whether an ensemble answers a request with any number of responses: whether any of its members does.
 
-    ``find``: as for ``check``.
+    ``find``: returns the completed configuration of a member, by name and version; version -1 means the newest.
     """
     return any(
         find(step.model_name, step.model_version).model_transaction_policy.decoupled
@@ -97,10 +97,10 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Records how a model declares ensemble tensors in ``known``, and compares that with the models before.
+    """Notes in ``known`` how a model declares ensemble tensors; where a model before has declared one, compares the two.
 
-    Raises InvalidArgument: datatypes or shapes of a tensor differ. ``fields``: pairs of an ensemble tensor and the model's input
-    or output.
+    Raises InvalidArgument: the datatypes or shapes of a tensor differ. ``fields``: pairs of an ensemble tensor and the model's
+    input or output.
     """
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)

@@ -30,7 +30,7 @@ def pinned_byte_size() -> int:
 
 @functools.cache
 def host_byte_size() -> int:
-    """Returns the bytes of memory that this process and those beside it may use together."""
+    """Returns the bytes of the host's memory, or the limit of this process's memory control groups where that is less."""
     allowed = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for folder in _groups(Path("/proc/self/cgroup"), _CGROUPS):
         # "max": no limit. In version 1 a number beyond all memory.
@@ -42,7 +42,7 @@ def host_byte_size() -> int:
 
 
 def _groups(file: Path, root: Path) -> list[Path]:
-    """Returns the folders of the memory control groups that hold a process, with those around them.
+    """Returns the folders of a process's memory control groups and of all groups that contain these.
 
     Args:
       file: the process's ``/proc/PID/cgroup``.

@@ -38,7 +38,7 @@ class ConfigurationError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value that one layer gives to one key, with its source."""
+    """A value that one layer (a file, the environment, a flag) gives to one key, with its source."""
 
     #: The key: "http.port", or "server_name" at the top.
     key: str
@@ -76,7 +76,7 @@ class Configured:
 def read(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Configured:
-    """Merges all layers of the configuration into options, with their sources.
+    """Merges the defaults, the file, the environment and the flags, each before the next, into options with their sources.
 
     Args:
       file: the operator's file; None: there is none.
@@ -92,7 +92,10 @@ def read(
 def load(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Options:
-    """Merges all layers of the configuration into options. Arguments and errors are those of ``read``."""
+    """Merges the defaults, the file, the environment and the flags into options: ``read`` without the sources.
+
+    Raises ConfigurationError: something is wrong; the message is about the first mistake found.
+    """
     return read(file, environment, flags).options
 
 

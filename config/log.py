@@ -223,5 +223,8 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _escaped(text: str, *, keep_lines: bool) -> str:
-    """Escapes control characters. ``keep_lines``: except line ends, for our own tracebacks; messages may quote a client."""
+    """Writes control characters as ``\\x1b``, so that no client can forge a log line.
+
+    ``keep_lines``: except line ends, which tracebacks have.
+    """
     return _CONTROL.sub(lambda found: found[0] if keep_lines and found[0] == "\n" else f"\\x{ord(found[0]):02x}", text)

@@ -80,7 +80,7 @@ def parse_json(text: str, model_name: str) -> ModelConfig:
 
 
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
-    """Returns the JSON object with lists wherever the message has them, also where a single value was given for a list of one.
+    """Returns a JSON object with its single values made lists of one wherever the protobuf message (``described``) has a list.
 
     ``what`` begins error messages. Raises InvalidArgument: a list, an object or a single value stands where another is expected.
     """

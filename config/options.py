@@ -162,7 +162,7 @@ class Grpc(Section, frozen=True):
 
 
 class Metrics(Section, frozen=True):
-    """The port on which Prometheus reads metrics."""
+    """The port on which Prometheus reads metrics and browsers see the status page, and what is shown there."""
 
     enabled: bool = True
     address: str = "127.0.0.1"

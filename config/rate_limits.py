@@ -17,7 +17,7 @@ _LIMIT = re.compile(r"([^:]+):([0-9]{1,10})(?::([0-9]{1,4}))?", re.ASCII)
 
 
 class Limit(NamedTuple):
-    """How much of a resource there is, on one device or on each."""
+    """How much of one of the rate limiter's resources there is, on one device or on each."""
 
     #: The name in lower case: names that differ in case only are one.
     name: str
@@ -27,7 +27,7 @@ class Limit(NamedTuple):
 
 
 def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
-    """Parses amounts of resources, ``NAME:COUNT`` or ``NAME:COUNT:DEVICE`` each.
+    """Parses amounts of the rate limiter's resources, ``NAME:COUNT`` or ``NAME:COUNT:DEVICE`` each.
 
     Raises ValueError: not such a text; the message says what was expected and what was given.
     """

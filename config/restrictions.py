@@ -37,9 +37,10 @@ class Restriction:
 
 
 def parse(entries: Iterable[str]) -> dict[str, Restriction]:
-    """Parses restrictions. Returns group -> the header it needs; a group that is not in the result is open to everybody.
+    """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns group of calls -> the header that a request for one of them needs.
 
-    Groups in an entry without a colon belong to the next entry: a comma-separated environment variable is split in this way.
+    A group that is not in the result is open to everybody. Groups in an entry without a colon belong to the next entry: a
+    comma-separated environment variable is split in this way.
     Raises ValueError: an entry is wrong; the message names the first one, without its value, which is a secret.
     """
     found: dict[str, Restriction] = {}

@@ -43,7 +43,7 @@ class Latest(Generic[A]):
         self.replaced = 0
 
     def put(self, inputs: Mapping[str, Any]) -> None:
-        """Sends inputs to the model, or keeps them until a request has ended, in place of older inputs that wait.
+        """Sends inputs to the model; if two requests are under way, they wait for one to end, and replace older ones that waited.
 
         The caller may change the arrays as soon as this returns.
 
@@ -65,7 +65,7 @@ class Latest(Generic[A]):
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: concurrent.futures.Future[A]) -> None:
-        """Keeps the answer to a request that has ended, if it is the newest, and sends the inputs that wait."""
+        """Stores the answer to a request that has ended for ``get``, if it is the newest, and sends inputs that wait."""
         asked: concurrent.futures.Future[A] | None = None
         with self._changed:
             del self._under_way[number]

@@ -69,7 +69,7 @@ def export(
 
 
 def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> dict[str, Array]:
-    """Calls another model of the server and waits for its outputs; for use in a host model or a generator.
+    """Calls another model of the server and waits for its outputs; for a model's code that runs in Python, not compiled.
 
     Args:
       inputs: name -> array, in the shapes that clients send: with the batch dimension.
@@ -88,7 +88,8 @@ def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **o
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
     """Begins a call of another model and returns at once; ``result()`` of the returned object waits for the outputs.
 
-    Calls that are under way together may share a batch of the called model. Arguments as for ``call``.
+    Calls that are under way together may share a batch of the called model. Arguments as for ``call``. Raises InvalidArgument:
+    an input is no array, or no model runs this code; the called model's error is raised by ``result()``.
     """
     from tensord.workers.calls.asking import begin as begun
 
@@ -100,7 +101,8 @@ def stream(
 ) -> Iterator[dict[str, Array]]:
     """Calls a model that answers with any number of responses, and yields each response when it comes.
 
-    Closing the iterator cancels the call. Arguments as for ``call``.
+    Closing the iterator cancels the call. Arguments as for ``call``. Raises InvalidArgument: an input is no array, or no model
+    runs this code; the iterator raises ServingError where a response is an error, and ends.
     """
     from tensord.workers.calls.asking import stream as streamed
 
@@ -124,7 +126,7 @@ def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = 
 def unload_model(name: str, dependents: bool = False) -> None:
     """Has the server begin to unload another model. ``dependents``: also an ensemble's members that nothing else uses.
 
-    Raises as ``load_model``.
+    Raises ServingError: the server refused, and why; or this code is not run by a model on a server.
     """
     from tensord.workers.calls.other_models import unload
 
@@ -134,7 +136,7 @@ def unload_model(name: str, dependents: bool = False) -> None:
 def is_ready(name: str, version: int = 0) -> bool:
     """Returns whether the server answers requests for this version of a model; version 0: for any version.
 
-    Raises as ``load_model``.
+    Raises ServingError: the server could not say; or this code is not run by a model on a server.
     """
     from tensord.workers.calls.other_models import is_ready
 
@@ -169,7 +171,7 @@ def counter(name: str, description: str = "", labels: Mapping[str, str] | None =
 
 
 def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Gauge:
-    """Makes a metric of this model that goes up and down: as ``counter``, and with ``set(to)``."""
+    """Makes a metric of this model that goes up and down: as ``counter``, with ``set(to)`` and negative increments as well."""
     from tensord.workers.calls.own_metrics import Gauge
 
     return Gauge(name, description, labels)

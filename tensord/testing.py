@@ -75,7 +75,7 @@ _WAITERS = 64
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Describes an input or output of a model."""
+    """Name, datatype and shape of a model's input or output, as clients see them."""
 
     name: str
     datatype: str
@@ -168,7 +168,7 @@ def load(
 
 
 def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
-    """Returns the version to load, after all versions that the steps of an ensemble need (models with version numbers).
+    """Returns the models to load with their version numbers, in the order of loading: an ensemble after all that its steps need.
 
     Raises NotFound: a model or version does not exist or cannot be read; InvalidArgument: ensembles contain each other.
     """
@@ -300,7 +300,7 @@ class Model:
         return ModelSequence(self, sequence_id or (1 << 62) + next(self._worker.numbers))
 
     def end_sequence(self, sequence_id: int | str) -> None:
-        """Ends the sequence with this id, without a further request; its state is dropped."""
+        """Ends the sequence with this id, if there is one, without a further request; the model's state of it is dropped."""
         sequences = self._version.sequences
         if sequences is not None and self._end.alive:
             self._worker.call(lambda: sequences.close(sequence_id))
@@ -319,7 +319,11 @@ class Model:
         self.close()
 
     def _ask(self, inputs: Mapping[str, Any], outputs: Sequence[str], own: Own, streams: bool) -> tuple[Answers, int]:
-        """Begins a request. Returns its answers to come, and how many bytes of its inputs were copied."""
+        """Begins a request. Returns an iterator over its answers, and how many bytes of its inputs were copied.
+
+        ``streams``: whether the caller takes several answers. Raises InvalidArgument: it does not, and the model gives several;
+        or an input cannot be an array.
+        """
         if self._version.loaded.streams and not streams:
             raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
         datatypes = {tensor.name: tensor.datatype for tensor in self.inputs}
@@ -333,7 +337,10 @@ class Model:
         return answers, sum(array.nbytes for array in arrays.values())
 
     def _waited(self, answers: Answers, copied: int) -> Answer:
-        """Waits for the one answer to a request and returns it. Raises ServingError: the answer is this error."""
+        """Waits for the one answer to a request and returns it. Raises ServingError: the answer is this error.
+
+        ``copied``: how many bytes of the request's inputs were copied, for the answer's ``timing``.
+        """
         with contextlib.closing(answers):
             answer = self._answer(next(answers))
         if answers.moments is not None and answers.request is not None:

@@ -19,7 +19,11 @@ POOL = DescriptorPool()
 
 
 def define(serialized: bytes, module: dict[str, Any]) -> None:
-    """Adds a compiled file to the pool, and to a module its DESCRIPTOR, messages, enumerations and their values."""
+    """Adds a compiled .proto file (a serialized FileDescriptorProto) to the pool of all our messages, ``POOL``.
+
+    ``module``: the variables of its Python module, which get DESCRIPTOR, the message classes, and the enumerations with their
+    values.
+    """
     file = POOL.AddSerializedFile(serialized)
     module["DESCRIPTOR"] = file
     for name, enumeration in file.enum_types_by_name.items():
