@@ -341,7 +341,8 @@ def _check_sequences(message: ModelConfig) -> None:
     """Checks ``sequence_batching``, with Triton's messages. Raises InvalidArgument: the first mistake found.
 
     Control inputs have names, and there is at most one of each kind; START, END and READY have one pair of values, CORRID has a
-    datatype. Batch sizes of ``oldest`` and the slot utilization of ``direct`` are possible.
+    datatype. The preferred batch sizes of ``oldest`` are between 1 and ``max_batch_size``, the slot utilization of ``direct``
+    from 0 to 1.
     """
     name, sequences = message.name, message.sequence_batching
     _check_controls(message)

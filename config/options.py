@@ -181,7 +181,7 @@ class Metrics(Section, frozen=True):
 
 
 class Workers(Section, frozen=True):
-    """The worker processes, which run models."""
+    """The worker processes, which run models: how many, on which devices, with which threads, memory and time limits."""
 
     #: "auto": one worker per visible GPU, else CPU workers.
     device: Literal["auto", "cpu", "cuda"] = "auto"

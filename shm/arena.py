@@ -180,7 +180,7 @@ class Arena:
         return self._loan_large(byte_size)
 
     def release(self, key: LeaseKey) -> bool:
-        """Releases the lease that the peer returns by its key.
+        """Releases the lease that the peer returns by its key (segment, offset, generation).
 
         Returns False, and does nothing, if no outstanding lease has this key.
         """
@@ -191,7 +191,7 @@ class Arena:
         return True
 
     def release_all(self, keys: Sequence[LeaseKey]) -> LeaseKey | None:
-        """Releases the leases that the peer returns by their keys: all of them, or none.
+        """Releases the leases that the peer returns by their keys (segment, offset, generation): all of them, or none.
 
         Returns None when all were released, otherwise the first key that belongs to no outstanding lease or is given twice.
         """

@@ -271,7 +271,7 @@ class RegionPlace(Record, frozen=True, tag="place"):
 class Load(Record, frozen=True, tag="load"):
     """Has a worker load one version of a model and warm it up. The worker answers with Loaded.
 
-    Meanwhile the version before it keeps serving.
+    What the worker has loaded of the model before keeps serving meanwhile.
     """
 
     name: str

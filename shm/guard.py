@@ -35,7 +35,10 @@ def may_be_missing(address: int) -> bool:
 
 
 def install() -> None:
-    """Installs the signal handler in this process, before the first region is mapped. Does nothing without the extension."""
+    """Installs this process's handler of SIGBUS, the signal for a missing page; to be called before a region is mapped.
+
+    Idempotent. Does nothing where the C extension could not be built: a missing page kills the process there.
+    """
     if available:
         _guard.install()
 

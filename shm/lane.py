@@ -162,7 +162,7 @@ class SubmitterLane:
         self._channel.put(Cancel(request_id))
 
     def taken(self, request_id: int, byte_size: int) -> None:
-        """Tells the worker that the client has taken ``byte_size`` more bytes of a request's responses."""
+        """Tells the worker that the client has taken ``byte_size`` more bytes of a request's responses, so more may be sent."""
         self._channel.put(Taken(request_id, byte_size))
 
     def flush(self) -> bool:

@@ -316,7 +316,7 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Waits until every front acts upon all changes that were sent to the asking front before. Reply: empty."""
+    """Has the supervisor reply once every front acts upon all changes that it sent to the asking front before. Reply: empty."""
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):

@@ -19,7 +19,7 @@ _MOST_KNOWN = 4096
 
 
 class SequenceKeys:
-    """Makes the keys of one model version's sequences.
+    """Makes the keys of 128 bits by which a sequence page lists one model version's sequences.
 
     The keys stay the same when the version is loaded again, because a sequence goes on in the load that it began in.
     """

@@ -19,7 +19,10 @@ _MAX_BYTE_SIZE = 32 << 10
 
 
 def create() -> int:
-    """Creates nameless memory for one process's stacks and returns its descriptor. Raises OSError: no descriptor is left."""
+    """Creates nameless memory to which a process can write its threads' stacks; returns its descriptor.
+
+    Raises OSError: this process has no descriptor left.
+    """
     return os.memfd_create("tensord-stack", os.MFD_CLOEXEC)
 
 

@@ -361,7 +361,7 @@ class Model:
 
 
 class Prepared:
-    """A request that is sent many times, each time with what its input arrays hold then."""
+    """A request that is sent many times, each time with what its input arrays hold then; made by ``Model.prepare``."""
 
     def __init__(
         self, model: Model, inputs: Mapping[str, Any], out: Mapping[str, Array], outputs: Sequence[str], own: Own
