@@ -22,7 +22,7 @@ def is_ensemble(message: ModelConfig) -> bool:
 
 
 def check(message: ModelConfig) -> None:
-    """Raises InvalidArgument for the first mistake in an ensemble's configuration that can be seen without its members'."""
+    """Raises InvalidArgument for the first mistake in an ensemble's configuration that shows without those of its members."""
     name, steps = message.name, message.ensemble_scheduling.step
     if not message.HasField("ensemble_scheduling"):
         raise InvalidArgument(f"ensemble scheduling must be set for ensemble {name} whose platform is {PLATFORM}")
@@ -111,7 +111,7 @@ def _reachable(message: ModelConfig, given: list[str]) -> Iterator[str]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Returns the ensemble tensor for want of which a step cannot run and write ``tensor``; "" if no step would write it.
+    """Returns an ensemble tensor that is missing, so that the step which writes ``tensor`` cannot run; "": no step writes it.
 
     ``written``: tensor -> number of the step that would write it; ``made``: the tensors that can be written, and the inputs.
     """

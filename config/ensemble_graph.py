@@ -29,7 +29,7 @@ class _Tensor:
 
 
 def check(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None:
-    """Raises InvalidArgument if names, datatypes, shapes or batch sizes of an ensemble do not fit its members: the first mistake.
+    """Raises InvalidArgument for the first name, datatype, shape or batch size of an ensemble that does not fit its members.
 
     ``find``: returns the completed configuration of a member, by name and version; version -1 means the newest.
     """

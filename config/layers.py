@@ -76,7 +76,7 @@ class Configured:
 def read(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Configured:
-    """Merges the defaults, the file, the environment and the flags, each before the next, into options with their sources.
+    """Merges the defaults, the file, the environment and the flags (later ones win) into options with their sources.
 
     Args:
       file: the operator's file; None: there is none.
@@ -92,7 +92,7 @@ def read(
 def load(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Options:
-    """Merges the defaults, the file, the environment and the flags into options: ``read`` without the sources.
+    """Merges the defaults, the file, the environment and the flags (later ones win) into options, as ``read`` does.
 
     Raises ConfigurationError: something is wrong; the message is about the first mistake found.
     """
