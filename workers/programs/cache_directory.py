@@ -58,7 +58,9 @@ class CacheDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the directory, and makes it if it is missing. Empties it and closes it to others if others could write to it.
+        """Opens the directory, and makes it if it is missing. If others could write to it, removes the cache's files from it.
+
+        Afterwards only this user may enter it (mode 0700).
 
         Raises OSError: the directory cannot be made, belongs to another user, or could be replaced by another user.
         """
@@ -81,7 +83,10 @@ class CacheDirectory:
             _remove_old(place)
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a file; None if it does not exist, cannot be read, or fails a check (it is removed then)."""
+        """Returns the content of a file; None: it does not exist, or cannot be read.
+
+        A file that another user could have written, or whose HMAC is wrong, is removed, and None is returned.
+        """
         try:
             with self._alone() as place:
                 secret = self._secret(place)
@@ -130,7 +135,12 @@ class CacheDirectory:
             os.close(lock)
 
     def _locked(self, name: str, check: Callable[[], None]) -> int:
-        """Waits until the lock file ``name`` is locked for the caller. Returns its file descriptor, which the caller closes."""
+        """Waits until the lock file ``name`` is locked for the caller. Returns its file descriptor, which the caller closes.
+
+        ``check``: called again and again while waiting; an error that it raises ends the wait.
+
+        Raises OSError: the file cannot be opened or locked.
+        """
         while True:
             with self._alone() as place:
                 lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
@@ -198,7 +208,10 @@ class CacheDirectory:
             yield place, stat.S_IMODE(found.st_mode)
 
     def _secret(self, place: int) -> bytes:
-        """Returns the secret of the directory; makes it if there is none. Of two made at the same time, both use the first."""
+        """Returns the key of the HMACs of all files in the directory; makes it if there is none.
+
+        If two processes make it at the same time, both use the first. ``place``: the directory's file descriptor.
+        """
         try:
             return _read_secret(place)
         except FileNotFoundError:
@@ -227,7 +240,10 @@ def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int
 
 
 def _check_above(place: int, path: Path) -> None:
-    """Checks a directory above the cache. Raises PermissionError: another user could rename or replace its entries."""
+    """Checks a directory above the cache. Raises PermissionError: another user could rename or replace its entries.
+
+    ``place``: file descriptor of the directory. ``path``: names the directory in the error.
+    """
     found = os.fstat(place)
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()) or (mode & _WRITABLE and not mode & stat.S_ISVTX):
@@ -240,7 +256,7 @@ def _check_above(place: int, path: Path) -> None:
 
 
 def _content(place: int, name: str, secret: bytes) -> bytes:
-    """Returns a file's content without its head.
+    """Reads a file of the directory ``place`` (a file descriptor), and returns its content without the HMAC in front of it.
 
     Raises OSError: the file does not exist or cannot be read; ValueError: another user could have written it, or its HMAC is
     wrong.
@@ -268,7 +284,7 @@ def _read_secret(place: int) -> bytes:
 
 
 def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
-    """Returns all bytes of a file.
+    """Returns all bytes of a file in the directory ``place`` (a file descriptor).
 
     ``others``: permission bits that the file must not have.
 
@@ -297,7 +313,10 @@ def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
 
 @contextlib.contextmanager
 def _written(place: int, *parts: bytes) -> Iterator[str]:
-    """Writes a new file with a random name and yields that name; removes the file after the block unless it was renamed."""
+    """Writes a new file with a random name and yields that name; removes the file after the block unless it was renamed.
+
+    ``place``: file descriptor of the directory that the file is in. ``parts``: the content of the file.
+    """
     name = _NEW + secrets.token_hex(16)
     try:
         with open(
@@ -321,7 +340,7 @@ def _locks(fd: int) -> bool:
 
 
 def _remove_all(place: int) -> None:
-    """Removes all files whose names the cache uses; leaves other files in the directory untouched."""
+    """Removes the cache's files from the directory ``place`` (a file descriptor); leaves files with other names untouched."""
     for name in os.listdir(place):
         if name == _SECRET or name.startswith(_NEW) or name.endswith((*SUFFIXES, _LOCK)):
             with contextlib.suppress(OSError):
@@ -329,7 +348,10 @@ def _remove_all(place: int) -> None:
 
 
 def _remove_old(place: int) -> None:
-    """Removes temporary files and locks that are older than an hour: processes that were killed have left them behind."""
+    """Removes temporary files and lock files that are older than an hour: processes that were killed have left them behind.
+
+    ``place``: file descriptor of the directory.
+    """
     for name in os.listdir(place):
         if name.startswith(_NEW) or name.endswith(_LOCK):
             with contextlib.suppress(OSError):

@@ -54,6 +54,7 @@ class Carry:
         If waiting for the outputs fails, the caller calls ``failed``.
 
         Args:
+          step: the program with its parameters: (inputs, rows argument, carry) -> (outputs, carry).
           rows: the batch size.
           requests: one for each of the first rows; none for a test run.
         Raises StateLost: the run failed and the state of all sequences is lost. After any other error all state is as before.
@@ -62,7 +63,10 @@ class Carry:
         return self.run_rows(step, inputs, rows_argument(self._signature, rows, used))
 
     def run_rows(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
-        """Launches a batch as ``run`` does. ``argument``: the slot and start of each row (``state_program.rows_argument``)."""
+        """Launches a batch, with the results and errors of ``run``.
+
+        ``argument``: the slot of each row, and whether its sequence begins (made by ``state_program.rows_argument``).
+        """
         with precision(self._signature):
             carry = self._open()
             try:
@@ -76,7 +80,7 @@ class Carry:
         return made
 
     def failed(self) -> StateLost:
-        """Drops the carry after a run has failed; the next run makes a new one. Returns the error that the caller raises."""
+        """Drops the state of all sequences after a run has failed; the next run makes a new carry. Returns the error to raise."""
         self._arrays = None
         self.losses += 1
         return StateLost()

@@ -42,7 +42,7 @@ Content = Array | bytes
 
 
 class RunOutputs(NamedTuple):
-    """The outputs of a run of an executable."""
+    """The outputs of one run, as arrays by name, and also as contents in host memory unless they stay on a GPU."""
 
     arrays: dict[str, Array]
     #: The same outputs in host memory, in the order of the signature or packed; None: they stay on a GPU.
@@ -111,7 +111,10 @@ class Executable(ABC):
 
     @functools.cached_property
     def share(self) -> float:
-        """The work of a run as a fraction of a loop iteration; infinite: more than that, or not known."""
+        """The work of a run as a fraction of what may run in one iteration of the worker's loop (about 1 ms of a core).
+
+        Infinite: it is more than one iteration's, or not known.
+        """
         return share_of(self.program)
 
     @functools.cached_property
@@ -137,12 +140,18 @@ class Executable(ABC):
         return [(name, address_of(array), array.nbytes // self.wanted.rows) for name, array in self.gathered.items()]
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the inputs that were gathered in ``memory`` as arguments of the program."""
+        """Returns the inputs that were gathered in ``memory`` as arguments of the program; on a GPU they are sent there first.
+
+        Raises Unavailable: the GPU has no memory left; DeviceLost: the GPU has failed.
+        """
         with precision(self._signature):
             return self._inputs.send()
 
     def parameters(self, chosen: ParameterSet | BatchSets | None = None) -> Any:
-        """Returns the parameters of a set in the form that ``call`` takes. ``chosen``: None: the main set."""
+        """Returns parameters in the form that ``call`` takes.
+
+        ``chosen``: the set, or the sets of a batch that mixes several; None: the main set, with which the model was loaded.
+        """
         sets = self._sets
         if chosen is None:
             chosen = sets.main
@@ -183,14 +192,18 @@ class Executable(ABC):
 
     @abstractmethod
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
-        """Gathers the inputs of a batch. Returns the arguments for ``compute``, and how many bytes were copied."""
+        """Lays the inputs of a batch side by side. Returns them as arguments for ``compute``, and how many bytes were copied.
+
+        On a GPU, raises Unavailable: it has no memory left; DeviceLost: it has failed.
+        """
 
     def compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
     ) -> RunOutputs:
-        """Runs the program and waits for its outputs. Raises what the run raises.
+        """Runs the program on the arguments that ``gather`` returned, and waits for its outputs. Raises what the run raises.
 
-        ``places``: where the outputs of a single request belong, so that the program may write them there; None: not known.
+        ``places``: the memory in the answer or the client's regions that a single request's outputs are written to directly;
+        None: it is found after the run.
         """
         if self._signature.wide:
             with precision(self._signature):
@@ -201,17 +214,17 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
     ) -> RunOutputs:
-        """Implements ``compute``, which has set JAX's 64-bit mode as the model needs it."""
+        """Does the work of ``compute`` on this kind of device; JAX's 64-bit mode is already as the model needs it."""
 
     @abstractmethod
     def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
-        """Waits for a run and returns its outputs, in host or device memory, depending on the requests.
+        """Waits for a run and returns its outputs: in host memory, or on a GPU if they are large or a request needs them there.
 
-        Raises what the run raised.
+        ``made``: what ``call`` returned. Raises what the run raised.
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
-        """Returns outputs as bytes from which answers are cut, or None if they are too large for that or not in host memory."""
+        """Returns a batch's outputs as bytes, of which each answer is a part; None: they are too large for that, or on a GPU."""
         if outputs.contents is None:
             return None
         if self._layout is None:
@@ -220,24 +233,31 @@ class Executable(ABC):
 
     @abstractmethod
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """Returns output name -> bytes if places for the outputs should be reserved before the run; None: they should not.
+        """Returns output name -> bytes if the answer's memory should be reserved before the run, to be written to directly.
+
+        None: it should be reserved after the run.
 
         ``whole``: whether a single request gets the program's outputs as they are.
         """
 
     @abstractmethod
     def offer(self, request: Request, places: Places) -> None:
-        """Prepares the next run to write the outputs of a request directly to their places."""
+        """Notes in ``places``, the memory of a request's answer, which outputs the next run may write there directly."""
 
     @abstractmethod
     def settle(self, places: Places) -> None:
-        """Ends what ``offer`` began. Called once the answer was sent or given up, and no code here uses the outputs any more."""
+        """Makes sure that no later run writes to the memory that ``offer`` has noted in ``places``.
+
+        Called once the answer was sent or given up, and no code here uses the outputs any more.
+        """
 
     @abstractmethod
     def single_run(
         self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]
     ) -> SingleRun | None:
-        """Returns an object that runs repeats of a prepared request directly, one at a time; None: that is not possible.
+        """Returns an object that runs requests with the same prepared request (their common part) directly, one at a time.
+
+        None: that is not possible for these requests.
 
         Args:
           execution: a run of a request that used the prepared request.

@@ -119,8 +119,8 @@ class ExecutableCache:
         Of several workers that share the directory only one makes a program; the others wait for it and then find it.
 
         Args:
-          usual: the placement of the program.
-          small: offers the single-thread device, on which a stored program may run; None: it is not used.
+          usual: where the program runs, unless it was stored for the single-thread device.
+          small: opens the single-thread device; None: no program runs there.
           what: names the program in the log.
           make: compiles the program.
           cancellation: tells whether the load was given up.

@@ -48,7 +48,7 @@ Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 class Executables:
-    """Compiles, finds and evicts the executables of one model version."""
+    """Holds the executables of one model version: makes one for each bucket at load, adds others later, and evicts the latter."""
 
     def __init__(
         self,
@@ -160,7 +160,8 @@ class Executables:
     ) -> tuple[CompiledProgram, bool]:
         """Returns a program from the cache, or made by ``make``, and whether it was made.
 
-        ``parts``: what distinguishes the program from the other programs of this version, in the cache's key.
+        ``parts``: what distinguishes the program from the other programs of this version, in the cache's key. ``what``: names
+        the program in the log. Raises Cancelled: the load was given up; or whatever ``make`` raises.
         """
         key = self._cache.key((*self._identity, *parts, f"{self._small} {self._usual.several}"))
         what = f"model '{self._signature.model}', {what}"
@@ -169,7 +170,11 @@ class Executables:
     def kept_grouped(
         self, cancellation: Cancellation
     ) -> Callable[[Shapes, int | None, Callable[[int | None], CompiledProgram]], CompiledProgram]:
-        """Returns a function that takes programs for grouped calls from the cache, or makes them (see ``GroupedCalls``)."""
+        """Returns the function by which ``GroupedCalls`` gets its programs: from the cache, or else compiled and stored there.
+
+        The function takes the shapes of a request's inputs, the number of requests in a call (None: any number), and a function
+        that compiles the program for that number. It raises Cancelled: the load was given up; or whatever compiling raises.
+        """
 
         def make(
             shapes: Shapes, number: int | None, compile_it: Callable[[int | None], CompiledProgram]
@@ -181,7 +186,10 @@ class Executables:
         return make
 
     def _place(self, planned: Sequence[Wanted]) -> None:
-        """Chooses one placement, suited to the largest program, for all programs, because they share a carry or a stack."""
+        """Chooses one device for all programs, because they share sequence state or a stack of parameter sets.
+
+        It is the single-thread device if the program of the largest bucket is small and can run there, otherwise the worker's.
+        """
         small, self._small = self._small, None
         if small is None or not planned or not small.suits(self._lowering.lower(*planned[-1], self._usual)):
             return
@@ -194,7 +202,10 @@ class Executables:
                 self._usual = placement
 
     def _open(self, stack: SetStack) -> None:
-        """Opens the stack of parameter sets on the device of the programs. Raises Internal: there is no memory for it."""
+        """Gives a stack of parameter sets what makes its arrays on the programs' device, and what writes a set into them.
+
+        Raises Internal: the device has no memory for the arrays.
+        """
         name, usual = self._signature.model, self._usual
         device_memory.check(name, "its parameter sets need", stack.byte_size, jax.local_devices()[:1])
         with precision(self._signature):
@@ -245,7 +256,7 @@ class Executables:
         return self.device.executable(wanted, self._signature, compiled)
 
     def find(self, wanted: Wanted) -> Executable | None:
-        """Returns the executable for a shape, and marks it as used, or returns None if it is not compiled."""
+        """Returns the executable for a shape, which is then the last that will be evicted; None: it is not compiled."""
         found = self._planned.get(wanted)
         if found is None and (found := self._unexpected.get(wanted)) is not None:
             self._unexpected.move_to_end(wanted)

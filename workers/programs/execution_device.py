@@ -40,7 +40,7 @@ class Inputs(Protocol):
         """The arrays in which the arguments are gathered, by argument name."""
 
     def send(self) -> dict[str, Any]:
-        """Returns the gathered inputs as arguments of the program, on the device.
+        """Returns the gathered arguments by name, as the program takes them; a GPU gets them in one transfer first.
 
         Raises Unavailable: the device has no memory left; DeviceLost: the device has failed.
         """
@@ -58,7 +58,7 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
-        """Allocates the memory in which the host gathers arguments of a program."""
+        """Returns memory in which the host gathers these arguments of a program; its ``fit`` says whether there was room."""
 
     @abstractmethod
     def contents_of(self, made: Sequence[Any]) -> list[Content]:
@@ -66,11 +66,11 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
-        """Returns what places and compiles the small programs of a model version; None: they are treated like all programs."""
+        """Returns the object that places and compiles a model version's small programs; None: they run where all others do."""
 
     @abstractmethod
     def keeps(self, request: Request) -> bool:
-        """Returns whether a request's outputs may be needed on the device, so that they should not be copied to the host."""
+        """Returns whether a request's outputs stay on the device, because another model or a client may need them there."""
 
     @abstractmethod
     def beside(self) -> ExecutionDevice:

@@ -37,7 +37,7 @@ class HostInputs:
         self.arrays = {name: aligned(shape, dtype) for name, dtype, shape in inputs}
 
     def send(self) -> dict[str, Any]:
-        """Returns the gathered inputs as arguments of the program, by input name; nothing is copied."""
+        """Returns the arrays of the gathered inputs by name: the program's arguments, which XLA reads where they lie."""
         return self.arrays
 
     def __repr__(self) -> str:
@@ -58,7 +58,7 @@ class GatherBuffer:
         lead: bool,
         memory: Array | None = None,
     ) -> None:
-        """Makes a buffer of ``slots`` slots with a shape.
+        """Makes a buffer with a slot of the given shape for each of ``slots`` rows.
 
         Args:
           name: the input's.

@@ -31,7 +31,7 @@ Make = Callable[[Shapes, int | None, Callable[[int | None], CompiledProgram]], C
 
 
 class _Shape:
-    """The programs for grouped calls of requests of one shape."""
+    """The programs that run several requests with the same input shapes in one call."""
 
     __slots__ = ("fitting", "weight")
 
@@ -47,7 +47,7 @@ class _Shape:
 
 
 class GroupedCalls:
-    """Finds and makes the programs for grouped calls of one model version.
+    """Makes and finds one model version's programs for grouped calls: calls that run several requests, each by itself.
 
     ``compile`` and ``prepare`` may be called in other threads, everything else in the execution thread only.
     """
@@ -72,7 +72,7 @@ class GroupedCalls:
     def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
         """Returns the program that runs the first of ``waiting`` requests of a shape; None: the first request runs by itself.
 
-        The program may have room for more requests than are waiting.
+        The program may have room for more requests than are waiting. ``key``: the shapes of the requests' inputs.
         """
         shape = self._shapes.get(key)
         return None if shape is None else shape.fitting[min(waiting, MOST)]

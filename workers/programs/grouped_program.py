@@ -96,7 +96,11 @@ class GroupedMemory:
         return self._inputs.arrays[_COUNT]
 
     def send(self, count: int) -> dict[str, Any]:
-        """Returns the program's arguments for the first ``count`` requests in this memory."""
+        """Returns this memory as the program's arguments, with ``count``; a GPU gets it in one transfer first.
+
+        The program computes the first ``count`` requests; what later rows hold does not matter.
+        Raises Unavailable: the GPU has no memory left; DeviceLost: the GPU has failed.
+        """
         self._count[...] = count
         return self._inputs.send()
 
@@ -187,7 +191,7 @@ class GroupedProgram:
         return copied
 
     def run(self, name: str | None = None) -> list[Content]:
-        """Computes the gathered requests and waits for the results, whose first dimension counts the requests.
+        """Computes the gathered requests and returns the results in host memory: for each dtype a stack with one row per request.
 
         ``name``: of the parameter set; None: the main set. Raises NotFound: there is no set with that name any more.
         """
@@ -202,7 +206,7 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Returns the results of ``run`` as bytes from which answers are cut, or None if they are too large for that."""
+        """Returns the results of ``run`` as bytes, of which each answer is a part; None: they are too large for that."""
         return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Content]) -> list[Result]:
@@ -234,7 +238,7 @@ class GroupedProgramMaker:
         self._inputs = Packing(given)
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns for each number of requests in a call the number for which its program is compiled; None: for any number."""
+        """Returns, for each number of requests in a call, the number to pass to ``compile``; None: one program for any number."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property
@@ -320,7 +324,10 @@ class GroupedProgramMaker:
 
 
 def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Applies the model to tensors so that XLA does not fuse its operations with other operations of the program."""
+    """Applies the model to tensors so that XLA does not fuse its operations with other operations of the program.
+
+    ``alone``: the jitted function of the model: (parameters, tensors) -> outputs.
+    """
     if jax.default_backend() == "cpu":
         with set_xla_metadata(inlineable="false"):
             made: dict[str, Any] = alone(parameters, tensors)

@@ -25,13 +25,13 @@ def nobody(number: int, total: int, compiled: int) -> None:
 
 
 class LoadProgress:
-    """Tracks the progress of one model's load; used by the loading thread only."""
+    """Reports the progress of one model's load, and sums up what its programs take; used by the loading thread only."""
 
     def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
         """
         Args:
           name, version: of the model that is loaded.
-          tell: reports the progress.
+          tell: called before each program is made, with its number, the number of all programs, and how many were compiled.
           cancellation: tells whether the load was given up; None: it cannot be given up.
         """
         self.cancellation = cancellation or Cancellation()
@@ -70,7 +70,7 @@ class LoadProgress:
         )
 
     def parameters(self, parameters: Any) -> None:
-        """Notes how many bytes the model's parameters have, in total and on each device."""
+        """Computes how many bytes the model's parameters have, in total and on each device, for ``made`` and ``footprint``."""
         leaves = jax.tree.leaves(parameters)
         self._parameter_byte_size = sum(leaf.nbytes for leaf in leaves)
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)

@@ -63,7 +63,10 @@ def placed_sets(
     fixed = [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
 
     def lay(host: Sequence[Array | None]) -> Any:
-        """Copies arrays that are not aligned or have another datatype, because XLA's own copy takes three times as long."""
+        """Returns a tree of parameters from host arrays; None in ``host``: the model's leaf, which cannot be pushed.
+
+        Copies arrays that are not aligned or have another datatype, because XLA's own copy takes three times as long.
+        """
         whole = zip(host, fixed, described, strict=True)
         laid = [own if given is None else _aligned(given, leaf.placed) for given, own, leaf in whole]
         return jax.tree.unflatten(structure, laid)
@@ -103,7 +106,10 @@ def placed_sets(
         return sum([given.nbytes for given, leaf in pairs if given is not None and _lies(given, leaf.placed)])
 
     def pin(tree: Any) -> list[jax.Array | None] | None:
-        """Copies leaves to page-locked host memory, each part near the device that has it. Returns None if that fails."""
+        """Copies a tree's leaves to page-locked host memory, each part near the device that has it.
+
+        Returns the copies, with None for leaves that cannot be pushed; or None if there is no such memory left.
+        """
         arrays = [array if leaf.plain else None for array, leaf in zip(jax.tree.leaves(tree), described, strict=True)]
         try:
             with precision(signature):
@@ -166,9 +172,10 @@ def _on_device(sharding: Sharding) -> Sharding:
 def _stacked(
     signature: Signature, parameters: Any, names: Sequence[str], mixed: SetDeclaration, room: DeviceRoom | None
 ) -> ParameterSets:
-    """Places the parameters of a model whose batches mix parameter sets.
+    """Places the parameters of a model whose batches mix parameter sets, and returns its sets.
 
     Leaves that all sets share go to the device; the other leaves stay in host memory until their set gets a slot of the stack.
+    Raises InvalidArgument: ``mixed`` names a leaf that does not exist; Internal: the device has no memory left.
     """
     mixed.check(signature.model, names)
     leaves, structure = jax.tree.flatten(parameters)

@@ -15,7 +15,7 @@ from tensord.workers.parameters.parameter_set import ParameterSets
 
 
 class Placement(NamedTuple):
-    """A device, and the parameters of a model version on it."""
+    """Where the programs of a model version run: the device or devices, the parameters there, and options for compiling."""
 
     #: The version's parameter sets; each run says which of them it uses.
     sets: ParameterSets

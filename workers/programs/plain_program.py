@@ -35,7 +35,10 @@ _ALLOCATIONS, _LIVE_OUT, _ASSIGNED = 3, 7, 9
 
 
 def is_plain(compiled: Any) -> bool:
-    """Returns whether a ``jax.stages.Compiled`` is known to only compute, and to use its outputs' memory for nothing else."""
+    """Returns whether no tensor decides what a program reads, writes or runs, and its outputs' memory holds nothing else.
+
+    ``compiled``: a ``jax.stages.Compiled``. False also if this is not known.
+    """
     try:
         text = compiled.as_text()
         assignment = compiled.runtime_executable().get_compiled_memory_stats().serialized_buffer_assignment_proto
@@ -62,7 +65,7 @@ def _leaves_only_outputs(assignment: bytes) -> bool:
 
 
 def _fields(message: Any) -> Iterator[tuple[int, Any]]:
-    """Yields the number and content of each field of a serialised protobuf message, without its declaration."""
+    """Yields the number and content of each field of a serialised protobuf message of any type; no .proto file is needed."""
     fields: Any = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(message))
     for field in fields:
         yield field.field_number, field.data

@@ -47,7 +47,10 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Wraps a model's function with state as the function to trace: (parameters, inputs, rows, carry) -> (outputs, carry)."""
+    """Wraps a model's function, which takes and returns state of rows, so that it takes and returns the state of all sequences.
+
+    The wrapped function is what JAX traces: (parameters, inputs, rows argument, carry) -> (outputs, carry).
+    """
 
     def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         slots, starts = rows[0], rows[1]

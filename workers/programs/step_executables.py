@@ -37,7 +37,7 @@ DeviceCall = Callable[..., Any]
 
 
 class _Wanted(NamedTuple):
-    """Identifies one program of a stepped model."""
+    """Identifies one program of a stepped model: its function (``name``), and the slots or input shapes it is compiled for."""
 
     name: str
     #: Number of slots that a step is for.
@@ -52,7 +52,7 @@ class _Wanted(NamedTuple):
 
 
 class StepExecutables:
-    """Makes and holds the programs of one stepped model version; ``warm`` makes them."""
+    """Holds the programs of one stepped model version, whose requests share each step on the device; ``warm`` makes them."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ INSERT_CARRY, STEP_CARRY = 3, 2
 
 
 class StepFunctions(NamedTuple):
-    """The three functions that the ``create`` function of a stepped model returns."""
+    """The functions that ``create`` of a stepped model returns: to make the carry, to insert requests, to run a step."""
 
     init: Callable[..., Any]
     insert: Callable[..., Any]
@@ -165,7 +165,10 @@ class StepPrograms:
         return Internal(f"model '{self._signature.model}': {which} returned {what}, {expected} expected")
 
     def _check_carry(self, which: str, given: Any, made: Any) -> None:
-        """Checks a returned carry. Raises Internal: its structure, shapes or datatypes differ from the carry that was passed."""
+        """Checks a returned carry. Raises Internal: its structure, shapes or datatypes differ from the carry that was passed.
+
+        ``which``: names the author's function in the error.
+        """
         what = f"model '{self._signature.model}': {which} returned"
         before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
         structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(made)]
@@ -179,7 +182,10 @@ class StepPrograms:
                 raise Internal(f"{what} {_named(path)} as {_kind(new_leaf)}, init made it as {_kind(old)}")
 
     def _checked(self, which: str, outputs: Any, lead: tuple[int, ...]) -> dict[str, Any]:
-        """Returns the outputs as arrays. Raises Internal: their names, shapes or datatypes are not the declared ones."""
+        """Returns the outputs as arrays. Raises Internal: their names, shapes or datatypes are not the declared ones.
+
+        ``which``: names the author's function in the error. ``lead``: the dimensions before the declared ones.
+        """
         what = f"model '{self._signature.model}': {which} returned"
         if not isinstance(outputs, dict):
             raise Internal(f"{what} {type(outputs).__name__} as its outputs, a dict of arrays is expected")
@@ -197,7 +203,10 @@ class StepPrograms:
         return made
 
     def _flags(self, which: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns flags as an array. Raises Internal: they are not BOOL with one element for each row."""
+        """Returns flags as an array. Raises Internal: they are not BOOL with one element for each row.
+
+        ``which``, ``name``: name the author's function and the flags in the error. ``lead``: the expected shape.
+        """
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(

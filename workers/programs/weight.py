@@ -31,7 +31,7 @@ class Weight(enum.IntEnum):
 
 
 class Most(NamedTuple):
-    """An upper bound on a program's work: floating-point operations, and bytes that they read and write."""
+    """An upper bound on a program's work: its floating-point operations, and the bytes that it reads and writes."""
 
     flops: int
     byte_size: int
@@ -48,7 +48,7 @@ _ITERATION = 1 << 22
 
 
 def work_of(program: Program) -> tuple[float, float]:
-    """Returns the floating-point operations of a program, and the bytes that they read and write; -1 for what is not known."""
+    """Returns a program's floating-point operations, and the bytes that it reads and writes; -1 for what is not known."""
     cost = program.cost_analysis() or {}
     flops = cost.get("flops", -1.0)
     if flops >= 0:
