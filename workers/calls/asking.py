@@ -16,7 +16,7 @@ from tensord.workers.requests.result import Result
 
 
 class Own(TypedDict, total=False):
-    """The keyword arguments of a request to another model besides its tensors."""
+    """The keyword arguments of a request to another model besides its tensors: parameters, priority, timeout, sequence."""
 
     parameters: Mapping[str, Parameter]
     request_id: str
@@ -50,12 +50,14 @@ class Pending:
         return _outputs(self._answer)
 
     def cancel(self) -> None:
-        """Cancels the call, because its result is not needed any more."""
+        """Cancels the call, so that ``result`` raises Cancelled; does nothing if the called model has answered."""
         self._call.cancel()
 
 
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
-    """Begins a call to another model; its result is asked of the returned ``Pending``. ``outputs``: none: all outputs.
+    """Sends a request to another model and returns at once; ``result`` of the returned object waits for the outputs.
+
+    ``outputs``: names of the wanted outputs; empty: all.
 
     Raises InvalidArgument: an input is no array, or the caller is not the code of a model that works on a request.
     """
@@ -67,7 +69,7 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 def stream(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
-    """Begins a call to another model and returns an iterator over the outputs of its responses.
+    """Sends a request to another model and returns at once: an iterator, which waits for each response and yields its outputs.
 
     Raises InvalidArgument as ``begin`` does. The iterator raises ServingError where a response is an error, and ends.
     """

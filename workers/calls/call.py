@@ -63,7 +63,8 @@ class ModelCall:
     ) -> None:
         """
         Args:
-          prepared, own: the request without its inputs and requested outputs.
+          prepared: the part of the request that other requests may share: model, version, parameters.
+          own: the rest of the request without its tensors: id, priority, timeout, sequence.
           arrays: the inputs by name, which must not be written to any more.
           outputs: names of wanted outputs; none: all.
           streams: whether the caller takes any number of responses; False: exactly one.
@@ -121,7 +122,10 @@ class ModelCall:
             first()
 
     def next(self) -> tuple[Result | None, bool]:
-        """Waits for the next response. Returns the response, and whether it is the last one, after which no call is allowed."""
+        """Waits for the next response. Returns the response, and whether it is the last; after that ``next`` may not be called.
+
+        None instead of a response: the responses have ended, and no further one came.
+        """
         self._thread = threading.get_ident()
         self._taken += 1
         self._asked = self._taken
@@ -132,7 +136,10 @@ class ModelCall:
         return result, final
 
     def first(self) -> asyncio.Task[tuple[Result | None, bool]]:
-        """Returns a task of the running event loop that waits for the first response. Cancelling the task cancels the call."""
+        """Returns a task of the running event loop that waits for the first response, with the result of ``next``.
+
+        Cancelling the task cancels the call.
+        """
         waiting = asyncio.ensure_future(self._wait())
         waiting.add_done_callback(lambda done: self.cancel() if done.cancelled() else None)
         return waiting
@@ -152,12 +159,15 @@ class ModelCall:
         return self.next()
 
     def cancel(self) -> None:
-        """Ends the call with an error, if it has not ended. Idempotent."""
+        """Cancels the called model's request, and has the call end with Cancelled, if it has not ended. Idempotent."""
         if not self._over:
             self._server.cancel(self)
 
     def stop(self) -> None:
-        """Asks the called model to stop; the caller still gets responses that the model sends after that. Idempotent."""
+        """Asks a streaming model that runs in a thread to stop, and still takes its responses. Cancels a call to any other model.
+
+        Idempotent.
+        """
         if not self._over:
             self._server.stop(self)
 

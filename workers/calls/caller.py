@@ -31,19 +31,22 @@ class CallServer(Protocol):
     """The interface by which models' code in any thread reaches the worker's loop. ``call`` is a ``calls.call.ModelCall``."""
 
     def begin(self, call: Any) -> None:
-        """Sends the request of a call to the called model; the call gets the responses."""
+        """Queues the request of a call for the called model; ``call.answered`` gets the responses, also an error."""
 
     def cancel(self, call: Any) -> None:
-        """Ends a call with an error, because the caller does not wait for it any more."""
+        """Cancels the request of a call, because the caller does not wait for it any more; ``call.answered`` gets Cancelled."""
 
     def stop(self, call: Any) -> None:
-        """Asks the called model to stop; the caller still takes the responses that it sends after that."""
+        """Asks a streaming model that runs in a thread to stop; the caller still takes its responses. Cancels any other call."""
 
     def took(self, call: Any) -> None:
-        """Notes that the caller has taken one response of a call, so that the called model may send a further one."""
+        """Lets the called model send a further response, because the caller has taken one."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Has the daemon carry out an operation for a model's ``ModelPort``, and returns its answer. Raises ServingError."""
+        """Has the daemon carry out an operation for a model's ``ModelPort``. Raises ServingError: the operation failed.
+
+        Returns the daemon's answer: for ModelReady "true" or "false".
+        """
 
     def abandon(self, call: Any) -> None:
         """Lets a call go on but discards its responses, because the caller takes no more of them."""
@@ -54,7 +57,7 @@ PORT = "__tensord_port__"
 
 
 class Held(Protocol):
-    """A resource that a model's code has made outside of itself, to be closed when the model version ends."""
+    """A resource that a model's code has made, such as a metric or a process, to be closed when the model version ends."""
 
     def close(self) -> None:
         """Closes the resource. Idempotent."""
@@ -69,7 +72,7 @@ class EndsLater(Held, Protocol):
 
 
 class ModelPort:
-    """Connects the code of one loaded model version with its worker: calls, metrics, resources."""
+    """What the code of one loaded model version has of its worker: calls to other models, metrics, and resources to be closed."""
 
     def __init__(
         self,
@@ -166,9 +169,9 @@ class Caller:
 
 
 def asker() -> Caller | None:
-    """Returns the ``Caller`` of the running code, or None if it is no model's. Raises InvalidArgument: this is a forked process.
+    """Returns the object through which the model whose code is running asks its worker; None: no model's code is running.
 
-    In a process that the model's code has forked no answer from the worker would come.
+    Raises InvalidArgument: the code runs in a process that the model has forked, where no answer of the worker would come.
     """
     found = caller()
     if found is not None and found.port.process != (here := os.getpid()):
@@ -184,7 +187,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Runs the block as code of ``caller``'s model: ``current`` returns ``caller`` there."""
+    """Runs the ``with`` block as code of ``caller``'s model: ``current`` returns ``caller`` there. Then calls ``port.ran``."""
     token = _current.set(caller)
     try:
         yield caller
@@ -195,12 +198,15 @@ def calling(caller: Caller) -> Iterator[Caller]:
 
 
 def current() -> Caller | None:
-    """Returns the ``Caller`` of the running context; None: there is none, as in a thread that a model's code has started."""
+    """Returns the ``Caller`` that ``calling`` has set for this context; None: none, as in a thread that a model has started."""
     return _current.get(None)
 
 
 def caller() -> Caller | None:
-    """Returns the ``Caller`` of the model whose code is running or is next on the stack, or None if no model's code is."""
+    """Returns the ``Caller`` of the model whose code called this, directly or through libraries; None: no model's code did.
+
+    If only the model is known, and not the requests that it works on, this is the model's ``detached`` caller.
+    """
     found = _current.get(None)
     if found is not None:
         return found

@@ -41,7 +41,7 @@ class MetricKind(enum.Enum):
 
 
 class Value:
-    """The value of one metric. ``counts``: how many values each bucket of a histogram has."""
+    """The value of one metric: ``sum``, and of a histogram also ``counts``, how many values each bucket has."""
 
     __slots__ = ("buckets", "counts", "holders", "sum")
 
@@ -75,7 +75,9 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Adds a holder to the family of that name, which is made if there is none. ``owner``: the holder's model and version.
+        """Adds a holder to the family of that name, which is made if there is none, and exists as long as it has holders.
+
+        ``owner``: model and version whose code holds the family.
 
         Raises InvalidArgument: the name or description is malformed, or the family is of another kind; Unavailable: there are too
         many families.
@@ -100,7 +102,7 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Sequence[Labels]) -> None:
-        """Ends a holder's part in a family, and in its metrics with the labels ``held``; what has no holder left is removed."""
+        """Removes a holder from a family and from its metrics with the labels ``held``; what has no holder left is removed."""
         with self._lock:
             family = self._families[name]
             for labels in held:
@@ -115,8 +117,9 @@ class MetricRegistry:
                 del self._families[name]
 
     def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None) -> tuple[Labels, Value]:
-        """Returns the metric of a family with these labels, made if there is none, and its key for ``release``.
+        """Returns the key and the value of a family's metric with these labels, which is made if there is none.
 
+        ``release`` takes the key.
         ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: the labels or buckets are malformed, or the
         buckets differ from the metric's; Unavailable: there are too many metrics.
         """

@@ -61,15 +61,15 @@ def _end_with_worker(fd: int) -> None:
 
 
 class Compiler:
-    """Compiles programs with clients of XLA:CPU, which it makes as needed."""
+    """Compiles programs in this process with XLA for the CPU; makes one XLA client for each number of threads and devices."""
 
     def __init__(self) -> None:
         self._clients: dict[tuple[int, int], Any] = {}
 
     def compile(self, asked: Compile) -> Compiled | CompileRefused:
-        """Compiles one program for a client with as many threads and devices as the worker's.
+        """Compiles one program for an XLA client with as many threads and devices as the worker's.
 
-        Any failure becomes a CompileRefused.
+        Raises nothing: if compiling fails, the error is returned as a CompileRefused.
         """
         try:
             xla = _xla()

@@ -42,7 +42,7 @@ class Compilers:
         self._free: deque[_Process] = deque()
 
     def compile(self, asked: Compile, cancellation: Cancellation) -> Compiled | CompileRefused:
-        """Has a process compile a program.
+        """Has a compile process compile a program. Returns the executable, or the compiler's error.
 
         Raises: CompilerDied: the process ended meanwhile.  Cancelled: nobody wants the program.  OSError: no process could be
         started.
@@ -72,7 +72,7 @@ class Compilers:
 
 
 class _Process:
-    """One compile process; used by one thread at a time."""
+    """A compile process of this worker, to which programs are sent through a pipe; used by one thread at a time."""
 
     def __init__(self) -> None:
         """Starts the process. Raises OSError if the system cannot start it."""
@@ -97,7 +97,7 @@ class _Process:
         threading.Thread(target=self._bury, name="compile process", daemon=True).start()
 
     def compile(self, asked: Compile) -> Compiled | CompileRefused | None:
-        """Has the process compile a program.
+        """Has the process compile a program. Returns the executable, or the compiler's error.
 
         Returns: None if the process had ended without work, so that another one has to be asked.
         Raises: CompilerDied: the process ended while it compiled.

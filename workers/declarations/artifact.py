@@ -36,7 +36,7 @@ _DEFAULT_BATCH = 32
 
 
 def is_artifact(folder: Path, file: str) -> bool:
-    """Returns whether a version folder has programs, and no file named ``file`` (its model.py)."""
+    """Returns whether a version folder has files of exported programs to serve, and no file named ``file`` (its model.py)."""
     return not (folder / file).exists() and bool(artifact_files.programs(folder))
 
 
@@ -49,7 +49,7 @@ def digest(folder: Path) -> bytes:
 
 
 def module(folder: Path, message: ModelConfig, platform: str) -> ModuleType:
-    """Returns a module with ``inputs``, ``outputs``, ``max_batch_size``, buckets and ``create``, as a model.py has them.
+    """Makes a module from the programs in a folder, with ``inputs``, ``outputs``, ``create`` and so on, as a model.py has them.
 
     Args:
       folder: the version's folder.
@@ -102,7 +102,10 @@ class _Artifact:
     def create(
         self, path: Path, config: Mapping[str, Any], device: jax.Device
     ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
-        """Returns function and parameters, as ``create`` of a model.py does."""
+        """Returns function and parameters, as ``create`` of a model.py does; the arguments are not used.
+
+        Raises InvalidArgument: the file of parameters does not fit the program.
+        """
         return self._apply, self._loaded()
 
     def _apply(self, params: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,9 +119,9 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Returns the configuration's names for inputs or outputs that a program only numbers, by number.
+        """Returns name in the program -> name in the configuration, for inputs or outputs that a program only numbers.
 
-        Empty: they have names.
+        Empty: they have names in the program, or the configuration does not name them all.
         """
         found: dict[str, str] = {}
         for kind, leaves, names in (
@@ -146,7 +149,8 @@ class _Artifact:
     def _has_batch(self) -> bool:
         """Returns whether the first dim of every tensor is the batch: the configuration says so, or the dim's name does.
 
-        Rows may depend on each other along any other varying dim; filled with rows of other clients, it would give wrong results.
+        No other varying dim is taken for the batch: along it rows may depend on each other, and those of other clients would
+        change the results.
         """
         if self._message.max_batch_size > 0:
             return True

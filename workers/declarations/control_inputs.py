@@ -32,7 +32,7 @@ _ASKS: dict[str, Callable[[Controls], bool]] = {
 
 
 class _Flag(NamedTuple):
-    """A control input of kind START, END or READY."""
+    """A control input of kind START, END or READY: whether a sequence starts or ends, or a request fills the row."""
 
     spec: TensorSpec
     asks: Callable[[Controls], bool]
@@ -81,7 +81,7 @@ class _CorrelationId(NamedTuple):
 
 
 class ControlInputs:
-    """The control inputs of one model version."""
+    """The control inputs of one model version: made by the worker, they tell the model about the sequence of each request."""
 
     def __init__(self, flags: list[_Flag], ids: list[_CorrelationId]) -> None:
         self._ids = ids
@@ -105,9 +105,9 @@ class ControlInputs:
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """Returns the control inputs for each request of a batch.
+        """Returns the control inputs for each request of a batch, in order.
 
-        Stops before the first request whose correlation id the model's datatype cannot hold.
+        The list ends before the first request whose correlation id the model's datatype cannot hold.
         """
         found: list[dict[str, Array]] = []
         with contextlib.suppress(InvalidArgument):

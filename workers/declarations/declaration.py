@@ -23,7 +23,7 @@ _MAX_LABEL_BYTE_SIZE = 16 << 20
 
 
 def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Adds the tensors that model.py declares to the configuration, also ``max_batch_size`` and ``response_cache``.
+    """Adds what model.py declares to the configuration: tensors, and ``max_batch_size`` and ``response_cache`` if it lacks them.
 
     Returns: for each declared tensor the names of its axes; None for an axis without a name.
     Raises: InvalidArgument: a declaration is malformed, or contradicts the configuration.

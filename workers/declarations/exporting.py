@@ -43,7 +43,12 @@ def export_model(
     buckets: Mapping[str, Sequence[int]] | None = None,
     platforms: Sequence[str] | None = None,
 ) -> Path:
-    """Implements ``tensord.models.export``, which users call."""
+    """Writes a model folder that is served without Python code, and returns it (implements ``tensord.models.export``).
+
+    ``inputs``: declarations of the inputs, as in a model.py. All else is as for ``write``.
+
+    Raises InvalidArgument: a declaration is malformed, the folder has a version 1 already, or the function cannot be exported.
+    """
     folder = Path(folder)
     message = model_config.empty(folder.name)
     message.max_batch_size = max_batch_size
@@ -70,7 +75,8 @@ def write(
       function: takes parameters and a dict of inputs, returns a dict of outputs.
       inputs: the declared inputs.
       platforms: the platforms to export for, as jax.export names them; None: the platform of this process.
-    Raises: InvalidArgument: the folder has a version 1 already, or the function cannot be exported.
+    Raises: InvalidArgument: the folder has a version 1 already, or the function cannot be exported.  OSError: the folder cannot
+    be written.
     """
     version = folder / "1"
     if version.exists() and any(version.iterdir()):
@@ -120,7 +126,8 @@ def _programs(
 ) -> dict[str, export.Exported]:
     """Returns the exported programs by file name: one for all sizes, or one for each batch size.
 
-    The latter if the function needs the batch size as a number, which is possible only if no other size varies.
+    The latter if the function needs the batch size as a number, which is possible only if no other size varies. ``exported``:
+    exports the function for a batch size, given as a number or as the symbol "batch".
     """
     try:
         return {"model": exported(_BATCH)}

@@ -13,7 +13,7 @@ from tensord.workers.tensors.signature import TensorSpec
 
 
 class MadeInputs:
-    """The inputs of one model version that the worker makes, not the client."""
+    """The inputs of one model version that the worker adds to each request: control inputs, and properties of the request."""
 
     def __init__(self, controls: ControlInputs | None = None, asked: RequestInputs | None = None) -> None:
         #: Control inputs, of a model with sequences.

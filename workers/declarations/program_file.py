@@ -62,7 +62,7 @@ class ProgramArray:
 
 
 class ProgramFile:
-    """A program that was read from a file."""
+    """A program that was read from a file of jax.export or StableHLO, to be called with named arrays while JAX traces."""
 
     def __init__(self, path: Path, has_parameters: bool) -> None:
         """Reads the file. Raises InvalidArgument, with the file's name and the reason, if it cannot be read or served.

@@ -46,7 +46,7 @@ class _Asked(NamedTuple):
 
 
 class RequestInputs:
-    """The properties of requests that one model version asks for, as inputs."""
+    """The properties of requests (id, priority, parameters and such) that one model version asks for and gets as inputs."""
 
     def __init__(self, model: str, asked: list[_Asked], batches: bool) -> None:
         self._model = model
@@ -81,7 +81,7 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the model's function to find these properties among its inputs, and to pass them as the last argument."""
+        """Wraps the model's function so that it gets these properties as its last argument, and no more among its inputs."""
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)

@@ -20,7 +20,7 @@ from tensord.workers.scheduling.sequence_table import SequenceRules
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """How one model version treats sequences."""
+    """What one model version's configuration says about sequences: limits, control inputs, and how instances batch them."""
 
     rules: SequenceRules
     controls: ControlInputs
@@ -32,18 +32,21 @@ class SequencePlan:
     iterative: IterativeIds | None
 
     def join(self, request: Request) -> None:
-        """Sets the sequence controls of a request that has just arrived."""
+        """Sets ``request.controls`` (correlation id, start, end) of a request that has just arrived, as its client sent them.
+
+        For an iterative model a request without an id gets a new one, and starts a sequence of its own.
+        """
         controls = controls_of(request.own)
         request.controls = controls if self.iterative is None else self.iterative.first_round(controls)
 
     def join_again(self, request: Request) -> None:
-        """Sets the sequence controls of a request that its model sends through the scheduler once more."""
+        """Prepares a request for another run that its model asked for: clears ``start``, and makes its control inputs anew."""
         request.controls = IterativeIds.next_round(request.controls)
         request.add(self.controls.arrays(request.controls))
 
 
 def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None:
-    """Returns how a model with this completed configuration treats sequences; None: it has none.
+    """Returns what a completed configuration says about sequences; None: the model has none.
 
     ``max_waiting``: how many requests may wait.
     """

@@ -18,7 +18,7 @@ _MOST = 1 << 16
 
 
 def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | None:
-    """Returns what a model declares about its parameter sets; None: its batches do not mix sets.
+    """Returns which parameters differ between sets, and how many sets lie on the device; None: batches do not mix sets.
 
     Raises: InvalidArgument: a declaration is malformed.  Unsupported: a model of this kind cannot mix sets in a batch.
     """

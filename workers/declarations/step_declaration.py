@@ -32,7 +32,7 @@ _NAMES = ("max_steps", "inserts_per_step", "step_slots", "insert_rows", "gather"
 
 @dataclass(frozen=True, slots=True)
 class StepDeclaration:
-    """Holds the declarations of one version of a stepped model."""
+    """What model.py of a stepped model declares: how many requests share a step, for how long, and how responses are joined."""
 
     rules: StepRules
     #: Numbers of slots that steps are compiled for, ascending; the last is all slots.

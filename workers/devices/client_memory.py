@@ -15,7 +15,10 @@ from tensord.shm.arrays import Array, address_of
 
 
 def standing(array: Array) -> Array:
-    """Returns a contiguous array that the driver may read: the array itself, or a copy in the worker's memory."""
+    """Returns an array that the GPU's driver may read: the given one, or a copy if a client may take its memory away.
+
+    ``array`` must be contiguous.
+    """
     if guard.may_be_missing(address_of(array)):
         return array.copy()
     if array.nbytes:
@@ -24,7 +27,7 @@ def standing(array: Array) -> Array:
 
 
 def may_be_written(memory: memoryview) -> bool:
-    """Returns whether the driver may write to memory; if not, the host has to copy there from the worker's memory."""
+    """Returns whether the GPU's driver may write to memory; if not, because a client may take it away, the host has to."""
     if guard.may_be_missing(address_of(memory)):
         return False
     _look(memory)
@@ -32,5 +35,5 @@ def may_be_written(memory: memoryview) -> bool:
 
 
 def _look(memory: memoryview) -> None:
-    """Reads the last byte of memory, so that the fault guard notices if its object was truncated."""
+    """Reads the last byte of memory; if a client has truncated its object, the fault guard (``shm/guard.py``) notices."""
     memory[-1]

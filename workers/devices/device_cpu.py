@@ -61,9 +61,10 @@ def limit_threads(threads: int) -> None:
 
     Call before JAX's back end starts.
 
-    Of all settings that are said to set the number, jaxlib 0.10.2 obeys the process's affinity and this variable (and ``NPROC``,
-    which others read as well): with 1 its programs are not cut into parts and its pool has no second thread. It does not obey
-    ``OMP_NUM_THREADS``, nor ``--xla_cpu_multi_thread_eigen`` for kernels that are not Eigen's, which nearly all are (measured).
+    Of all settings that are said to set the number, jaxlib 0.10.2 obeys the process's affinity and ``PJRT_NPROC``, which is set
+    here (and ``NPROC``, which others read as well): with 1 its programs are not cut into parts and its pool has no second thread.
+    It does not obey ``OMP_NUM_THREADS``, nor ``--xla_cpu_multi_thread_eigen`` for kernels that are not Eigen's, which nearly all
+    are (measured).
     """
     if threads:
         os.environ[THREADS_VARIABLE] = str(threads)

@@ -174,7 +174,7 @@ class CudaDevice:
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
         """Queues one transfer of all tensors in host memory, then copies of the tensors on the device.
 
-        Returns the bytes copied.
+        Returns the bytes copied. ``staged``: each input and its offset in the staging buffer.
         """
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | DeviceArray]] = []
@@ -337,7 +337,7 @@ class CudaDevice:
         return {name: found[name] if name in found else self.keep(array) for name, array in made.items()}
 
     def close(self) -> None:
-        """Frees the buffers; call once no batch uses them. Idempotent."""
+        """Frees the staging buffer on the GPU, and gives back that in host memory. Call once no batch uses them. Idempotent."""
         if self._host is not None:
             self._pieces.give_back(self._host)
             self._host = None

@@ -52,12 +52,18 @@ _drop.argtypes = [ctypes.c_void_p]
 
 
 def _delete(managed: int) -> None:
-    """Drops XLA's reference to a ``DeviceView``; any thread may call this, and ctypes takes the GIL."""
+    """Drops XLA's reference to a ``DeviceView``; any thread may call this, and ctypes takes the GIL.
+
+    ``managed``: address of the view's DLManagedTensor.
+    """
     _drop(_Tensor.from_address(managed).manager_ctx)
 
 
 def _capsule_gone(capsule: int) -> None:
-    """Drops the ``DeviceView`` of a capsule that was never consumed: a consumer would have renamed the capsule."""
+    """Drops the ``DeviceView`` of a capsule that was never consumed: a consumer would have renamed the capsule.
+
+    ``capsule``: address of the PyCapsule.
+    """
     if _is_valid(capsule, _CAPSULE):
         _delete(_pointer_of(capsule, _CAPSULE))
 

@@ -24,7 +24,7 @@ TOGETHER = 1 << 18
 
 
 class HostStaging:
-    """One piece of host memory for staging, ``TOGETHER`` bytes at a fixed address; page-locked if that was possible."""
+    """``TOGETHER`` bytes of host memory through which small tensors go to and from a GPU; page-locked if that was possible."""
 
     __slots__ = ("address", "content", "locked")
 
@@ -38,7 +38,7 @@ class HostStaging:
 
 
 class StagingPool:
-    """The host staging memory of a worker, in pieces; several threads use it."""
+    """Hands out host memory through which a worker's threads move small tensors to and from a GPU: a piece for each thread."""
 
     def __init__(self, context: Context, budget: PinnedBudget) -> None:
         self._context = context
@@ -49,7 +49,7 @@ class StagingPool:
     def prepare(self) -> None:
         """Makes and locks one piece in advance, so that a thread that takes it need not wait for the driver.
 
-        Raises DeviceLost.
+        Raises DeviceLost: the GPU failed.
         """
         self._free.append(self._made())
 

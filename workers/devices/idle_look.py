@@ -59,7 +59,7 @@ class IdleLook:
                 self._post(self.look)
 
     def look(self) -> None:
-        """Checks whether the GPU has reached the last mark in its queue, and adds another one.
+        """Checks whether the GPU has reached the last mark (an event) in its queue, and if so adds another one.
 
         Does nothing if the loop is not idle.
 

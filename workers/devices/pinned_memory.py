@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Memory:
-    """A mapping of host memory that is to be page-locked, or is."""
+    """A mapping of host memory that was passed to ``PinnedMemory.pin``: to be page-locked, or locked already."""
 
     __slots__ = ("address", "byte_size", "hold", "locked", "unwanted", "view", "what")
 
@@ -80,9 +80,9 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
-        """Has memory unlocked.
+        """Has the thread unlock memory that was passed to ``pin``.
 
-        Its owner may close it at once; the mapping stays until it is unlocked. Ignores memory that is not locked.
+        The memory's owner may close it at once; the mapping stays until it is unlocked. Ignores memory that is not locked.
         """
         memory = self._wanted.pop(address_of(view), None)
         if memory is None:

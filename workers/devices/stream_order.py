@@ -17,7 +17,7 @@ from tensord.shm.cuda_regions import Context
 
 
 class StreamOrder:
-    """Makes the worker's copies wait for XLA's work on one device."""
+    """Makes the worker's copies to and from one device wait, on the device, for the programs whose outputs they read."""
 
     __slots__ = ("_context", "_said")
 

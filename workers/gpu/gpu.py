@@ -21,7 +21,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class Gpu(ExecutionDevice):
-    """Runs programs on a GPU. Belongs to one thread, as its ``CudaDevice`` does."""
+    """A GPU as one thread uses it: makes the thread's executables, and copies inputs to the GPU and outputs from there."""
 
     remote = True
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class GpuExecutable(Executable):
-    """A compiled program that runs on a GPU."""
+    """A compiled program that runs on a GPU, with the copying of its inputs to the GPU and of its outputs from there."""
 
     delivers = True
 
@@ -73,7 +73,7 @@ class GpuExecutable(Executable):
         return self._cuda.take([packed], self._cuts)
 
     def _arrays_in(self, contents: Sequence[bytes], made: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns the outputs as arrays, by name, that are views of fetched contents."""
+        """Returns the outputs as arrays by name: views of ``contents``, which ``_fetch`` has returned for ``made``."""
         if self._fetched is None:
             arrays = {name: made[name] for name in self._signature.outputs}
             self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in arrays.items()]
@@ -112,7 +112,10 @@ class GpuExecutable(Executable):
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, made: Mapping[str, Any], request: Request, places: Places) -> RunOutputs:
-        """Has the GPU copy the outputs for a single request to their places."""
+        """Has the GPU copy a single request's outputs to ``places``: the memory of its answer, or the client's regions.
+
+        Raises InvalidArgument: a region cannot be written any more; DeviceLost: the GPU failed; or what the run raised.
+        """
         reached = places.reached()
         outputs = self._cuda.deliver({name: made[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()
@@ -120,7 +123,7 @@ class GpuExecutable(Executable):
         return RunOutputs(cast(dict[str, Array], outputs), None)
 
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """Returns output -> bytes, if places should be found for the outputs before the run; otherwise None.
+        """Returns output name -> bytes if the answer's memory should be reserved before the run; otherwise None.
 
         That is so if one request gets the outputs uncut (``whole``), and they are large or may be wanted on the GPU.
         """
@@ -130,7 +133,7 @@ class GpuExecutable(Executable):
         return sizes if sum(sizes.values()) > LIMIT or stays(requests[0]) else None
 
     def offer(self, request: Request, places: Places) -> None:
-        """Does nothing: on a GPU the places are passed with the run."""
+        """Does nothing: on a GPU ``compute`` gets the places, and the GPU copies the outputs there after the run."""
 
     def settle(self, places: Places) -> None:
         """Does nothing: outputs that the GPU delivers are copies, which no later run can change."""
