@@ -114,7 +114,10 @@ class ModelCall:
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """Passes a response from the loop to the caller. ``result``: None: no response, only the end of the responses."""
+        """Hands a response to the thread or coroutine that waits for it; called on the worker's loop.
+
+        ``result``: None: no response, only the end of the responses. ``final``: whether no further response comes.
+        """
         self._answered += 1
         self._came.put((result, final))
         first, self._first = self._first, None
@@ -172,7 +175,7 @@ class ModelCall:
             self._server.stop(self)
 
     def abandon(self) -> None:
-        """Discards the responses that are still to come, and lets the called model go on."""
+        """Lets the called model go on, and discards its further responses; ``next`` may not be called any more."""
         if not self._over:
             self._over = True
             self._server.abandon(self)

@@ -132,7 +132,10 @@ class CallerPhase(enum.Enum):
 
 
 class Caller:
-    """A run of a model's code that may call other models. ``in_flight`` is for the worker's loop only."""
+    """One run of a model's code: the requests that it works on, and whether it may call other models.
+
+    ``in_flight`` is for the worker's loop only.
+    """
 
     __slots__ = ("execution", "in_flight", "phase", "port", "requests")
 

@@ -75,9 +75,9 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Adds a holder to the family of that name, which is made if there is none, and exists as long as it has holders.
+        """Adds a holder (a ``HeldFamily``) to the family of that name, made if there is none; it exists while it is held.
 
-        ``owner``: model and version whose code holds the family.
+                ``owner``: model and version whose code holds the family.
 
         Raises InvalidArgument: the name or description is malformed, or the family is of another kind; Unavailable: there are too
         many families.

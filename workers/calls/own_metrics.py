@@ -14,7 +14,7 @@ from tensord.workers.calls.metric_registry import Labels, MetricKind, MetricRegi
 
 
 class HeldFamily:
-    """A share of a model's code in a metric family and some of its metrics, which exist as long as somebody holds them."""
+    """Keeps a metric family, and the metrics that it has made there, in existence for a model's code until it is closed."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         """Makes a family, or joins the family of that name.
@@ -53,7 +53,7 @@ class HeldFamily:
         return value
 
     def close(self) -> None:
-        """Gives up this share in the family and its metrics; those that nobody else holds are not shown any more. Idempotent."""
+        """Releases the family and its metrics: those that no other ``HeldFamily`` holds are not shown any more. Idempotent."""
         port, self._port = self._port, None
         if port is not None:
             port.held.discard(self)

@@ -46,7 +46,7 @@ _PORT = "_tensord_port"
 
 
 class OwnProcesses:
-    """The processes that the code of one load of a model has started. Any thread may use it."""
+    """Finds and ends the processes that a model's code has started since the model was loaded. Any thread may use it."""
 
     _serials = itertools.count(1)
 
@@ -77,7 +77,7 @@ class OwnProcesses:
         return {MODEL_MARK: self._mark} | ({} if worker is None else {MARK: worker})
 
     def forked(self, pid: int) -> None:
-        """Records a process that the model's code has forked."""
+        """Records a process that the model's code has forked, so that ``close`` ends it: it has no mark to find it by."""
         found = marked_processes.look(pid)
         with self._lock:
             if found is not None:
@@ -87,7 +87,7 @@ class OwnProcesses:
                 self._prune_at = 2 * len(self._forked) + 64
 
     def close(self) -> None:
-        """Begins to end the model's processes in a thread, because the model has ended. Idempotent."""
+        """Starts a thread that ends the model's processes, at last by SIGKILL, because the model has ended. Idempotent."""
         with self._lock:
             self._closed = True
             if self._ending is None:
@@ -125,7 +125,7 @@ class OwnProcesses:
         )
 
     def _wait(self, seconds: float) -> list[Found]:
-        """Waits up to ``seconds`` for the processes to end. Returns those that still run."""
+        """Waits up to ``seconds`` for the model's processes to end. Returns those that still run then."""
         until = time.monotonic() + seconds
         while (found := self._found()) and time.monotonic() < until:
             time.sleep(_INTERVAL)
@@ -181,7 +181,10 @@ def _owner() -> OwnProcesses | None:
 
 
 def prepare() -> None:
-    """Patches Python's functions that start processes and threads, so that those that models start are marked. Idempotent."""
+    """Patches Python's functions that start processes and threads: what a model's code starts is marked as the model's.
+
+    Idempotent.
+    """
     if hasattr(os.fork, "__wrapped__"):
         return
     executes = _fork_exec_for(_posixsubprocess.fork_exec)

@@ -24,7 +24,10 @@ _NOTHING = nullcontext()
 
 
 def span(name: str, attributes: Mapping[str, Parameter]) -> AbstractContextManager[None]:
-    """Returns a context manager whose block is recorded as a span of the traced requests that the running code works on."""
+    """Returns a context manager whose block is recorded as a span of the traced requests that the running code works on.
+
+    If none of these requests is traced, nothing is recorded.
+    """
     found = current()
     timelines = (
         [] if found is None else [request.timeline for request in found.requests if request.timeline is not None]

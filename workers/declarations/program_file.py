@@ -38,7 +38,7 @@ _PLATFORMS = {"gpu": "cuda"}
 
 @dataclass(frozen=True, slots=True)
 class ProgramArray:
-    """An array that a program takes or returns."""
+    """Name, dtype and sizes of an array that a program takes or returns."""
 
     name: str
     #: A dtype of numpy, or of JAX alone, such as a random key's.

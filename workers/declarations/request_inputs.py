@@ -37,7 +37,7 @@ _OWN: Mapping[str, tuple[Callable[[RequestRecord], Parameter], Parameter]] = {
 
 
 class _Asked(NamedTuple):
-    """A property of requests that a model asks for."""
+    """A property of requests that a model asks for: its name, the input that it becomes, and its default."""
 
     name: str
     spec: TensorSpec
@@ -144,7 +144,10 @@ def _zero(spec: TensorSpec) -> Parameter:
 
 
 def _element(what: str, spec: TensorSpec, given: Any) -> Any:
-    """Converts a value to an element of the input's datatype. Raises InvalidArgument if the value does not fit."""
+    """Converts a value to an element of the input's datatype. Raises InvalidArgument if the value does not fit.
+
+    ``what``: names the value in the error.
+    """
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
         if isinstance(given, str):

@@ -34,7 +34,7 @@ class SequencePlan:
     def join(self, request: Request) -> None:
         """Sets ``request.controls`` (correlation id, start, end) of a request that has just arrived, as its client sent them.
 
-        For an iterative model a request without an id gets a new one, and starts a sequence of its own.
+        For an iterative model ``end`` is cleared, and a request without an id gets a new one and starts a sequence of its own.
         """
         controls = controls_of(request.own)
         request.controls = controls if self.iterative is None else self.iterative.first_round(controls)

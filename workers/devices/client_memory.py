@@ -27,7 +27,7 @@ def standing(array: Array) -> Array:
 
 
 def may_be_written(memory: memoryview) -> bool:
-    """Returns whether the GPU's driver may write to memory; if not, because a client may take it away, the host has to."""
+    """Returns whether the GPU's driver may write to memory; False: a client may take the memory away, so the host must copy."""
     if guard.may_be_missing(address_of(memory)):
         return False
     _look(memory)
@@ -35,5 +35,5 @@ def may_be_written(memory: memoryview) -> bool:
 
 
 def _look(memory: memoryview) -> None:
-    """Reads the last byte of memory; if a client has truncated its object, the fault guard (``shm/guard.py``) notices."""
+    """Reads the last byte of memory: if a client has truncated its object, ``shm.guard`` counts a fault: the request fails."""
     memory[-1]

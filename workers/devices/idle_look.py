@@ -35,7 +35,7 @@ class IdleLook:
         Args:
           idle: returns whether the loop has nothing else to do.
           post: has the loop call a function; for any thread.
-          patience: seconds after which the GPU counts as failed if it has not reached the last mark in its queue; 0: never.
+          patience: seconds after which the GPU counts as failed if it has not reached the last event in its queue; 0: never.
           interval: seconds between two checks.
         Raises: DeviceLost: the GPU failed.
         """
@@ -82,7 +82,7 @@ class IdleLook:
             )
 
     def close(self) -> None:
-        """Ends the thread and frees the mark. Idempotent."""
+        """Ends the checks: ends the thread that has the loop make them, and frees the mark. Idempotent."""
         if not self._ends.is_set():
             self._ends.set()
             self._marker.close()

@@ -49,7 +49,7 @@ class _Memory:
 
 
 class PinnedMemory:
-    """Page-locks host memory for one GPU worker, and unlocks it. Belongs to the worker's loop."""
+    """Page-locks host memory, which the GPU of one worker then accesses directly, and unlocks it. Used by the worker's loop."""
 
     def __init__(self, context: Context, budget: PinnedBudget, thread: WorkThread) -> None:
         """``thread``: does the locking and unlocking, and nothing else."""
@@ -66,7 +66,7 @@ class PinnedMemory:
 
         Args:
           what: names the memory in the log.
-          hold: called in the thread: with True when the memory is locked, with False before it is unlocked.
+          hold: called in the thread that locks: with True when the memory is locked, with False before it is unlocked.
         """
         memory, budget = _Memory(view[:], what, hold), self._budget
         if not budget.take(memory.byte_size):

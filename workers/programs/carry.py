@@ -112,5 +112,5 @@ def check_state_size(signature: Signature, instances: int, limit: int) -> None:
 
 
 def carry_byte_size(signature: Signature) -> int:
-    """Returns the bytes of the carry of one instance on the device."""
+    """Returns the bytes that the state of all sequences of one instance takes on the device."""
     return (signature.slots + 1) * sum(spec.dtype.itemsize * math.prod(spec.dims) for spec in signature.states)

@@ -200,10 +200,11 @@ class Executable(ABC):
     def compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
     ) -> RunOutputs:
-        """Runs the program on the arguments that ``gather`` returned, and waits for its outputs. Raises what the run raises.
+        """Runs the program on what ``parameters`` and ``gather`` have returned, and waits for its outputs.
+
 
         ``places``: the memory in the answer or the client's regions that a single request's outputs are written to directly;
-        None: it is found after the run.
+        None: it is found after the run. Raises what the run raises.
         """
         if self._signature.wide:
             with precision(self._signature):
@@ -255,7 +256,7 @@ class Executable(ABC):
     def single_run(
         self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]
     ) -> SingleRun | None:
-        """Returns an object that runs requests with the same prepared request (their common part) directly, one at a time.
+        """Returns an object that runs requests with the same prepared request (their common part) one at a time, without batches.
 
         None: that is not possible for these requests.
 

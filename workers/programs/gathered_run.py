@@ -16,7 +16,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class GatheredRun:
-    """Runs one program with state on inputs that others have gathered in its memory; used only by the thread of its carry."""
+    """Runs one program with state again and again, on inputs that are already in its memory; used only by its carry's thread."""
 
     def __init__(self, executable: Executable, carry: Carry, signature: Signature) -> None:
         self._executable = executable

@@ -21,7 +21,7 @@ Tell = Callable[[int, int, int], None]
 
 
 def nobody(number: int, total: int, compiled: int) -> None:
-    """Does nothing: the ``Tell`` function for a load whose progress is not reported."""
+    """Ignores that executable ``number`` of ``total`` is begun, for a load whose progress is not reported (a ``Tell``)."""
 
 
 class LoadProgress:
@@ -76,7 +76,7 @@ class LoadProgress:
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)
 
     def made(self, what: object, program: CompiledProgram, compiled: bool) -> None:
-        """Counts the program that ``through`` yielded last, now that it is made.
+        """Adds the program that ``through`` yielded last to the sums, now that it is made; logs it if it was compiled.
 
         Args:
           what: describes the program in the log.

@@ -29,7 +29,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Lowering:
-    """Lowers the function of one model version for given shapes; any thread may use it."""
+    """Lowers the function of one model version to programs for given shapes, not compiled yet; any thread may use it."""
 
     def __init__(self, signature: Signature, apply: Callable[..., Any], pack: bool = False) -> None:
         """``pack``: whether programs also return their small outputs packed in one array (``packed_outputs.py``)."""

@@ -58,7 +58,10 @@ def out_of_memory(error: BaseException, requests: Sequence[Request], program: in
 
 
 def compile_error(error: Exception, requests: Sequence[Request], version: int) -> ServingError:
-    """Makes the error for requests whose program could not be compiled, and logs its cause."""
+    """Makes the error for requests whose program could not be compiled: Unavailable if memory ran out, otherwise Internal.
+
+    A ServingError is returned as it is. The cause of an Internal error is logged.
+    """
     if isinstance(error, ServingError):
         return error
     if is_out_of_memory(error):

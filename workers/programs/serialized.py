@@ -19,7 +19,9 @@ from tensord.workers.jax_internals.interfaces import PICKLER
 
 
 def serialize(compiled: jax.stages.Compiled, executable: bytes | None = None) -> tuple[Any, ...]:
-    """Serialises a program as ``jax.experimental.serialize_executable`` does. Raises whatever that function raises.
+    """Serialises a program into the arguments of ``jax.experimental.serialize_executable.deserialize_and_load``.
+
+    Raises ValueError: the program cannot be stored; or whatever JAX's ``serialize`` raises.
 
     Args:
       executable: the bytes of XLA's executable if another process compiled the program, because it cannot be serialised

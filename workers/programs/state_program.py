@@ -70,7 +70,9 @@ def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., t
 
 
 def checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checks what a model's function with state has returned; returns its outputs and its new state. Called during tracing.
+    """Checks what a model's function with state has returned; returns its outputs and its new state, each by name.
+
+    Called while JAX traces the function. ``rows``: the batch size.
 
     Raises Internal: they are not as declared.
     """

@@ -109,7 +109,7 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Calls the author's ``insert`` for new requests. Returns rows of results and the carry.
+        """Calls the author's ``insert`` for new requests. Returns a row of results (``Rows``) for each of them, and the carry.
 
         Raises Internal: the function did not return what is declared.
         """
@@ -131,7 +131,7 @@ class StepPrograms:
         return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Calls the author's ``step`` for the first slots. Returns rows of results and the carry.
+        """Calls the author's ``step`` for the first slots. Returns a row of results (``Rows``) for each slot, and the carry.
 
         Args:
           unmasked: BOOL, one for each slot of the step: whether the slot's request takes part.
