@@ -77,7 +77,7 @@ class MetricRegistry:
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
         """Adds a holder (a ``HeldFamily``) to the family of that name, made if there is none; it exists while it is held.
 
-                ``owner``: model and version whose code holds the family.
+        ``owner``: model and version whose code holds the family.
 
         Raises InvalidArgument: the name or description is malformed, or the family is of another kind; Unavailable: there are too
         many families.

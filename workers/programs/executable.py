@@ -192,16 +192,16 @@ class Executable(ABC):
 
     @abstractmethod
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
-        """Lays the inputs of a batch side by side. Returns them as arguments for ``compute``, and how many bytes were copied.
+        """Copies the inputs of a batch side by side. Returns them as arguments for ``compute``, and how many bytes were copied.
 
-        On a GPU, raises Unavailable: it has no memory left; DeviceLost: it has failed.
+        A single request's inputs may be used where they lie. Raises, on a GPU, Unavailable: it has no memory left; DeviceLost:
+        it has failed.
         """
 
     def compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
     ) -> RunOutputs:
         """Runs the program on what ``parameters`` and ``gather`` have returned, and waits for its outputs.
-
 
         ``places``: the memory in the answer or the client's regions that a single request's outputs are written to directly;
         None: it is found after the run. Raises what the run raises.
