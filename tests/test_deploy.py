@@ -26,7 +26,7 @@ _OTHERS = {"job", "instance", "le"}
 
 
 def expressions() -> Iterator[str]:
-    """Every PromQL expression of the rules and of the board."""
+    """Yields every PromQL expression of the rules and of the board."""
     rules = (DEPLOY / "rules.yml").read_text()
     for folded, plain in re.findall(r"^ +expr: (?:\|\n((?:^ {10,}.*\n)+)|(.*)$)", rules, re.MULTILINE):
         yield folded or plain
@@ -45,7 +45,7 @@ def panels() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
-    """The names that a scrape may have, with their labels. The snapshot of these tests has every kind of thing in it."""
+    """Returns the names that a scrape may have, with their labels, from a snapshot that has everything."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(render(SNAPSHOT, "")[0].decode()):
         for sample in family.samples:

@@ -38,7 +38,7 @@ pytestmark = needs_compiler
 
 
 class Block(NamedTuple):
-    """Code between two fences."""
+    """A code block of a page."""
 
     page: Path
     line: int
@@ -55,7 +55,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def block(page: Path, part: str) -> str:
-    """The one that has this in it."""
+    """Returns the one block of a page that contains ``part``."""
     (found,) = (each.text for each in blocks(page) if part in each.text)
     return found
 
@@ -80,7 +80,7 @@ RUN = (*SERVED, CALLED, ASKED_OF, AWAITED, EXPORTED, FACTORY, LAID_OUT, BY_HAND,
 
 
 class User:
-    """A folder, and the commands of the environment in it."""
+    """A folder with an installation, whose commands a user runs there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,17 +96,17 @@ class User:
         }
 
     def shell(self, command: str) -> str:
-        """A command as it is written in a document."""
+        """Runs a command as it is written in a document."""
         return ran("bash", "-ec", command, cwd=self.folder, environment=self.environment)
 
     def script(self, source: str, **environment: str) -> str:
-        """A program beside those files, so that Python looks for modules there first."""
+        """Runs a Python program in the folder, so that it finds the modules there first; returns its output."""
         (self.folder / "script.py").write_text(source)
         python = self.installation.python
         return ran(python, "script.py", cwd=self.folder, environment=self.environment | environment)
 
     def model(self, name: str, source: str, **modules: str) -> Path:
-        """``models/NAME/1`` with a model.py and other modules, by their names."""
+        """Writes ``models/NAME/1`` with a model.py and other modules, by their names."""
         folder = self.folder / "models" / name / "1"
         folder.mkdir(parents=True)
         (folder / "model.py").write_text(source)

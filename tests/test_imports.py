@@ -186,7 +186,7 @@ class WithoutTypes(ast.NodeTransformer):
 
 
 def within(name: str) -> str:
-    """``tensord.daemon.http`` -> ``daemon.http``, as the folder is called; ``tensord.testing`` and foreign names stay."""
+    """Removes ``tensord.`` from the names of our four packages; ``tensord.testing`` and foreign names stay."""
     rest = name.removeprefix("tensord.")
     return name if rest.partition(".")[0] not in ROOMS else rest
 
@@ -213,7 +213,7 @@ def test_arrows(path: Path) -> None:
 
 
 def room_of(module: str) -> str:
-    """``daemon.http.server`` -> ``daemon.http``; a module that is in no room of its package is the package's own."""
+    """Returns the package or subpackage that a module belongs to: ``daemon.http.server`` -> ``daemon.http``."""
     parts = module.split(".")
     return ".".join(parts[:2]) if ".".join(parts[:2]) in INSIDE else parts[0]
 
@@ -250,7 +250,7 @@ def test_the_walk_sees_an_import(tmp_path: Path) -> None:
 
 
 def names() -> dict[str, Path]:
-    """Module -> its file."""
+    """Returns our modules: name -> file."""
     found = {}
     for path in modules():
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -276,7 +276,7 @@ def arrows(tree: ast.AST, known: Iterable[str]) -> set[str]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
-    """The largest sets of modules each of which leads to all others of its set."""
+    """Returns the largest sets of modules that all import each other, directly or not."""
     reached: dict[str, set[str]] = {}
     for start in graph:
         seen: set[str] = set()

@@ -9,7 +9,7 @@ from tests.newest_python import newest
 
 
 def interpreter(folder: Path, version: str, said: str) -> Path:
-    """A program called ``python3.N`` that answers as one of that version; empty: it refuses, as a shim does."""
+    """Writes a program ``python3.N`` that answers as that version; ``said`` "": it fails, as a version manager's shim."""
     folder.mkdir(exist_ok=True)
     path = folder / f"python{version}"
     answer = f"printf '%s\\t%s\\t%s\\n' {said.replace('.', ' ')} {path}" if said else "echo 'not chosen' >&2; exit 127"

@@ -34,7 +34,7 @@ TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
 class Prometheus:
-    """A Prometheus that scrapes one daemon every second."""
+    """Runs a Prometheus that scrapes one daemon every second."""
 
     def __init__(self, folder: Path, target: str) -> None:
         config = (DEPLOY / "prometheus.yml").read_text()
@@ -66,14 +66,14 @@ class Prometheus:
             return json.load(answer)["data"]
 
     def health(self) -> list[str]:
-        """Of each target; [] until it answers."""
+        """Returns the health of each target; [] until Prometheus answers."""
         try:
             return [target["health"] for target in self.ask("targets")["activeTargets"]]
         except OSError:
             return []
 
     def firing(self, name: str) -> list[dict[str, str]]:
-        """The labels of the alerts of that name that fire."""
+        """Returns the labels of each firing alert with that name."""
         alerts = self.ask("alerts")["alerts"]
         return [each["labels"] for each in alerts if each["labels"]["alertname"] == name and each["state"] == "firing"]
 
@@ -92,7 +92,7 @@ def collector(leaves_nothing: None) -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """With a model that is not there, so it is not ready."""
+    """Runs a daemon that is not ready, because a required model is absent."""
     folder = tmp_path_factory.mktemp("scraped")
     repositories.scale_model(folder / "models")
     (folder / "daemon").mkdir()
@@ -116,7 +116,7 @@ def prometheus(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def infers(daemon: DaemonProcess, traceparent: str = "") -> bool:
-    """Whether a request is answered."""
+    """Returns whether a request is answered without an error."""
     x = httpclient.InferInput("x", [1, 4], "FP32")
     x.set_data_from_numpy(np.ones((1, 4), np.float32))
     headers = {"traceparent": traceparent} if traceparent else None

@@ -14,7 +14,7 @@ _STAMP = re.compile(r"(HTTP|GRPC|REQUEST|QUEUE|COMPUTE|RESPONSE)_([A-Z]+_)?(STAR
 
 
 def texts(tree: ast.AST) -> Iterator[str]:
-    """Strings as they are written, each value in them as {}."""
+    """Yields the strings of a module as they are written, each inserted value as {}."""
     parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):

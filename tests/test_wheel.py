@@ -230,7 +230,7 @@ def test_distributions_with_our_folders_names(wheel: Path, tmp_path: Path, order
 
 
 def serves_one(programs: Path, folder: Path) -> None:
-    """``tensord init`` and ``tensord serve`` in a folder of such names, and one answer."""
+    """Runs ``tensord init`` and ``tensord serve`` in a folder with files of common module names; checks one answer."""
     here = folder / "here"
     here.mkdir()
     neighbours(here)
@@ -249,7 +249,7 @@ def serves_one(programs: Path, folder: Path) -> None:
 
 
 def interpreter(version: str) -> str | None:
-    """That Python: on the path, or the newest of it that the user's version manager has."""
+    """Returns the path of a Python of that version, on the path or from the user's version manager, or None."""
     managed = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     found = sorted(managed.glob(f"{version}.*/bin/python"), key=lambda path: int(path.parts[-3].split(".")[2]))
     for candidate in (shutil.which(f"python{version}"), *map(str, reversed(found))):

@@ -23,14 +23,17 @@ _MARKER = re.compile(r'python_version < "3\.(\d+)"')
 
 
 def requirements() -> list[str]:
-    """The run-time requirements, as setup.cfg has them."""
+    """Returns the run-time requirements of setup.cfg."""
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     return [line for line in settings["options"]["install_requires"].split("\n") if line.strip()]
 
 
 def of(python: str, requirement: str) -> str:
-    """The requirement for that Python, without its marker; "": it is not one. pip judges markers by its own Python."""
+    """Returns a requirement for a version of Python without its marker; "": it is none there.
+
+    pip would judge markers by its own Python.
+    """
     name, _, marker = requirement.partition(";")
     if not marker:
         return name

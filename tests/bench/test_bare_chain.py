@@ -16,7 +16,7 @@ from tests.daemon_process import ROOT, DaemonProcess, wait_until
 
 
 def _request(values: np.ndarray) -> bytes:
-    """As stock clients send it: binary tensors both ways."""
+    """Builds a request as stock clients send it: binary tensors both ways."""
     inputs = [httpclient.InferInput(name, [1, 16], "FP32") for name in ("INPUT0", "INPUT1")]
     for tensor in inputs:
         tensor.set_data_from_numpy(values)

@@ -15,7 +15,7 @@ from tests.daemon_process import DaemonProcess
 
 
 def rows(address: str, environment: dict[str, str]) -> str:
-    """In a process of its own: its driver is found, or not, when it starts."""
+    """Prints the rows in a process of its own, because a process finds its driver, or none, when it starts."""
     code = f"from bench.cuda_regions import report; report({address!r}, 0.05)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True

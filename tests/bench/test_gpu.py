@@ -18,7 +18,7 @@ from tests.cuda_stub.library import CudaStub
 
 
 def free_ports(count: int) -> int:
-    """The first of so many that follow each other, below those that tests beside this one get, who ask for any."""
+    """Returns the first of ``count`` free ports in a row, below those that tests get which ask for any port."""
     first_of_any = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.randrange(first_of_any // 2, first_of_any - count)

@@ -68,7 +68,7 @@ FRAME_SIZE = frames.settings([(frames.MAX_FRAME_SIZE, 1 << 20), (frames.INITIAL_
 
 
 class Peer:
-    """The server's end of one connection, which says what the test tells it to."""
+    """The server's end of one connection, which sends what the test tells it to."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -89,12 +89,12 @@ class Peer:
         return taken
 
     def frame(self) -> tuple[int, int, int, bytes]:
-        """The client's next one: type, flags, stream, content."""
+        """Reads the client's next frame: type, flags, stream, content."""
         high, low, kind, flags, number = frames.read_head(self.take(frames.HEAD_SIZE))
         return kind, flags, number, self.take(high << 16 | low)
 
     def request(self) -> tuple[int, bytes, bytes]:
-        """The client's next call: stream, header block, message with its prefix."""
+        """Reads the client's next call: stream, header block, message with its prefix."""
         kind, flags, number, block = self.frame()
         assert (kind, flags) == (frames.HEADERS, frames.END_HEADERS)
         kind, flags, of, message = self.frame()
@@ -111,7 +111,7 @@ class Peer:
 
 
 def answer(number: int, message: bytes = PREFIXED, *, status: str = "0", cut: int = 1 << 14) -> bytes:
-    """The frames of an answer, its message in DATA frames of so many bytes."""
+    """Builds the frames of an answer, its message in DATA frames of at most ``cut`` bytes."""
     encoder = hpack.Encoder()
     encoder.header_table_size = 0
     head = encoder.encode([(":status", "200"), ("content-type", "application/grpc")])
@@ -128,7 +128,7 @@ def answer(number: int, message: bytes = PREFIXED, *, status: str = "0", cut: in
 
 @contextlib.contextmanager
 def calling(row: Row = ROW, calls: int = 1) -> Iterator[tuple[Peer, Future[open_loop.Load]]]:
-    """So many calls, one after the other on one connection, while the block plays the server."""
+    """Makes calls one after the other on one connection, while the block plays the server."""
     with (
         ThreadPoolExecutor(1) as pool,
         socket.create_server(("127.0.0.1", 0)) as listener,

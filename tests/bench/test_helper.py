@@ -34,7 +34,7 @@ with serving([sys.executable, "-c", server, sys.argv[1]], f"127.0.0.1:{sys.argv[
 
 
 def _names(pid: int) -> set[str]:
-    """What that process has in shared memory."""
+    """Returns the names in shared memory that belong to a process."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(f"tensord-bench-{pid}-")}
 
 

@@ -25,7 +25,7 @@ PLACES = 64
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory, daemon: DaemonProcess) -> Path:
-    """Compiled, with its answers beside it."""
+    """Returns the compiled program, with its file of answers beside it."""
     program = native_chain.compiled(tmp_path_factory.mktemp("native"))
     if program is None:
         pytest.skip("no C compiler: the chain in C cannot be built")
@@ -34,7 +34,7 @@ def program(tmp_path_factory: pytest.TempPathFactory, daemon: DaemonProcess) -> 
 
 
 class Chain:
-    """One that runs: its front is ``process``."""
+    """Runs the program. Its front is ``process``."""
 
     def __init__(self, program: Path, spin_us: int) -> None:
         command = native_chain.command(program, 0, spin_us, program.with_name("answers"))
@@ -67,7 +67,7 @@ def chain(program: Path, request: pytest.FixtureRequest) -> Iterator[Chain]:
 
 
 def _request(number: int, name: str = "addsub") -> tuple[bytes, bytes]:
-    """An inference request and the tensors of its answer."""
+    """Returns an inference request and the bytes of the answer's tensors."""
     a, b = np.arange(number, number + 16, dtype=np.float32).reshape(1, 16), np.full((1, 16), number + 0.5, np.float32)
     return infer_request(name, [("INPUT0", a), ("INPUT1", b)], "OUTPUT0"), (a + b).tobytes() + (a - b).tobytes()
 

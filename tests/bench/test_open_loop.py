@@ -29,7 +29,7 @@ def test_arrivals_are_the_same_for_every_server_and_have_the_stated_rate() -> No
 
 
 class OneAtATime:
-    """A server that answers each request of one connection after a pause, wrongly where it is told to."""
+    """A server that answers each request of one connection after a pause, with the right answer or a given one."""
 
     def __init__(self, pause: float, answer: bytes = ANSWER) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))

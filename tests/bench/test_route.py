@@ -23,7 +23,7 @@ from tests.daemon_process import ROOT
 
 
 def way(*files: str) -> Way:
-    """A call in each of these files, one after the other; "-": a send."""
+    """Returns recorded calls in these files, one after the other; "-" stands for a send."""
     return Way(
         [
             Entered(number, 1, "send" if file == "-" else "call", file, f"function{number}")

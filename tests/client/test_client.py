@@ -29,7 +29,7 @@ from tests.repositories import deadly_model, scale_model, write_model
 
 
 class Server:
-    """A server of HTTP on a unix socket that answers each request by a function of its path, and counts connections."""
+    """An HTTP server on a unix socket that answers each request by a function of its path, and counts connections."""
 
     def __init__(self, path: Path, answer: Callable[[str, socket.socket], bytes | None]) -> None:
         self.address = Address(str(path))
@@ -130,7 +130,7 @@ def serve(folder: Path) -> Iterator[Callable[..., Server]]:
 
 
 def clients_socket(path: Path, told: dict[str, Any]) -> tuple[socket.socket, threading.Thread]:
-    """A daemon's socket for clients, which answers one of them."""
+    """Listens as a daemon's socket for clients does, and answers each connection."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind(str(path))
     listening.listen()

@@ -35,7 +35,7 @@ _PATIENCE = 120.0
 
 
 def addsub(number: float, **own: Any) -> Call:
-    """A call whose answer tells which one it was."""
+    """Returns a call whose answer tells by its values which call it was."""
     inputs = {"INPUT0": np.full((1, 16), number, np.float32), "INPUT1": np.ones((1, 16), np.float32)}
     return Call("addsub", inputs, **own)
 
@@ -353,7 +353,7 @@ def prepared(connection: LaneConnection, lies: bool) -> tuple[Any, Any, Any]:
 
 @pytest.fixture(params=["C", "Python"])
 def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who exchanges the datagrams of prepared calls, once an answer was seen."""
+    """Makes Python or C exchange the datagrams of prepared calls, after the first answer; returns which."""
     if request.param == "Python":
         monkeypatch.setattr(prepared_call, "Exchange", None)
     elif prepared_call.Exchange is None:
@@ -374,7 +374,7 @@ def test_a_prepared_call_sends_what_its_arrays_hold(connection: LaneConnection, 
 
 
 class Counted:
-    """A lane's socket that counts what it is asked to do."""
+    """Wraps a lane's socket and counts the calls of its methods."""
 
     def __init__(self, sock: Any) -> None:
         self._sock = sock

@@ -21,7 +21,7 @@ def library(request: pytest.FixtureRequest) -> Any:
 
 
 class Slow:
-    """A model that answers when it is told."""
+    """A model that answers when the test tells it to."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, Future[Any]]] = []

@@ -141,7 +141,7 @@ def test_anything_else_is_read_as_the_server_reads_it_or_is_malformed(content: b
 
 
 def _outcome(content: bytes | bytearray, at: int, end: int) -> str:
-    """What decoding comes to: a value with its types and where it ends, or why there is none."""
+    """Decodes and returns the value with its types and where it ends, or the error, as text."""
     try:
         return repr(msgpack.unpack_from(content, at, end))
     except (msgpack.Malformed, RecursionError) as error:

@@ -86,7 +86,7 @@ print(sys.version_info[:2], np.__version__, tensord_client.__version__)
 
 @pytest.fixture(scope="module")
 def distributions() -> tuple[Path, Path]:
-    """Its source archive, and the wheel that is made of that."""
+    """Returns the client's source archive, and the wheel made from it."""
     return client_made()
 
 
@@ -178,7 +178,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
 
 
 def addresses(daemon: DaemonProcess) -> tuple[str, str, str]:
-    """HTTP over TCP and on a unix socket, and a lane."""
+    """Returns the daemon's addresses: HTTP over TCP, HTTP on a unix socket, and the socket for lanes."""
     return f"127.0.0.1:{daemon.port}", str(daemon.folder / "http.sock"), str(daemon.folder / "clients.sock")
 
 

@@ -106,7 +106,7 @@ def daemon(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 class Loaded:
-    """``tensord.testing``, with the names of a client."""
+    """Gives ``tensord.testing`` the method names of a client."""
 
     def __init__(self, repository: Path) -> None:
         self._repository = repository
@@ -130,7 +130,7 @@ class Loaded:
 
 
 class Awaited:
-    """An asynchronous client, a model or a sequence of its, waited for on a loop in another thread."""
+    """Wraps an asynchronous client, model or sequence: its methods wait for the result on a loop in another thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, made: Any) -> None:
         self._loop = loop
@@ -235,7 +235,7 @@ def client(request: pytest.FixtureRequest, repository: Path) -> Iterator[Any]:
 
 
 class Raises:
-    """Expects an error of that name and text, of either family."""
+    """Expects an error with that name and text, of the client's or the server's family."""
 
     def __init__(self, name: str, text: str) -> None:
         self._name = name
@@ -298,7 +298,7 @@ def test_any_array(client: Any, given: Any) -> None:
 
 
 class Foreign:
-    """An array of another library, on the host or, it says, on a device."""
+    """An array of another library, on the host or, as it claims, on a device."""
 
     def __init__(self, device: int = 1) -> None:
         self._device = device

@@ -14,7 +14,7 @@ IN, OUT = "input { name: 'x' data_type: TYPE_FP32 dims: [4] }", "output { name: 
 
 
 def step(takes: str, gives: str, model: str = "m", version: int = -1) -> str:
-    """``"a=t b=u"``: input a is tensor t."""
+    """Formats a step of an ensemble. ``takes``, ``gives``: ``"a=t b=u"`` maps input or output a to tensor t."""
     maps = [
         f"{field} {{ key: '{pair.partition('=')[0]}' value: '{pair.partition('=')[2]}' }}"
         for field, told in (("input_map", takes), ("output_map", gives))

@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Control groups without limits, and a process in ``a/b`` of them."""
+    """Makes control groups without limits, with this process in the group ``a/b``; yields their root."""
     (tmp_path / "root" / "a" / "b").mkdir(parents=True)
     (tmp_path / "cgroup").write_text("0::/a/b\n")
     real = host_memory._groups

@@ -179,7 +179,7 @@ def test_any_names_are_refused_with_a_sentence(content: dict[str, Any]) -> None:
 
 
 def kubernetes(service: str, host: str, ports: dict[str, int], protocol: str = "TCP") -> dict[str, str]:
-    """What a kubelet sets in every container of the namespace, as its source has it (pkg/kubelet/envvars)."""
+    """Returns the variables that a kubelet sets in every container of the namespace (pkg/kubelet/envvars)."""
     name = service.upper().replace("-", "_")
     first = next(iter(ports.values()))
     made = {f"{name}_SERVICE_HOST": host, f"{name}_SERVICE_PORT": str(first)}

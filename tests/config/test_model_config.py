@@ -44,7 +44,7 @@ DYNAMIC_JSON = (
 
 
 def names(described: Any) -> set[str]:
-    """Of all fields of the message and of those in it."""
+    """Returns the names of all fields of a message and of the messages inside it."""
     found = {field.name for field in described.fields}
     return found.union(*(names(field.message_type) for field in described.fields if field.message_type is not None))
 

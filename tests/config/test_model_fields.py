@@ -19,7 +19,7 @@ TABLES = (model_fields.HONOURED, model_fields.REFUSED, model_fields.WITHOUT_EFFE
 
 
 def published(described: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every path of the message with its field, down to those that are listed or hold no message."""
+    """Yields every path of a message with its field, down to fields that are listed or are no messages."""
     for field in described.fields:
         path = prefix + field.name
         listed = path in model_fields.REFUSED or path in model_fields.WITHOUT_EFFECT
@@ -38,7 +38,7 @@ def test_every_published_field_stands_in_one_table_and_every_entry_is_a_field() 
 
 
 def asking(path: str) -> Any:
-    """A configuration that says something in that field and in no other."""
+    """Returns a configuration that sets this one field."""
     *parents, last = path.split(".")
     message = model_config_pb2.ModelConfig(name="m")
     inner = message

@@ -19,7 +19,7 @@ REQUESTS = (published.TRITON_REQUEST, published.KSERVE_REQUEST)
 
 
 def triton_request(inputs: list[httpclient.InferInput], **options: Any) -> dict[str, Any]:
-    """The JSON part of what tritonclient sends."""
+    """Returns the JSON part of a request that tritonclient sends."""
     body, size = httpclient.InferenceServerClient.generate_request_body(inputs, **options)
     document: dict[str, Any] = json.loads(body if size is None else body[:size])
     return document

@@ -29,12 +29,12 @@ pytestmark = pytest.mark.skipif(
 
 
 class Replay:
-    """The daemons, started when a case first needs them, and what came of the cases so far."""
+    """Replays cases against daemons, which are started when a case first needs them."""
 
     def __init__(
         self, folders: pytest.TempPathFactory, running: contextlib.ExitStack, fronts: int = 1, workers: int = 1
     ) -> None:
-        """``fronts``: of each protocol."""
+        """Sets the daemons' options. ``fronts``: how many each protocol has."""
         self._folders = folders
         self._running = running
         self._options: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ class Replay:
         self.inferences: list[tuple[corpus.Step, corpus.Step]] = []
 
     def differences(self, case: corpus.Case) -> list[str]:
-        """Replays a case. Returns how its answers differ, without what the rules of docs/protocol.md excuse."""
+        """Replays a case. Returns how its answers differ, without differences that a rule of docs/protocol.md excuses."""
         profile = case.get("profile", "main")
         if profile not in self._runners:
             self._runners[profile] = self._start(profile)
@@ -93,7 +93,7 @@ class Replay:
 
 @contextlib.contextmanager
 def _alone_on_shared_memory() -> Iterator[None]:
-    """The recorded cases use fixed names in /dev/shm: one replay at a time on a machine."""
+    """Allows one replay at a time on a machine, because the recorded cases use fixed names in /dev/shm."""
     lock = os.open("/dev/shm", os.O_RDONLY | os.O_DIRECTORY)
     try:
         deadline = time.monotonic() + PATIENCE
@@ -137,7 +137,7 @@ WITHOUT_GPUS = {
 
 
 def recorded() -> list[Any]:
-    """Every case, as a parameter."""
+    """Returns every case as a parameter of a test."""
     mark = pytest.mark.cpu_workers("it was recorded without GPUs")
     return [pytest.param(case, marks=[mark] if case["id"] in WITHOUT_GPUS else []) for case in corpus.cases()]
 
@@ -164,7 +164,7 @@ def test_recorded_sequence_with_two_workers(case: corpus.Case, two_workers: Repl
 
 
 def judge(case: corpus.Case, replay: Replay) -> None:
-    """Replays a case, and fails where its answers differ from what was recorded or is documented."""
+    """Replays a case, and fails if its answers differ from the recorded ones and docs/protocol.md does not say so."""
     name = case["id"]
     found = replay.differences(case)
     listed = differences.read().of_case(name)

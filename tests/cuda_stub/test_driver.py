@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def said(stub: CudaStub, source: str, **more: str) -> list[str]:
-    """What a process that runs ``source`` on it writes, line by line."""
+    """Runs ``source`` in a process on the stub; returns the lines that it prints."""
     program = textwrap.dedent(_BEFORE) + textwrap.dedent(source)
     environment = os.environ | stub.environment | more
     return subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=environment, text=True).splitlines()

@@ -37,7 +37,7 @@ output [{ name: "y" data_type: TYPE_FP32 dims: [4] }]
 
 
 def applies(body: str, declared: str = DECLARED) -> str:
-    """A model whose apply returns that."""
+    """Returns the source of a model whose function returns ``body``."""
     return (
         declared
         + f"""
@@ -174,12 +174,12 @@ MODELS: dict[str, tuple[str, str, str]] = {
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test writes where the user's own daemon keeps its programs."""
+    """Keeps the tests' compiled programs away from the user's own cache."""
     monkeypatch.setenv("TENSORD_EXECUTABLES_CACHE_DIRECTORY", run_folder.programs())
 
 
 def tensord_check(*arguments: str) -> tuple[int, dict[str, str], dict[str, str]]:
-    """Exit status, the good models with their versions, the bad ones with the reason."""
+    """Runs ``tensord check``; returns its status, the good models with their versions, and the bad ones with the reason."""
     done = prepared.run(["tensord", "check", *arguments])
     assert "Traceback" not in done.stderr, done.stderr
     good, bad = (

@@ -50,25 +50,25 @@ from tests.work.test_grpc_work import Row as GrpcRow
 
 
 class Broken(Exception):
-    """What no code expects."""
+    """An exception that no code expects."""
 
 
 class Fault:
     """Stands in for a function and fails in one of its calls."""
 
     def __init__(self, function: Callable[..., Any], at: int, error: Exception | None = None) -> None:
-        """``at``: which call, from 0."""
+        """Wraps the function. ``at``: the call that fails, counted from 0."""
         self._function = function
         self._left = at
         self._error = error or Broken("injected")
         self.happened = False
 
     def arm(self, at: int) -> None:
-        """It fails in that call from now."""
+        """Makes a call fail, counted from now on."""
         self._left = at
 
     def disarm(self) -> None:
-        """From now on it works."""
+        """Lets all calls succeed from now on."""
         self._left = -1
 
     def __get__(self, owner: Any, kind: Any) -> Callable[..., Any]:
@@ -106,7 +106,7 @@ def setting() -> Iterator[Setting]:
 
 
 def settle(setting: Setting) -> None:
-    """All workers echo all they have; then nothing is in flight, on loan or held."""
+    """Has all workers echo all they have; then checks that nothing is in flight, on loan or held."""
     for _ in range(8):
         setting.turn()
         for worker in setting.workers.values():
@@ -304,7 +304,7 @@ class Cut(KeptTransport):
 
 
 async def work_off(bench: LaneBench, complete: Callable[[WorkerLane, WholeRequest], WholeAnswer]) -> None:
-    """The worker answers everything that comes, until nothing does."""
+    """Has the worker answer all requests until no more come."""
     for _ in range(30):
         await asyncio.sleep(0)
         while (records := bench.worker.receive()) is not None:
@@ -366,7 +366,7 @@ HTTP_FAULTS = [
 
 
 def http_answers(transport: Cut) -> list[int]:
-    """Statuses in order."""
+    """Returns the statuses of the answers, in order."""
     return [int(status) for status in re.findall(rb"HTTP/1\.1 ([0-9]{3}) ", transport.written)]
 
 
@@ -470,7 +470,7 @@ def test_grpc(
 
 
 class GrpcClient:
-    """One connection: calls of their own, or as many streams as the row says."""
+    """One connection with unary calls, or with as many streams as the row says."""
 
     def __init__(self, bench: GrpcBench, row: GrpcRow) -> None:
         self.transport: Any = bench.connect()
@@ -494,7 +494,7 @@ class GrpcClient:
         self.asked += max(1, row.streams)
 
     def answers(self) -> tuple[int, int]:
-        """Good ones, and errors."""
+        """Returns how many answers are good, and how many are errors."""
         written, decoder = self.transport.written, hpack.Decoder()
         messages: dict[int, bytes] = {}
         good = bad = at = 0

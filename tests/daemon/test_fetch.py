@@ -60,7 +60,7 @@ class Server(ThreadingHTTPServer):
         self.gate.set()
 
     def handle_error(self, *_: object) -> None:
-        """A client that is killed is no error."""
+        """Ignores errors of clients that are killed."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """A server with a certificate of its own, whose authority is in ``ca.pem``."""
+    """Runs a server with a certificate of its own, whose authority is written to ``ca.pem``."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     started = Server(b"")
@@ -109,7 +109,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def archived(folder: Path, ballast: int = 0) -> bytes:
-    """A tar file of a model, with so many bytes beside it that nobody needs."""
+    """Returns a tar file of a model, with a further file of ``ballast`` random bytes."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
         tar.add(folder, folder.name)

@@ -132,7 +132,7 @@ def test_every_flag_names_a_key_and_stands_in_the_help() -> None:
 
 
 def completed(*words: str) -> list[str]:
-    """What a shell is offered for the last of these words."""
+    """Returns the completions that a shell is offered for the last of these words."""
     command = flags.FlagCommand("tensord")
     *before, last = words
     return [item.value for item in ShellComplete(command, {}, "tensord", "X").get_completions(before, last)]

@@ -27,7 +27,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def commands(command: click.Command, name: str) -> dict[str, click.Command]:
-    """Every command at or below that one, by the name of its page."""
+    """Returns a command and all below it, by the names of their pages."""
     found = {name: command}
     if isinstance(command, click.Group):
         for below, each in command.commands.items():

@@ -32,7 +32,7 @@ def push(daemon: FakeDaemon, name: str = "main", **fields: Any) -> dict[str, Any
 
 
 def held(daemon: FakeDaemon) -> dict[str, Any]:
-    """Set -> its number, added up over the workers where requests find the model, as all counts are."""
+    """Returns the number of each set, added up over all workers that serve the model, as all counts are."""
     (stats,) = json.loads(daemon.call("ModelStatistics")[1])["model_stats"]
     return dict(stats.get("sets", {}))
 

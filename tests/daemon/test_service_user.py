@@ -49,7 +49,7 @@ def test_what_systemd_shows() -> None:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder that others can enter; pytest's own are closed to them."""
+    """Yields a folder that other users may enter; pytest's own are closed to them."""
     with tempfile.TemporaryDirectory(prefix="tensord-test-") as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
@@ -57,7 +57,7 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    """A Python that others can use: this one, or the system's with the libraries of this one."""
+    """Returns a Python that other users can run: this one, or the system's with the libraries of this one."""
     for found in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         with contextlib.suppress(OSError):
             done = subprocess.run(

@@ -124,7 +124,7 @@ def test_killed_front(start: Start, repository: Path) -> None:
 
 @pytest.fixture
 def two_fronts(start: Start, repository: Path) -> Iterator[tuple[FakeDaemon, list[Any]]]:
-    """Two HTTP fronts in explicit mode, with nothing loaded, and a connection to each."""
+    """Starts two HTTP fronts in explicit mode, with no model loaded; yields the daemon and a connection to each front."""
     write_model(repository, "good")
     daemon = start(
         http={"port": 0, "processes": 2},

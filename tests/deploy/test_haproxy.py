@@ -209,7 +209,7 @@ def killed(hosts: dict[str, Host], name: str, balancer: Balancer) -> Iterator[No
 
 
 class Sequences:
-    """Sums of sequences by one of tritonclient's clients, and which are in their middle."""
+    """Sends steps of sequences by one of tritonclient's clients, and checks their sums."""
 
     def __init__(self, kind: str, balancer: Balancer) -> None:
         self._module = httpclient if kind == "http" else grpcclient

@@ -189,7 +189,10 @@ def test_waiting_requests_are_what_is_scaled_on() -> None:
 
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """A daemon as KServe's runtime starts it: its arguments, and the image's configuration, but for folders and ports."""
+    """Runs a daemon as KServe's runtime starts it, with its arguments and the image's configuration.
+
+    Only folders and ports are replaced.
+    """
     folder = tmp_path_factory.mktemp("kserve")
     repositories.scale_model(folder / "models")
     http, grpc, metrics, agent = free_ports(4)

@@ -47,7 +47,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What ``ray_fleet.py`` has seen, by name."""
+    """Runs ``ray_fleet.py``; returns what it has seen, by name."""
     folder = tmp_path_factory.mktemp("ray")
     models = scale_model(folder / "models")
     with open(folder / "log", "w") as log:

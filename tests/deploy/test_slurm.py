@@ -52,7 +52,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 class Cluster:
-    """A Slurm of one node. ``run`` runs one of its commands there."""
+    """A Slurm cluster of one node. ``run`` runs one of Slurm's commands on it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,12 +80,12 @@ class Cluster:
         return done.stdout
 
     def jobs(self) -> list[str]:
-        """The jobs that wait, run or end now."""
+        """Returns the jobs that wait, run or are ending."""
         return self.run("squeue", "--noheader", "--format", "%A").split()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now."""
+    """Returns ports that no process uses at the moment."""
     sockets = [socket.create_server(("", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:

@@ -58,7 +58,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 
 def run(client: str, url: str) -> tuple[int, str, int]:
-    """Exit status, all that it printed, and the process id it had."""
+    """Runs an example; returns its exit status, its output and its process id."""
     file = CLIENTS / client
     command = [str(file)] if file.suffix == ".sh" else [sys.executable, str(file)]
     with subprocess.Popen(

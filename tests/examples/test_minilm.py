@@ -44,7 +44,7 @@ def texts(*values: str) -> dict[str, np.ndarray]:
 
 
 def padded(rows: list[list[int]], length: int) -> dict[str, np.ndarray]:
-    """What a client or a bucket makes of rows of token ids."""
+    """Pads rows of token ids to a length, as a client or a bucket does."""
     ids = np.zeros((len(rows), length), np.int64)
     mask = np.zeros_like(ids)
     for number, row in enumerate(rows):
@@ -54,7 +54,7 @@ def padded(rows: list[list[int]], length: int) -> dict[str, np.ndarray]:
 
 
 def in_numpy(weights: Mapping[str, np.ndarray], row: list[int]) -> np.ndarray:
-    """The published network for one text without padding, straight from its description; float32 throughout."""
+    """Computes the published network in numpy for one text without padding, in float32, straight from its description."""
 
     def dense(x: np.ndarray, name: str) -> np.ndarray:
         return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]

@@ -25,7 +25,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 
 def run(daemon: DaemonProcess, program: str, *words: str) -> str:
-    """What it prints; it ends with 0."""
+    """Runs an example, which must end with 0; returns its output."""
     command = [sys.executable, str(FOLDER / program), "--url", daemon.url, *words]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert ended.returncode == 0, ended.stdout

@@ -33,7 +33,7 @@ NOT_MODELS = {"stats"}
 
 
 def blocks(page: Path) -> list[str]:
-    """Every block, of a transcript without prompts and without what was printed."""
+    """Returns the code blocks of a page; of transcripts only the commands, without prompts."""
     found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     return [
         "".join(re.findall(r"^[#$] (.*\n)", text, re.MULTILINE)) if kind == "console" else text for kind, text in found
@@ -60,7 +60,7 @@ def test_the_search_finds_models() -> None:
 
 
 def commands(program: str) -> list[tuple[str, list[str]]]:
-    """Every command line of that program in the pages' blocks and inline code: page and arguments."""
+    """Returns each command line of a program in the pages' blocks and inline code: page and arguments."""
     found = []
     for page in PAGES:
         inline = re.findall(r"`([^`\n]+)`", page.read_text())

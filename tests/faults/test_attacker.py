@@ -25,7 +25,7 @@ _QUOTA = 64
 
 
 class HonestRegion:
-    """A client with a region of its own, used both ways until the ``with`` block ends."""
+    """A client that uses a region of its own as input and output until the ``with`` block ends."""
 
     def __init__(self, daemon: DaemonProcess, prefix: str) -> None:
         self._url, self._name = daemon.url, f"{prefix}-honest"
@@ -69,7 +69,7 @@ class HonestRegion:
 
 
 def story(folder: Path, access: str, fill: bool) -> dict[str, Any]:
-    """The whole of it; what was seen, for the test to judge. With ``fill`` /dev/shm is a small one of our own."""
+    """Runs the attacker beside clients that behave; returns what was seen. ``fill``: /dev/shm is a small one of our own."""
     repository = repositories.echo_models(folder / "repository", ["BOOL", "FP32"])
     repositories.scale_model(repository)
     prefix = f"tensord-test-{uuid.uuid4().hex}"

@@ -28,7 +28,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(autouse=True)
 def unharmed(daemon: DaemonProcess) -> Iterator[None]:
-    """After every wrong request the next right one is answered, by the same processes."""
+    """Checks at its end that a right request is answered, by the same processes."""
     before = {process.pid for process in daemon.family()}
     yield
     assert daemon.infer("scale", [GOOD])[1]["outputs"][0]["data"] == [4, 7, 10, 13]

@@ -42,7 +42,7 @@ class Code:
 
 @pytest.fixture
 def place(filled: Path) -> Iterator[Path]:
-    """Where the neighbour can get, with the cache; pytest's own folders are closed to him."""
+    """Yields a folder that the other user can enter, with the cache in it; pytest's own folders are closed to him."""
     with tempfile.TemporaryDirectory(prefix="tensord-test-") as folder:
         os.chmod(folder, 0o755)
         shutil.copytree(filled, Path(folder, "cache"))
@@ -53,7 +53,7 @@ def place(filled: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache of a daemon that has served."""
+    """Returns the cache of a daemon that has served."""
     place = tmp_path_factory.mktemp("filled")
     assert "cache directory" not in served(place, place / "first")
     return place / "cache"
@@ -77,12 +77,12 @@ def as_neighbour(script: str, place: Path) -> None:
 
 
 def entries(place: Path) -> dict[str, tuple[int, int]]:
-    """Owner and time of every file of the cache."""
+    """Returns owner and time of change of every file of the cache."""
     return {path.name: ((found := path.lstat()).st_uid, found.st_mtime_ns) for path in (place / "cache").iterdir()}
 
 
 def attack(place: Path, mark: Path) -> None:
-    """What the neighbour can do once he may write into the directory."""
+    """Does what the other user can do if he may write into the directory."""
     secret = bytes(range(32))
     (place / "his" / "secret").write_bytes(secret)
     for name in entries(place):

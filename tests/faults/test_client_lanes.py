@@ -117,7 +117,7 @@ def path(daemon: DaemonProcess) -> Path:
 
 @pytest.fixture
 def workers(daemon: DaemonProcess) -> Iterator[set[int]]:
-    """No worker ends, and none has met a defect of its own."""
+    """Checks at its end that no worker has died and that the log has no traceback."""
     before = {worker.pid for worker in daemon.workers}
     yield before
     assert {worker.pid for worker in daemon.workers} == before
@@ -125,7 +125,7 @@ def workers(daemon: DaemonProcess) -> Iterator[set[int]]:
 
 
 def opened(client: LaneClient, model: str = "addsub", agree: bool = True) -> RawLane:
-    """A new lane to the worker that has a model."""
+    """Opens a lane to the worker that has a model."""
     answer = client.open(model, wait=PATIENCE)
     number = next(entry["lane"] for entry in answer["lanes"] if entry["new"])
     return RawLane(client.lanes.pop(number), agree)
@@ -144,7 +144,7 @@ def scale() -> PreparedRequest:
 
 
 class Neighbour:
-    """A good client on a lane of its own, in a thread: with data of its own, in a segment and in records."""
+    """A good client on a lane of its own, in a thread, with data of its own in a segment and in records."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -185,7 +185,7 @@ class Neighbour:
 
 @contextlib.contextmanager
 def neighbours(daemon: DaemonProcess, path: Path) -> Iterator[None]:
-    """Others over HTTP and on a lane get every answer meanwhile, and each is right."""
+    """Runs good clients over HTTP and on a lane within the block; each of their answers has to come and be right."""
     with CheckedLoad(daemon, 2) as load, Neighbour(path) as neighbour:
         wait_until(lambda: load.answers > 5 and neighbour.answers > 5, "answers")
         yield
@@ -472,7 +472,7 @@ def test_worker_that_is_killed(daemon: DaemonProcess, path: Path) -> None:
 
 
 def _mappings(workers: set[int]) -> int:
-    """Segments of clients that workers have mapped; the neighbour has one."""
+    """Returns how many client segments the workers have mapped; the good client has one."""
     return sum(Path(f"/proc/{pid}/maps").read_text().count("memfd:client") for pid in workers)
 
 

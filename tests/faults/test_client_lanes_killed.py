@@ -78,7 +78,7 @@ def start(tmp_path: Path, leaves_nothing: None) -> Iterator[Callable[..., Daemon
 
 
 class Neighbour:
-    """A client on lanes of its own: it asks all the time, small and large, and checks each answer."""
+    """A client on lanes of its own that asks all the time, small and large, and checks each answer."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self._daemon = daemon
@@ -147,7 +147,7 @@ def caller(daemon: DaemonProcess) -> Iterator[Callable[[int, int], str]]:
 
 
 def held(pid: int) -> tuple[int, int]:
-    """What a process has open, and how many pieces of clients' and of its own anonymous files it has mapped."""
+    """Returns a process's number of descriptors, and of mapped pieces of anonymous files."""
     return psutil.Process(pid).num_fds(), Path(f"/proc/{pid}/maps").read_text().count("/memfd:")
 
 
@@ -250,7 +250,7 @@ def patterned(byte: int, count: int) -> Any:
 
 
 def bytes_in(mapping: Any) -> set[int]:
-    """Which bytes there are in it."""
+    """Returns the set of byte values in the memory."""
     return set(np.flatnonzero(np.bincount(np.frombuffer(mapping, np.uint8), minlength=256)).tolist())
 
 

@@ -64,7 +64,10 @@ def test_a_compile_process_is_killed(tmp_path: Path) -> None:
 
 
 def load_and_kill(daemon: DaemonProcess) -> tuple[int, bytes]:
-    """What came of a load whose compile processes are killed as soon as they are seen, while others are answered."""
+    """Loads a model whose compile processes are killed at once; returns the load's answer.
+
+    Other clients are answered meanwhile.
+    """
     answers = []
     load = threading.Thread(
         target=lambda: answers.append(daemon.request("POST", "/v2/repository/models/slow/load", b"{}"))

@@ -29,7 +29,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 
 def front(daemon: DaemonProcess) -> psutil.Process:
-    """The gRPC front."""
+    """Returns the process of the gRPC front."""
     (process,) = daemon.children("tensord.daemon.grpc")
     return process
 
@@ -39,7 +39,7 @@ def port(daemon: DaemonProcess) -> int:
 
 
 def scale(count: int = 1) -> bytes:
-    """A request for ``scale``."""
+    """Builds a request to ``scale``."""
     tensor = service_pb2.ModelInferRequest.InferInputTensor(name="x", datatype="FP32", shape=[count, 4])
     asked = service_pb2.ModelInferRequest(model_name="scale", inputs=[tensor], raw_input_contents=[bytes(16 * count)])
     return prefixed(asked)

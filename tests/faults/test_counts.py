@@ -41,7 +41,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def refusal(daemon: DaemonProcess, method: str, message: bytes) -> tuple[str, str]:
-    """Code and text of what a call ends with."""
+    """Makes a call; returns code and text of its end."""
     with grpc.insecure_channel(daemon.grpc_url) as channel:
         path = f"/inference.GRPCInferenceService/{method}"
         call: Any

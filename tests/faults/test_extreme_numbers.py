@@ -52,7 +52,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def neighbour(daemon: DaemonProcess) -> Iterator[Callable[[], None]]:
-    """An ordinary client of both protocols; at the end its requests are answered still, and the log has no traceback."""
+    """Yields an ordinary client of both protocols; at its end it is still served, and the log has no traceback."""
     with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
 
         def ask() -> None:

@@ -24,7 +24,7 @@ ASK = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
 
 
 def sleep(pool: ThreadPoolExecutor, daemon: DaemonProcess, delay_ms: int, began: Path) -> Future[Any]:
-    """A request that takes so long; returns when the model has begun with it."""
+    """Sends a request that takes so long; returns when the model has begun to run it."""
     given = [{"name": "DELAY_MS", "shape": [1], "datatype": "INT32", "data": [delay_ms]}]
     asked = pool.submit(daemon.infer, "sleepy", given, parameters={"began": str(began)})
     wait_until(lambda: began.exists() or asked.done(), "the model to begin", daemon)
@@ -33,7 +33,7 @@ def sleep(pool: ThreadPoolExecutor, daemon: DaemonProcess, delay_ms: int, began:
 
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """For stories after which it serves as before."""
+    """Runs a daemon for tests that leave it as it was."""
     repository = repositories.scale_model(tmp_path_factory.mktemp("repository"))
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
         running.wait_ready()

@@ -52,7 +52,7 @@ def repository(folder: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[DaemonProcess]:
-    """One for each set of options that tests give."""
+    """Runs a daemon for each set of options that tests give."""
     options: dict[str, dict[str, Any]] = {
         "arenas": {"byte_size": MIB, "max_byte_size": ARENA, "wait": PATIENCE},
         "http": {"max_body_byte_size": 8 * MIB},
@@ -114,7 +114,7 @@ class Neighbour:
 
 
 def everything_is_free(daemon: DaemonProcess) -> None:
-    """Every place of the request arena and of the response arena can be used again, by one client."""
+    """Checks that all memory of the request arena and of the response arena can be used again, by one client."""
     with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
         values = np.zeros(7 * MIB, np.uint8)
         tensor = grpcclient.InferInput("x", [len(values)], "UINT8")
@@ -196,7 +196,7 @@ def test_answers_that_are_not_taken_for_too_long(daemon: DaemonProcess) -> None:
 
 
 def is_cut(daemon: DaemonProcess, sock: socket.socket) -> bool:
-    """Whether the daemon has it no longer. Its client is told behind what it does not read."""
+    """Returns whether the daemon has closed a connection; its client cannot see that before it has read everything."""
     ours = sock.getsockname()
     fronts = [*daemon.fronts, *daemon.children("tensord.daemon.grpc")]
     return not any(each.raddr == ours for front in fronts for each in front.connections("tcp"))
@@ -204,7 +204,7 @@ def is_cut(daemon: DaemonProcess, sock: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def not_reading(daemon: DaemonProcess, count: int, requests: int = 1) -> Iterator[list[socket.socket]]:
-    """Connections that ask over HTTP for large answers, and read none."""
+    """Opens connections that ask over HTTP for large answers, and read none."""
     asked = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1]}]}
     body = json.dumps({**asked, "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
     head = f"POST /v2/models/large/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -229,7 +229,7 @@ def test_http_clients_that_do_not_read(daemon: DaemonProcess, count: int, reques
 
 
 def announced(byte_size: int, binary: bool) -> bytes:
-    """The head of a request with so large a body."""
+    """Builds the head of a request with a body of that size."""
     extra = "Inference-Header-Content-Length: 100\r\n" if binary else ""
     return (
         f"POST /v2/models/echo_uint8/infer HTTP/1.1\r\nHost: x\r\n{extra}Content-Length: {byte_size}\r\n\r\n".encode()

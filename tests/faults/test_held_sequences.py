@@ -100,7 +100,7 @@ def flags(number: int) -> dict[str, bool]:
 
 
 def expected() -> list[int]:
-    """The state after each step, as INT32 has it."""
+    """Returns the state after each step, in INT32 arithmetic."""
     states, h = [], 0
     for number in range(STEPS):
         h = (31 * h + number + 1 + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -109,7 +109,7 @@ def expected() -> list[int]:
 
 
 def message(number: int, who: int) -> Any:
-    """Step ``number`` of a sequence; each third one is larger than the others."""
+    """Builds step ``number`` of a sequence; every third step is larger than the others."""
     size = 700 if number % 3 == 1 else 1
     tensor = service_pb2.ModelInferRequest.InferInputTensor(name="x", datatype="INT32", shape=[1, size])
     x = np.zeros(size, np.int32)
@@ -214,7 +214,7 @@ def test_steps_over_http_keep_their_order(daemon: DaemonProcess) -> None:
 
 
 def next_state(file: Any) -> int:
-    """Of the next answer on a connection."""
+    """Reads the next answer on a connection and returns the state in it."""
     assert file.readline().startswith(b"HTTP/1.1 200")
     headers = http.client.parse_headers(file)
     content = file.read(int(headers["Content-Length"]))
@@ -224,7 +224,7 @@ def next_state(file: Any) -> int:
 
 
 def gated(number: int, who: int, byte_size: int = 4, until: str = "") -> Any:
-    """A step that adds ``number``; 1 begins and 3 ends its sequence."""
+    """Builds a step that adds ``number``; 1 begins and 3 ends its sequence."""
     x = np.full(byte_size // 4, number, np.int32)
     tensor = service_pb2.ModelInferRequest.InferInputTensor(name="x", datatype="INT32", shape=[len(x)])
     made = service_pb2.ModelInferRequest(model_name="gated", inputs=[tensor], raw_input_contents=[x.tobytes()])
@@ -237,7 +237,7 @@ def gated(number: int, who: int, byte_size: int = 4, until: str = "") -> Any:
 
 
 def waiting_for_room(daemon: DaemonProcess, client: FrameClient, who: int, byte_size: int, gate: Path) -> list[int]:
-    """1 a large step runs until there is ``gate``; 2 the next one has no room meanwhile; 3 a small one comes behind it."""
+    """Sends three steps: a large one that runs until ``gate`` exists, one that finds no room meanwhile, a small one."""
     calls = [client.call(gated(1, who, 800 << 10, str(gate)))]
     running = scrape_running(daemon)
     wait_until(lambda: running() == 1, "the first step to run", daemon)

@@ -47,7 +47,7 @@ THROUGH = """
 
 @contextlib.contextmanager
 def hostile_object(client: httpclient.InferenceServerClient, sparse: bool = False) -> Iterator[tuple[str, Path]]:
-    """A region of a megabyte that is about to lose its memory. ``sparse``: the second half of it was never written."""
+    """Registers a region of a megabyte that will lose its memory. ``sparse``: its second half was never written."""
     name = f"tensord-test-{uuid.uuid4().hex}"
     path = Path("/dev/shm", name)
     path.write_bytes(VALUES[: len(VALUES) // (1 + sparse)].tobytes())

@@ -91,7 +91,7 @@ def asking(daemon: DaemonProcess) -> Iterator[httpclient.InferenceServerClient]:
 
 
 def small(client: Any, number: int) -> None:
-    """One row of three small numbers each way, in a bucket that has room for more."""
+    """Sends a request of three rows, in a bucket that has room for more, and checks the answer."""
     values = np.full((3, 4), number, np.float32)
     given = httpclient.InferInput("x", [3, 4], "FP32")
     given.set_data_from_numpy(values)
@@ -106,7 +106,7 @@ def large(client: Any, number: int) -> None:
 
 
 def in_regions(client: Any, owner: CudaOwner, name: str, number: int) -> None:
-    """An input that has to be copied on the device, and an output that is left there."""
+    """Sends a request whose input has to be copied on the device, and whose output stays there."""
     values = np.full((1, 4), number, np.float32)
     handle = owner.create(name, 4096)
 

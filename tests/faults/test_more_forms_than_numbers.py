@@ -34,7 +34,7 @@ def tensors(number: int, time: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def outputs_of(number: int) -> list[str]:
-    """One, both, or both the other way round."""
+    """Returns which outputs a kind of request asks for, and in which order."""
     return [["OUTPUT0", "OUTPUT1"], ["OUTPUT1"], ["OUTPUT1", "OUTPUT0"], ["OUTPUT0"]][number % 4]
 
 
@@ -45,7 +45,7 @@ def right(number: int, time: int) -> dict[str, list[float]]:
 
 
 def order() -> list[tuple[int, int]]:
-    """Which kind is asked for next, and with which tensors."""
+    """Returns which kind is asked for next, and with which tensors."""
     return [(number, time) for number in range(KINDS) for time in range(TIMES)] + [(n, TIMES) for n in range(KINDS)]
 
 

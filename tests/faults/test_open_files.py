@@ -47,7 +47,7 @@ def daemon(serve: Callable[[], DaemonProcess]) -> DaemonProcess:
 
 
 def echo(library: Any, client: Any, byte_size: int) -> None:
-    """Raises InferenceServerException: the server refuses."""
+    """Sends a request and checks the answer. Raises InferenceServerException: the server refuses it."""
     values = np.random.default_rng(byte_size).random(byte_size // 4, np.float32)
     given = library.InferInput("x", [values.size], "FP32")
     given.set_data_from_numpy(values)
@@ -118,7 +118,7 @@ def test_the_last_large_answer_is_let_go(daemon: DaemonProcess, library: Any) ->
 
 
 def mapped(pid: int) -> int:
-    """Bytes of arenas' segments that a process has mapped."""
+    """Returns how many bytes of arenas a process has mapped."""
     ranges = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/memfd:tensord " in line]
     return sum(int(end, 16) - int(start, 16) for start, end in (words[0].split("-") for words in ranges))
 

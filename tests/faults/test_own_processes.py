@@ -98,7 +98,7 @@ def lives(process: psutil.Process) -> bool:
 
 @pytest.fixture
 def daemon(tmp_path: Path, leaves_nothing: None) -> DaemonProcess:
-    """One that is started as users start it: what the tests have prepared has no environment of its own."""
+    """Returns a daemon that is started without a fork, because a forked process has not its own environment in /proc."""
     for name in ("one", "other"):
         told = f"FILE, NAME = {str(tmp_path / name)!r}, {name!r}\n"
         write_model(tmp_path / "models", name, told + MODEL, IO)
@@ -109,7 +109,7 @@ def daemon(tmp_path: Path, leaves_nothing: None) -> DaemonProcess:
 
 
 def started(daemon: DaemonProcess, name: str) -> list[psutil.Process]:
-    """What that model has started by the end of ``initialize``, with what that has started."""
+    """Returns the processes that a model has started by the end of ``initialize``, and their children."""
     file = daemon.folder / name
     wait_until(lambda: file.exists() and file.read_text().endswith("\n0\n"), "a model's processes", daemon)
     found = [psutil.Process(int(pid)) for pid in file.read_text().split()[:-1]]
@@ -120,7 +120,10 @@ def started(daemon: DaemonProcess, name: str) -> list[psutil.Process]:
 
 
 def both_started(daemon: DaemonProcess) -> tuple[list[psutil.Process], list[psutil.Process]]:
-    """One after the other: what is forked while another thread starts a program holds that up, in any process."""
+    """Starts both models one after the other; returns their processes.
+
+    A fork while another thread starts a program would hold that program up.
+    """
     daemon.wait_ready()
     one = started(daemon, "one")
     assert daemon.request("POST", "/v2/repository/models/other/load", b"{}")[0] == 200

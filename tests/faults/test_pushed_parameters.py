@@ -66,7 +66,7 @@ def pushed_to(start_daemon: Callable[..., DaemonProcess], folder: Path, **option
 
 
 class Answers(Load):
-    """Askers that compare each answer with itself, and with the pushes that were answered before it was asked for."""
+    """Clients that check that each answer is of one set, not older than the pushes that were answered before its request."""
 
     def __init__(self, daemon: DaemonProcess, clients: int, where: str) -> None:
         super().__init__(daemon, clients)

@@ -43,7 +43,10 @@ sys.stdin.read()
 
 
 class RegionRules(RuleBasedStateMachine):
-    """``regions``: name -> who registered it, the value it is full of, and the process it goes with."""
+    """Runs random histories.
+
+    ``regions``: name -> who registered it, the value it is full of, and the process it goes with.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class RegionRules(RuleBasedStateMachine):
             pipe.close()
 
     def connected(self, who: str) -> list[Any]:
-        """Two connections: of two fronts, where neither is slow to take one."""
+        """Returns two connections, to two fronts if neither is slow to accept one."""
         if who == "tcp":
             return [
                 httpclient.InferenceServerClient(self.daemon.url, network_timeout=PATIENCE, connection_timeout=PATIENCE)
@@ -121,7 +124,7 @@ class RegionRules(RuleBasedStateMachine):
             self.regions[name] = (who, self.number, None)
 
     def check_refusal(self, name: str, message: str) -> None:
-        """The name is taken; or one worker has died and the other one is not up."""
+        """Checks that a refusal says that the name is taken, or that no worker is running."""
         if name in self.regions:
             assert f"'{name}' already in manager" in message
         else:
@@ -153,7 +156,7 @@ class RegionRules(RuleBasedStateMachine):
 
     @rule()
     def user_reconnects(self) -> None:
-        """The process lives on; what it registered stays, unless regions go with connections."""
+        """Closes the user's connections: regions stay unless they go with connections."""
         for client in self.clients["user"]:
             client.close()
         if self.reclaim == "connection":
@@ -178,7 +181,7 @@ class RegionRules(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def cancel(self, name: str) -> None:
-        """A client that goes away with its request under way."""
+        """Sends a request that uses a region, and disconnects before the answer."""
         place = {"shared_memory_region": name, "shared_memory_byte_size": SIZE}
         body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [COUNT], "parameters": place}]})
         with socket.create_connection(("127.0.0.1", self.daemon.port)) as sock:
@@ -209,14 +212,14 @@ class RegionRules(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def worker_dies(self, which: int) -> None:
-        """Without waiting: its successor is under way while the next rule is carried out."""
+        """Kills a worker; the next rule runs while its successor starts."""
         workers = self.daemon.workers
         if len(workers) == 2:
             workers[which].kill()
 
     @rule(which=st.integers(0, 1), who=CLIENTS)
     def front_dies(self, which: int, who: str) -> None:
-        """Its successor is under way while the other one answers what comes next."""
+        """Kills a front; the other one answers while its successor starts."""
         fronts = self.daemon.children("tensord.daemon.http" if who == "tcp" else "tensord.daemon.grpc")
         if len(fronts) == 2:
             fronts[which].kill()

@@ -71,7 +71,7 @@ class Side:
         assert self.daemon.request("POST", "/v2/systemsharedmemory/region/r/register", asked)[0] == 200
 
     def register_anew(self) -> None:
-        """The same name stands for other memory."""
+        """Registers other memory under the same name."""
         assert self.daemon.request("POST", "/v2/systemsharedmemory/region/r/unregister", b"")[0] == 200
         self._registered ^= 1
         self._register()
@@ -83,7 +83,7 @@ class Side:
         return self._regions[self._registered][1]
 
     def http(self, number: int, content: bytes) -> Any:
-        """The answer, and whether the connection goes on."""
+        """Sends an HTTP request; returns the answer, and whether the connection goes on."""
         client = self._clients.get(number)
         if client is None:
             client = self._clients[number] = Client(self.daemon.port)
@@ -99,7 +99,7 @@ class Side:
         return answer.status, answer.headers, answer.body
 
     def grpc(self, number: int, content: bytes) -> Any:
-        """The message, or what the call ended with."""
+        """Makes a call; returns the message, or the error it ended with."""
         try:
             return 200, self._unary[number](content, timeout=PATIENCE)
         except grpc.RpcError as error:
@@ -110,7 +110,7 @@ class Side:
         return 200, next(self._stream)
 
     def ask(self, asked: Asked, way: str, number: int) -> Any:
-        """The answer; of one that uses the region, what is in that afterwards too."""
+        """Sends a request in a given way; returns the answer, and the region's content afterwards if it uses one."""
         if asked.source == "region":
             shm.set_shared_memory_region(self._mapped(), [np.frombuffer(asked.content, np.uint8)])
         match way:
@@ -171,7 +171,7 @@ def sides(leaves_nothing: None, tmp_path: Path, repository: Path) -> Iterator[tu
 
 
 def change(sides: tuple[Side, Side], repository: Path, number: int) -> None:
-    """Something that clients change for each other."""
+    """Changes something that clients can change for each other."""
     match number % 4:
         case 0:
             repositories.scale_model(repository, factor=3 + number)

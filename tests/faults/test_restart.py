@@ -38,7 +38,7 @@ BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32",
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A model, one that takes a while to load, and an ensemble, which waits for both."""
+    """Writes a model, one that takes a while to load, and an ensemble that waits for both."""
     models = repositories.scale_model(tmp_path / "models")
     repositories.scale_model(models, "slow")
     file = models / "slow" / "1" / "model.py"
@@ -50,7 +50,7 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def behind_sockets(tmp_path: Path, repository: Path, leaves_nothing: None) -> Iterator[DaemonProcess]:
-    """A daemon whose listening sockets are this process's; ``port`` is HTTP's."""
+    """Runs a daemon whose listening sockets belong to this process. ``port`` is HTTP's."""
     with socket.create_server(("127.0.0.1", 0)) as over_http, socket.create_server(("127.0.0.1", 0)) as over_grpc:
         daemon = DaemonProcess(tmp_path, [repository])
         daemon.pass_fds = (over_http.fileno(), over_grpc.fileno())

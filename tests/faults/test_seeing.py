@@ -30,7 +30,7 @@ def front(daemon: DaemonProcess, protocol: str) -> psutil.Process:
 
 
 def wake_ups(process: psutil.Process) -> int:
-    """How often a thread of a process has slept and was woken, ever."""
+    """Returns how often the threads of a process have slept and been woken since its start."""
     return sum(
         int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
         for task in Path(f"/proc/{process.pid}/task").iterdir()
@@ -93,7 +93,7 @@ def test_a_thousand_scrapes(start_daemon: Callable[..., Any], tmp_path: Path) ->
 
 @pytest.fixture
 def hanging() -> Iterator[str]:
-    """A collector that accepts connections, and neither reads nor answers."""
+    """Yields the URL of a collector that accepts connections, and neither reads nor answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/v1/traces"
 

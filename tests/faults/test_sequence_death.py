@@ -31,7 +31,7 @@ def lost(who: int | str, model: str = "many") -> str:
 
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Two fronts, HTTP and gRPC, and two workers."""
+    """Runs a daemon with an HTTP front, a gRPC front and two workers."""
     repository = tmp_path_factory.mktemp("repository")
     sequence_models.python_model(repository, "many", "oldest { max_candidate_sequences: 64 }", rows=4)
     sequence_models.python_model(repository, "single", "")
@@ -55,7 +55,7 @@ class Steps:
         self.model = model
 
     def __call__(self, who: int | str, x: int, flags: str = "", **more: Any) -> int:
-        """The sum that comes back. ``flags``: S for START, E for END."""
+        """Sends a step; returns the sum in the answer. ``flags``: S for START, E for END."""
         shape = [1, 1] if self.model == "many" else [1]
         given = self._module.InferInput("x", shape, "INT32")
         given.set_data_from_numpy(np.full(shape, x, np.int32))
@@ -69,7 +69,7 @@ class Steps:
         return str(caught.value.message())
 
     def of(self, model: str) -> Steps:
-        """The same for another model."""
+        """Returns the same client for another model."""
         return Steps(self._client, self._module, model)
 
 
@@ -88,7 +88,7 @@ def grpc(daemon: DaemonProcess) -> Iterator[Steps]:
 
 @pytest.fixture(autouse=True)
 def whole(daemon: DaemonProcess, http: Steps, grpc: Steps) -> None:
-    """Both fronts know that both workers have the models: two sequences have a slot at a time."""
+    """Waits until both fronts know that both workers have the models: two sequences have a slot at a time."""
     daemon.wait_ready()
 
     def both_take(send: Steps) -> bool:
@@ -106,7 +106,7 @@ def whole(daemon: DaemonProcess, http: Steps, grpc: Steps) -> None:
 
 
 def kill(daemon: DaemonProcess, victim: psutil.Process) -> None:
-    """Once the fronts know the worker. Returns when they know that it is dead."""
+    """Kills a worker once the fronts know it, and waits until they know that it is dead."""
     wait_until(lambda: re.search(rf" {victim.pid} worker-\d\] model .* is ready", daemon.log), "its models", daemon)
     deaths = daemon.log.count("is gone with")
     victim.kill()
@@ -162,7 +162,7 @@ def test_a_killed_worker_takes_its_sequences_along(daemon: DaemonProcess, http: 
 
 
 def losses(daemon: DaemonProcess) -> float:
-    """Sequences that had begun on workers that died."""
+    """Returns how many sequences had begun on workers that died."""
     return sum(scrape(daemon.metrics_url).of("tensord_worker_sequences_lost_total", "worker").values())
 
 
@@ -193,7 +193,7 @@ def test_what_had_not_begun_is_moved(daemon: DaemonProcess, grpc: Steps) -> None
 
 
 def pending(daemon: DaemonProcess, model: str) -> float:
-    """Requests that wait at the workers."""
+    """Returns how many requests to a model wait at the workers."""
     return scrape(daemon.metrics_url).model("nv_inference_pending_request_count", model)
 
 

@@ -118,7 +118,7 @@ def test_everything_at_once(daemon: DaemonProcess, tmp_path: Path) -> None:
 
 
 class Descriptors(NamedTuple):
-    """How many a process has, by what they are for."""
+    """The number of a process's descriptors, by what they are for."""
 
     #: Segments of arenas and status pages, which are made when they are needed first.
     arenas: int
@@ -143,7 +143,7 @@ def descriptors(pid: int) -> Descriptors:
 
 
 def kill(daemon: DaemonProcess, kind: str, stays: int) -> None:
-    """One of that kind, never the one that stays."""
+    """Kills a process of a kind, but not ``stays``."""
     for process in daemon.children(f"tensord.{kind}"):
         if process.pid != stays:
             process.kill()

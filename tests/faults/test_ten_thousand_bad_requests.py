@@ -63,7 +63,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 class Family:
-    """The daemon's processes: who they are and what they hold."""
+    """The daemon's processes and their descriptors at the beginning."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self._daemon = daemon
@@ -75,7 +75,7 @@ class Family:
         return {process.pid: process.num_fds() for process in self.processes}
 
     def check(self) -> None:
-        """The same processes, and no more than a few descriptors and a cache or two: so many requests would show."""
+        """Checks that the processes are the same, and have only a few more descriptors and little more memory."""
         assert {process.pid for process in self._daemon.family()} == {process.pid for process in self.processes}
         wait_until(
             lambda: all(count <= self._descriptors[pid] + 10 for pid, count in self._count().items()),
@@ -89,7 +89,7 @@ class Family:
 
 @pytest.fixture
 def family(daemon: DaemonProcess) -> Iterator[Family]:
-    """Right answers for others during the test, and an unharmed daemon after it."""
+    """Checks that others get right answers during the test, and that the daemon is unharmed after it."""
     warm_up(daemon)
     before = Family(daemon)
     with CheckedLoad(daemon, clients=2) as load:
@@ -102,7 +102,7 @@ def family(daemon: DaemonProcess) -> Iterator[Family]:
 
 
 def warm_up(daemon: DaemonProcess) -> None:
-    """So that what is imported and cached once is not counted as growth."""
+    """Sends requests so that what is imported and cached once does not count as growth."""
     mutator = Mutator(SEED + 1)
     for number in range(300):
         send(daemon, mutator.request(number))
@@ -111,7 +111,7 @@ def warm_up(daemon: DaemonProcess) -> None:
 
 
 def whole_arena(daemon: DaemonProcess) -> None:
-    """Room for large bodies is there: many connections want it at once."""
+    """Checks that there is memory for large bodies of many connections at once."""
     head = json.dumps(
         {
             "inputs": [
@@ -129,7 +129,7 @@ def whole_arena(daemon: DaemonProcess) -> None:
 
 
 def send(daemon: DaemonProcess | FrontProcess, content: bytes) -> bytes:
-    """Everything the daemon says to these bytes, on a connection of its own, until it hangs up."""
+    """Sends bytes on a connection of its own; returns all that the daemon answers until it hangs up."""
     with socket.create_connection(("127.0.0.1", daemon.port), PATIENCE) as connection:
         said = b""
         try:

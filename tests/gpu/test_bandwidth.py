@@ -22,7 +22,7 @@ SIZE = 16 * MIB
 
 
 def report(what: str, ask: Callable[[], Any], byte_size: int) -> None:
-    """Median of a hundred requests, after ten."""
+    """Prints the median of a hundred requests, after ten that do not count."""
     lasted = []
     for _ in range(110):
         began = time.perf_counter()

@@ -38,7 +38,7 @@ def serve(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> Callabl
 
 
 def lines(daemon: DaemonProcess) -> list[dict[str, Any]]:
-    """The access log so far."""
+    """Returns the entries of the access log so far."""
     found = [json.loads(line) for line in daemon.log.splitlines() if '"request":' in line]
     assert all((line["logger"], line["message"]) == ("tensord.access", "request") for line in found)
     return [line["request"] for line in found]
@@ -57,7 +57,7 @@ def answers(daemon: DaemonProcess, protocol: str) -> dict[str, float]:
 
 
 def raw(daemon: DaemonProcess, content: bytes) -> bytes:
-    """What comes back until the connection ends."""
+    """Sends bytes; returns all bytes that come back until the connection ends."""
     host, port = daemon.url.split(":")
     with socket.create_connection((host, int(port)), PATIENCE) as connection:
         connection.sendall(content)

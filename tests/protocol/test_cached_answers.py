@@ -86,7 +86,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def ask(daemon: DaemonProcess, model: str, data: list[int], **fields: Any) -> dict[str, Any]:
-    """The outputs' data by name."""
+    """Sends a request; returns the outputs' data by name."""
     x = {"name": "x", "datatype": "INT32", "shape": [len(data)], "data": data}
     status, answer = daemon.infer(model, [x], **fields)
     assert status == 200, answer

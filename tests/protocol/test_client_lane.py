@@ -77,7 +77,7 @@ class Clients:
         return client
 
     def lanes(self, client: LaneClient, answer: Any) -> list[Lane]:
-        """The lanes of an answer that were not taken yet, which take the client's sockets over."""
+        """Returns the new lanes of an answer; they take over the client's sockets."""
         new = [Lane(client.lanes.pop(entry["lane"])) for entry in answer["lanes"] if entry["lane"] in client.lanes]
         self._made += new
         return new

@@ -119,7 +119,7 @@ def daemon(leaves_nothing: None, repository: Path, tmp_path_factory: pytest.Temp
 
 @contextmanager
 def asked(daemon: DaemonProcess, model: str, how: str, path: Path) -> Iterator[socket.socket]:
-    """A connection whose request has begun to run."""
+    """Yields a connection whose request has begun to run."""
     given: dict[str, Any] = {"path": str(path)}
     if how == "infer":
         given = {"inputs": [{"name": "path", "shape": [1], "datatype": "BYTES", "data": [str(path)]}]}
@@ -212,7 +212,7 @@ def test_half_closed_clients_get_their_answers_where_the_operator_says_so(
 
 
 def sent_ahead(daemon: DaemonProcess, paths: list[Path], more: bytes, at_once: bool = False) -> socket.socket:
-    """A connection with a request for each, of which the first runs, and something behind them that is not read.
+    """Returns a connection with one request for each path, of which the first runs, followed by bytes that are not read.
 
     ``at_once``: all of it is there when the server takes the connection.
     """

@@ -19,7 +19,7 @@ CODINGS = ["gzip", "deflate"]
 
 @pytest.fixture(scope="module")
 def compressing(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """One whose operator wants answers compressed."""
+    """Runs a daemon that is configured to compress answers."""
     repository = tmp_path_factory.mktemp("repository")
     repositories.echo_models(repository, ["FP32"])
     options = {"http": {"response_compression": "medium"}}

@@ -31,7 +31,7 @@ def daemon(
 def answers(
     daemon: DaemonProcess, method: str, path: str, origin: str, body: str = "", **more: str
 ) -> tuple[int, dict[str, str]]:
-    """Status and headers, names in lower case."""
+    """Sends a request; returns status and headers, names in lower case."""
     connection = http.client.HTTPConnection(daemon.url, timeout=PATIENCE)
     try:
         connection.request(method, path, body or None, ({"Origin": origin} if origin else {}) | more)

@@ -70,7 +70,7 @@ def client(daemon: DaemonProcess) -> Iterator[httpclient.InferenceServerClient]:
 
 
 def register(client: Any, owner: CudaOwner, byte_size: int = 1 << 16, device: int = 0) -> str:
-    """A region of that owner, registered under its name."""
+    """Registers a new region of the owner process; returns its name."""
     name = f"g-{uuid.uuid4().hex}"
     client.register_cuda_shared_memory(name, owner.create(name, byte_size, device), device, byte_size)
     return name

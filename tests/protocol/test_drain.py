@@ -40,7 +40,7 @@ class Drained(DaemonProcess):
         return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def told(self, *arguments: str) -> tuple[int, str]:
-        """Exit status of tensorctl, and what it wrote to standard error."""
+        """Runs tensorctl; returns its exit status and its error output."""
         with self.tensorctl(*arguments) as process:
             errors = process.communicate(timeout=PATIENCE)[1]
         return process.returncode, errors

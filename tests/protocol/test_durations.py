@@ -48,7 +48,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, socke
 
 
 def count(samples: Samples, kind: str, model: str, protocol: str, le: str = "100.0") -> tuple[float, float, float]:
-    """Requests within that bound, all of them, and the sum of their durations."""
+    """Returns how many requests are within a bound, how many there are, and the sum of their durations."""
     name = f"tensord_{kind}_duration_seconds"
     labels = {"model": model, "protocol": protocol, "version": "1"}
     try:

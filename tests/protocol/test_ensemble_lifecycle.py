@@ -58,7 +58,7 @@ IO = """
 
 
 def slowly_traced_model(repository: Path, name: str, factor: int) -> None:
-    """``y = factor * x``; whoever makes a program of it waits a moment."""
+    """Writes a model ``y = factor * x`` whose tracing takes a moment."""
     write_model(
         repository,
         name,

@@ -189,7 +189,7 @@ JUDGED = ("judge", {"x": "x", "hint": "hint"}, {"y": "y", "said": "said"})
 
 
 def models(repository: Path) -> Path:
-    """3x + 1, then sums; and what goes wrong on the way."""
+    """Writes the models and ensembles: 3x + 1, then sums; and some that fail on the way."""
     scale_model(repository)
     write_model(repository, "plus", PLUS)
     write_model(repository, "lengths", LENGTHS)

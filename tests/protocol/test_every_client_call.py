@@ -34,7 +34,7 @@ def create(path, config, device):
 
 
 class Caller:
-    """Both clients behind one way of calling them, which remembers what was called."""
+    """Calls the synchronous or the asyncio client in one way, and notes which methods were called."""
 
     def __init__(self, client: Any, runner: asyncio.Runner | None) -> None:
         self._client = client
@@ -58,7 +58,7 @@ class Caller:
 
     @property
     def calls(self) -> set[str]:
-        """All public calls of the client."""
+        """Returns the names of all public methods of the client."""
         return {
             name for name in dir(self._client) if not name.startswith("_") and callable(getattr(self._client, name))
         }
@@ -66,7 +66,7 @@ class Caller:
 
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """In explicit mode, with one model to load and unload."""
+    """Runs a daemon in explicit mode, with one model to load and unload."""
     repository = tmp_path_factory.mktemp("repository")
     repositories.scale_model(repository)
     repositories.scale_model(repository, "other")

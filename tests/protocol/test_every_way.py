@@ -114,7 +114,7 @@ def grpc_stream(daemon: DaemonProcess, owner: CudaOwner, datatype: str, values: 
 
 
 def infer_in_region(client: Any, module: Any, name: str, datatype: str, values: Array) -> None:
-    """From the region's start to its second half."""
+    """Sends a request with its input at a region's start and its output in the second half."""
     given, wanted = module.InferInput("x", list(values.shape), datatype), module.InferRequestedOutput("y")
     given.set_shared_memory(name, len(wire_bytes(values)))
     wanted.set_shared_memory(name, 2048, offset=2048)
@@ -122,7 +122,7 @@ def infer_in_region(client: Any, module: Any, name: str, datatype: str, values: 
 
 
 def system_regions(module: Any, url: str, datatype: str, values: Array) -> Array:
-    """Input and output in one system region, over either protocol."""
+    """Sends a request with input and output in one system region; returns the output."""
     wire = wire_bytes(values)
     name = f"tensord-test-{uuid.uuid4()}"
     region = system.create_shared_memory_region(name, f"/{name}", 4096)
@@ -141,7 +141,7 @@ def system_regions(module: Any, url: str, datatype: str, values: Array) -> Array
 
 
 def cuda_regions(module: Any, url: str, owner: CudaOwner, datatype: str, values: Array) -> Array:
-    """The same in GPU memory of another process."""
+    """Sends a request with input and output in GPU memory of another process; returns the output."""
     wire = wire_bytes(values)
     name = f"g-{uuid.uuid4().hex}"
     handle = owner.create(name, 4096)

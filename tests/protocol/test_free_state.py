@@ -98,7 +98,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def ask(client: Any, model: str, who: int | str, x: Any, flags: str = "", rows: bool = True) -> Any:
-    """``flags``: S for START, E for END."""
+    """Sends a step of a sequence; returns the result. ``flags``: S for START, E for END."""
     module: Any = httpclient if isinstance(client, httpclient.InferenceServerClient) else grpcclient
     array = np.array([x] if rows else x, np.float32)
     given = module.InferInput("x", list(array.shape), "FP32")

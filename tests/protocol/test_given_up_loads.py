@@ -53,7 +53,7 @@ def compiles(daemon: DaemonProcess) -> bool:
 
 @pytest.fixture
 def apart(tmp_path: Path) -> dict[str, dict[str, object]]:
-    """Options of a daemon with a cache of its own, whose programs are soon held to take very long."""
+    """Returns options for a cache of its own, and for programs that count as very long after one second."""
     return {"executables": {"cache_directory": str(tmp_path / "cache")}, "expert": {"long_compile": 1.0}}
 
 

@@ -50,7 +50,7 @@ def stub_of(tmp_path: Path, **options: Any) -> CudaStub:
 def serving(
     stub: CudaStub, repository: Path, visible: str, more: dict[str, Any] | None = None, **workers: Any
 ) -> Iterator[DaemonProcess]:
-    """``more``: other options than those of workers."""
+    """Runs a daemon on the stub's GPUs. ``more``: options besides those of workers."""
     folder = repository.parent / "daemon"
     folder.mkdir()
     environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": visible}
@@ -80,7 +80,7 @@ def scaled(client: Any, model: str, number: float) -> None:
 
 
 def scaled_in(client: Any, owner: CudaOwner, model: str, name: str, number: float, offset: int = 0) -> None:
-    """An input and an output in a region of that name."""
+    """Sends a request with input and output in a region, and checks the output."""
     values = np.full((1, 4), number, np.float32)
     owner.put(name, np.zeros(offset, np.uint8), values)
     client.infer(model, [in_region("x", "FP32", (1, 4), name, 16, offset)], outputs=[out_region("y", name, 16, 512)])
@@ -88,7 +88,7 @@ def scaled_in(client: Any, owner: CudaOwner, model: str, name: str, number: floa
 
 
 def devices(daemon: DaemonProcess, count: int) -> dict[str, int]:
-    """Device -> process of its worker, once so many are up: one is enough for the daemon to be ready."""
+    """Waits for ``count`` workers and returns device -> process. The daemon is ready with one already."""
     wait_until(lambda: len(_devices(daemon)) >= count, f"{count} workers", daemon)
     return _devices(daemon)
 
@@ -149,12 +149,12 @@ GROUPS = {
 
 
 def wait_loaded(daemon: DaemonProcess, model: str, count: int) -> None:
-    """Until so many workers have it."""
+    """Waits until so many workers have loaded a model."""
     daemon.wait_log(rf"worker-\d\] model '{model}' version 1 is ready", count)
 
 
 def ran_on(daemon: DaemonProcess, model: str, count: int = 64) -> set[int]:
-    """The processes that answer many requests at once."""
+    """Returns the processes that answer when many requests come at once."""
 
     def ask(who: int) -> set[int]:
         found = set()

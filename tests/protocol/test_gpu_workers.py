@@ -48,7 +48,7 @@ Serve = Callable[..., DaemonProcess]
 
 @pytest.fixture
 def serve(stub: CudaStub, tmp_path: Path, repository: Path) -> Iterator[Serve]:
-    """A daemon on the stub's devices."""
+    """Yields a function that starts daemons on the stub's devices."""
     started: list[DaemonProcess] = []
 
     def serve(
@@ -584,7 +584,7 @@ def test_ragged_inputs_from_bodies_and_from_the_gpu(stub: CudaStub, serve: Serve
 
 
 def of_gpus(daemon: DaemonProcess, name: str) -> dict[str, float]:
-    """UUID -> value of a metric."""
+    """Returns a metric's value for each GPU, by UUID."""
     return scrape(daemon.metrics_url).of(name, "gpu_uuid")
 
 

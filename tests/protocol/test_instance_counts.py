@@ -78,7 +78,7 @@ X = {"name": "x", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]}
 
 
 class Counted:
-    """A daemon with a model, whose file says what became of its instances."""
+    """A daemon with a model whose file records what happens to its instances."""
 
     def __init__(self, folder: Path, daemon: DaemonProcess) -> None:
         self.folder = folder
@@ -91,12 +91,12 @@ class Counted:
         (self.folder / "models/m/config.pbtxt").write_text(text)
 
     def given(self) -> list[int]:
-        """The numbers of instances, as the answered configuration has them."""
+        """Returns the counts of instances in the configuration that the daemon answers."""
         config = json.loads(self.daemon.get("/v2/models/m/config")[1])
         return [group["count"] for group in config["instance_group"]]
 
     def used(self) -> Counter[str]:
-        """Which instances answer many at a time."""
+        """Returns how many of many simultaneous requests each instance answered."""
 
         def ask(_: int) -> str:
             status, body = self.daemon.infer("m", [X])

@@ -14,7 +14,7 @@ from tests.repositories import sleepy_model
 
 
 def with_config(repository: Path, name: str, text: str) -> None:
-    """A model that waits as long as it is told, with more in its configuration."""
+    """Writes a model that waits as long as a request says, with additional configuration."""
     sleepy_model(repository, name)
     path = repository / name / "config.pbtxt"
     path.write_text(path.read_text() + text)
@@ -44,7 +44,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 class Asker:
-    """Requests that wait in their models until they may go."""
+    """Sends requests that wait in their models until the test lets them go."""
 
     def __init__(self, daemon: DaemonProcess, folder: Path) -> None:
         self._daemon = daemon
@@ -52,7 +52,7 @@ class Asker:
         self._threads = ThreadPoolExecutor(64)
 
     def ask(self, model: str, name: str) -> Future[tuple[int, Any]]:
-        """Of that name: it touches a file of it, and waits for ``go`` with that name."""
+        """Sends a request that touches the file ``name`` when it runs, and waits for the file ``name-go``."""
         x = [{"name": "DELAY_MS", "datatype": "INT32", "shape": [1], "data": [0]}]
         told = {"began": str(self._folder / name), "until": str(self._folder / f"{name}-go")}
         return self._threads.submit(self._daemon.infer, model, x, parameters=told, id=name)

@@ -80,7 +80,7 @@ def asking(daemon: DaemonProcess) -> Iterator[Any]:
 
 
 def status(daemon: DaemonProcess) -> dict[str, dict[str, Any]]:
-    """The workers of ``tensorctl status``, by name."""
+    """Returns the workers of ``tensorctl status``, by name."""
     found = tensorctl_status(daemon.folder / "control.sock")["workers"]
     return {worker["name"]: worker for worker in found}
 

@@ -33,7 +33,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Files of a certificate authority, a server and a client."""
+    """Writes the files of a certificate authority, a server and a client; returns their paths."""
     folder = tmp_path_factory.mktemp("certificates")
     authority = trustme.CA()
     authority.cert_pem.write_to_path(folder / "root.pem")
@@ -87,14 +87,14 @@ def test_http_on_a_unix_socket(repository: Path, tmp_path: Path, leaves_nothing:
 
 
 def http_at(transport: httpx.BaseTransport | None, address: str) -> list[float]:
-    """The answer of a model over HTTP."""
+    """Sends a request over HTTP; returns the output."""
     with httpx.Client(transport=transport, base_url=f"http://{address}", trust_env=False, timeout=PATIENCE) as client:
         tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [2.0] * 4}
         return list(client.post("/v2/models/scale/infer", json={"inputs": [tensor]}).json()["outputs"][0]["data"])
 
 
 def grpc_at(target: str) -> list[float]:
-    """The same over gRPC."""
+    """Sends a request over gRPC; returns the output."""
     with grpcclient.InferenceServerClient(target) as client:
         given = grpcclient.InferInput("x", [1, 4], "FP32")
         given.set_data_from_numpy(np.full((1, 4), 2, np.float32))
@@ -253,7 +253,7 @@ def test_https(serving: Any, authority: dict[str, str], tmp_path: Path) -> None:
 
 
 def echoed(client: httpx.Client, count: int) -> bool:
-    """Whether a model gives so many floats back, in binary."""
+    """Returns whether a model returns so many floats, in binary."""
     values = np.arange(count, dtype=np.float32)
     tensor = {"name": "x", "datatype": "FP32", "shape": [count], "parameters": {"binary_data_size": 4 * count}}
     head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()

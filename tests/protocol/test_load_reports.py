@@ -32,7 +32,7 @@ def daemon(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> Daemon
 
 
 def over_http(daemon: DaemonProcess, wanted: str) -> dict[str, str]:
-    """The headers of an answer that report a load, names in lower case."""
+    """Sends a request; returns the headers of its answer that report a load, names in lower case."""
     body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1.0] * 4}]}
     headers = {ASKED: wanted} if wanted else {}
     request = urllib.request.Request(
@@ -46,7 +46,7 @@ def over_http(daemon: DaemonProcess, wanted: str) -> dict[str, str]:
 
 
 def read_message(content: bytes) -> tuple[float, dict[str, float]]:
-    """Utilization and named metrics of an OrcaLoadReport, by the field numbers of its definition."""
+    """Parses an OrcaLoadReport by its field numbers; returns utilization and named metrics."""
     utilization, named, at = 0.0, {}, 0
     while at < len(content):
         field, kind = content[at] >> 3, content[at] & 7

@@ -45,7 +45,7 @@ RAW = {"Inference-Header-Content-Length": "0"}
 
 
 def start(start_daemon: Callable[..., DaemonProcess], tmp_path: Path, seconds: float) -> DaemonProcess:
-    """A daemon with two models whose loading ends when the file ``gate`` is there."""
+    """Starts a daemon with two models that finish loading when the file ``gate`` exists."""
     for name, streams in (("one", False), ("many", True)):
         source = GATED.format(gate=str(tmp_path / "gate"), streams=streams)
         repositories.write_model(tmp_path / "models", name, source, CONFIG.format(streams=str(streams).lower()))
@@ -55,7 +55,7 @@ def start(start_daemon: Callable[..., DaemonProcess], tmp_path: Path, seconds: f
 
 
 def over_grpc(daemon: DaemonProcess, model: str) -> str:
-    """The status's name."""
+    """Makes a call; returns the name of its status."""
     request = service_pb2.ModelInferRequest(model_name=model)
     request.inputs.add(name="x", datatype="FP32", shape=[2]).contents.fp32_contents.extend([1, 2])
     with grpc.insecure_channel(daemon.grpc_url) as channel:

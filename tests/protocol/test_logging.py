@@ -47,7 +47,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def said(daemon: DaemonProcess, number: int) -> list[str]:
-    """What the model logged about one request. It logs an error last."""
+    """Sends a request; returns the lines that the model logged for it. An error is its last line."""
     status, _ = daemon.infer("chatty", [{"name": "x", "datatype": "INT32", "shape": [1], "data": [number]}])
     assert status == 200
     daemon.wait_log(f"log_error {number}\n")

@@ -36,7 +36,7 @@ def naming(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def all_different(ids: list[str]) -> bool:
-    """Each is a UUID, and no two are the same."""
+    """Returns whether the ids are UUIDs and no two are the same."""
     return len({uuid.UUID(each) for each in ids}) == len(ids)
 
 

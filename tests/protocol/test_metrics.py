@@ -45,7 +45,7 @@ SNAPSHOT = "tensord-test-metrics-snapshot"
 
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Two fronts of each protocol and two workers."""
+    """Runs a daemon with two fronts of each protocol and two workers."""
     repository = repositories.echo_models(tmp_path_factory.mktemp("repository"), ["FP32"])
     repositories.scale_model(repository)
     repositories.faulty_models(repository)
@@ -92,7 +92,7 @@ def in_body(library: Any, values: np.ndarray) -> Any:
 
 @contextlib.contextmanager
 def regions(client: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """Names of an input's and an output's region; the input holds values."""
+    """Registers a region with values for an input and one for an output; yields their names."""
     values = np.arange(LENGTH, dtype=np.float32)
     names = f"{prefix}-in", f"{prefix}-out"
     with contextlib.ExitStack() as stack:
@@ -115,7 +115,7 @@ def infer_in_regions(client: Any, given: str, wanted: str) -> None:
 
 
 def settled(daemon: DaemonProcess, client: Any) -> tuple[Samples, dict[str, dict[str, Any]]]:
-    """A scrape that both workers answered, and the statistics at the same counts."""
+    """Returns a scrape that both workers answered, and the statistics with the same counts."""
     found: list[Any] = []
 
     def both_answered() -> bool:

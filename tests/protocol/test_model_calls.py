@@ -411,7 +411,7 @@ def test_a_thread_that_execute_waits_for_is_told_after_a_while(http: httpclient.
 
 
 def run_apart(daemon: DaemonProcess, model: str, code: str) -> Any:
-    """In another thread, which needs a client of its own."""
+    """Runs code in a model with a client of its own, for use in another thread."""
     with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client:
         return run(client, model, code)
 

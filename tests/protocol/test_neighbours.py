@@ -118,7 +118,7 @@ LOUD = {
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The loud ones are loaded between quiet ones."""
+    """Writes models that change their process between models that do not, in the order of loading."""
     repository = tmp_path_factory.mktemp("repository")
     for name, (source, config, _) in LOUD.items():
         write_model(repository, name, source, config)

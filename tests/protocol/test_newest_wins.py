@@ -45,7 +45,7 @@ ALL = 'parameters { key: "replace_waiting" value { string_value: "true" } } '
 
 
 def ask_over_http(daemon: DaemonProcess, number: int, key: str) -> int | str:
-    """What it was answered: the number, or the sentence of a 409."""
+    """Sends a request; returns the number in its answer, or the text of a 409."""
     parameters = {"tensord_replace": key} if key else {}
     given = [{"name": "x", "datatype": "INT32", "shape": [1], "data": [number]}]
     status, answer = daemon.infer("camera", given, id=f"frame {number}", parameters=parameters)

@@ -65,7 +65,7 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """In explicit mode, so that load and unload do something."""
+    """Runs a daemon in explicit mode, so that load and unload do something."""
     repository = tmp_path_factory.mktemp("repository")
     repositories.echo_models(repository, ["FP32"])
     options = {"repository": {"control_mode": "explicit", "load": ["*"]}}
@@ -151,7 +151,7 @@ def test_a_generated_client_asks_the_daemon(daemon: DaemonProcess, tmp_path: Pat
 
 @SCHEMA.hook
 def map_path_parameters(context: Any, path_parameters: dict[str, Any]) -> dict[str, Any]:
-    """Half of the generated names become ones that exist, else nearly every answer would be 404."""
+    """Replaces half of the generated names by existing ones, else nearly every answer would be 404."""
     if path_parameters and len(path_parameters.get("model", "")) % 2:
         path_parameters["model"] = "echo_fp32"
         if "version" in path_parameters:

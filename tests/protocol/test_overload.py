@@ -21,7 +21,7 @@ REQUESTS = 12
 
 
 def ask(daemon: DaemonProcess, until: Path, model: str = "sleepy") -> str:
-    """The error of one request that is answered once that file exists; "": none."""
+    """Sends a request that is answered once a file exists; returns its error, or ""."""
     import numpy as np
 
     with httpclient.InferenceServerClient(daemon.url, network_timeout=600, connection_timeout=600) as client:
@@ -36,7 +36,7 @@ def ask(daemon: DaemonProcess, until: Path, model: str = "sleepy") -> str:
 
 
 def overload(daemon: DaemonProcess, refused: int, until: Path) -> Counter[str]:
-    """Twelve requests at once; those that are not refused are answered when so many are."""
+    """Sends twelve requests at once, waits until so many are refused, and lets the others be answered."""
     with ThreadPoolExecutor(REQUESTS) as threads:
         answers = [threads.submit(ask, daemon, until) for _ in range(REQUESTS)]
         wait_until(lambda: sum(answer.done() for answer in answers) == refused, f"{refused} refusals", daemon)

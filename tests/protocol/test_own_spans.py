@@ -137,7 +137,7 @@ def infer(
 
 
 def lines(daemon: DaemonProcess, trace_id: str, count: int) -> list[dict[str, Any]]:
-    """Lines of the log about a trace, once so many are there."""
+    """Waits for ``count`` log lines about a trace and returns them."""
 
     def found() -> list[dict[str, Any]]:
         objects = [json.loads(line) for line in daemon.log.splitlines() if trace_id in line and line.endswith("}")]

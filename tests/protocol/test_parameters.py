@@ -39,7 +39,7 @@ def create(path, config, device):
 
 
 def tree(a: float, b: float | None = None) -> dict[str, Any]:
-    """Parameters whose answers begin with ``a`` and ``b``."""
+    """Returns parameters with which answers begin with ``a`` and ``b``."""
     return {"a": np.full(1000, a, np.float32), "inner": {"b": np.full(7, a if b is None else b, np.float32)}}
 
 
@@ -62,14 +62,14 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(params=["http", "lane"])
 def client(request: pytest.FixtureRequest, daemon: DaemonProcess) -> Iterator[tensord_client.Client]:
-    """A client over HTTP, and one with lanes."""
+    """Yields a client over HTTP, or one with lanes."""
     where = daemon.url if request.param == "http" else str(daemon.folder / "clients.sock")
     with tensord_client.connect(where) as client:
         yield client
 
 
 def asked(model: tensord_client.Model, times: int = 6) -> set[tuple[float, ...]]:
-    """What answers begin with, of as many as all workers give."""
+    """Sends several requests, so that all workers answer; returns the different beginnings of the answers."""
     answers = [model({"x": [[5.0]]}) for _ in range(times)]
     assert all(answer["y"][0, 2] == 5 for answer in answers)
     return {(float(answer["y"][0, 0]), float(answer["y"][0, 1])) for answer in answers}
@@ -207,7 +207,7 @@ def test_files_beside_the_model(daemon: DaemonProcess) -> None:
 
 
 def tensorctl(daemon: DaemonProcess, *words: str) -> str:
-    """What it prints; it must not fail."""
+    """Runs tensorctl, which must succeed; returns its output."""
     command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(daemon.folder / "control.sock"), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 

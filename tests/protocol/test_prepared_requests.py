@@ -55,7 +55,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(params=["http", "grpc"])
 def client(request: pytest.FixtureRequest, daemon: DaemonProcess) -> Iterator[tuple[str, ModuleType, Any]]:
-    """Protocol, its library, a client."""
+    """Yields the protocol, its library and a client."""
     library = httpclient if request.param == "http" else grpcclient
     with library.InferenceServerClient(daemon.url if request.param == "http" else daemon.grpc_url) as made:
         yield request.param, library, made
@@ -74,7 +74,7 @@ def counts(daemon: DaemonProcess, protocol: str) -> tuple[float, float, float]:
 
 
 def scheduling(number: int) -> dict[str, Any]:
-    """Another one each time, of every kind."""
+    """Returns scheduling parameters of all kinds, others for each number."""
     sequence: int | str = 10_000 + number if number % 2 else f"sequence {number}"
     flags = {"sequence_start": number % 3 == 0, "sequence_end": number % 5 == 0}
     return {"sequence_id": sequence, **flags, "priority": number % 7, "timeout": 1_000_000 + number}

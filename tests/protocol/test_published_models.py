@@ -336,7 +336,7 @@ PAIRS = "INPUT0 FP32 4, INPUT1 FP32 4", "OUTPUT0 FP32 4, OUTPUT1 FP32 4"
 
 
 def write_image_ensemble(repository: Path) -> None:
-    """With the names that tritonclient's example for images expects."""
+    """Writes the ensemble with the names that tritonclient's example for images expects."""
     write_model(
         repository, "preprocess", PREPROCESS, fields("INPUT STRING 1", "OUTPUT FP32 3 8 8", "max_batch_size: 8")
     )

@@ -20,7 +20,7 @@ TIMES = 4
 
 
 class Kept:
-    """One connection, on which requests are repeated."""
+    """One connection on which requests are repeated."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", daemon.port)

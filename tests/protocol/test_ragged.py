@@ -275,14 +275,14 @@ def datatype_of(array: np.ndarray) -> str:
 
 
 def at_once(ask: Callable[[int], None], count: int = 200) -> None:
-    """Each number asks; up to 24 of them at a time."""
+    """Calls ``ask`` with each number, up to 24 at a time."""
     with ThreadPoolExecutor(24) as pool:
         for _ in pool.map(ask, range(count)):
             pass
 
 
 def runs(http: Any, model: str) -> tuple[int, int]:
-    """Requests that succeeded, and executions."""
+    """Returns how many requests succeeded, and how many executions there were."""
     (found,) = http.get_inference_statistics(model)["model_stats"]
     return found["inference_stats"]["success"]["count"], found["execution_count"]
 

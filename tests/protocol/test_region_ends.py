@@ -64,7 +64,7 @@ for line in sys.stdin:
 
 
 class Owner:
-    """That process. Use as a context manager."""
+    """A process that registers regions. Use as a context manager."""
 
     def __init__(self, protocol: str, path: Path) -> None:
         self._process = subprocess.Popen(
@@ -99,13 +99,13 @@ class Owner:
         self._tell("close")
 
     def kill(self) -> None:
-        """Idempotent."""
+        """Kills the process; may be called again."""
         self._process.kill()
         self._process.wait()
 
 
 class Served:
-    """A daemon whose ``protocol`` is on a unix socket, with gRPC over TCP for everybody else."""
+    """A daemon with ``protocol`` on a unix socket, and gRPC over TCP for all other clients."""
 
     def __init__(self, folder: Path, reclaim: str, protocol: str, environment: dict[str, str] | None = None) -> None:
         (folder / "daemon").mkdir()
@@ -136,7 +136,7 @@ class Served:
 
 
 class Tcp:
-    """A client of the protocol that is not on the unix socket. Use as a context manager; its connection ends with the block."""
+    """A client over TCP. Use as a context manager; its connection ends with the block."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self._daemon = daemon
@@ -163,7 +163,10 @@ class Tcp:
         return {entry["name"] for entry in json.loads(self._daemon.get("/v2/systemsharedmemory/status")[1])}
 
     def sleep(self, region: str, began: Path, until: Path) -> None:
-        """A request that runs from ``began`` to ``until``. Its delay comes from the region and is written 64 bytes further on."""
+        """Sends a request that touches ``began`` and waits for ``until``.
+
+        Its delay comes from the region and is written 64 bytes further on.
+        """
         told = {"began": str(began), "until": str(until)}
         if self._grpc is None:
             places = [
@@ -199,7 +202,7 @@ def serve(leaves_nothing: None, tmp_path: Path) -> Iterator[Callable[..., Served
 
 @contextlib.contextmanager
 def let_go(until: Path) -> Iterator[None]:
-    """The request that waits for it ends, whatever happens: the pool behind it could not."""
+    """Ends the waiting request at the end of the block in any case, because the thread pool could not."""
     try:
         yield
     finally:

@@ -39,7 +39,7 @@ COUNT = SIZE // 8
 
 
 class Served:
-    """A daemon with HTTP on TCP, gRPC on a unix socket, an operator's socket and one for memory."""
+    """A daemon with HTTP on TCP, gRPC on a unix socket, the control socket and the clients' socket."""
 
     def __init__(self, daemon: DaemonProcess, folder: Path) -> None:
         self.daemon, self.folder = daemon, folder
@@ -93,7 +93,7 @@ def shared_object() -> Iterator[Callable[[str], Path]]:
 
 
 def infer(url: str, region: str) -> None:
-    """The first half of the region is the input, the second gets the output."""
+    """Sends a request whose input is the first half of a region and whose output goes to the second."""
     given = httpclient.InferInput("x", [COUNT], "FP32")
     given.set_shared_memory(region, SIZE // 2)
     wanted = httpclient.InferRequestedOutput("y")
@@ -103,7 +103,7 @@ def infer(url: str, region: str) -> None:
 
 
 def copied(client: httpclient.InferenceServerClient) -> int:
-    """Bytes, so far."""
+    """Returns how many bytes the daemon has copied so far."""
     return int(client.get_inference_statistics("echo_fp32")["model_stats"][0]["copied_byte_size"])
 
 

@@ -46,7 +46,7 @@ def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
 def daemon(
     leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: pytest.MonkeyPatch
 ) -> Iterator[DaemonProcess]:
-    """Its private folders are in a temporary folder of their own, which is empty in the end."""
+    """Runs a daemon whose private folders are in a temporary folder of their own, which must be empty in the end."""
     repository = tmp_path_factory.mktemp("repository")
     repositories.scale_model(repository)
     temporary = tmp_path_factory.mktemp("temporary")
@@ -177,7 +177,7 @@ def test_a_model_that_asks_for_what_is_not_offered_is_never_ready(
 
 
 def config_text(fields: dict[str, Any]) -> str:
-    """CONFIG and those fields, as config.pbtxt has them."""
+    """Formats CONFIG with further fields as config.pbtxt."""
     return text_format.MessageToString(model_config.parse_json(json.dumps(CONFIG | fields), "m"))
 
 

@@ -73,12 +73,12 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 
 def plain(parameters: Any) -> dict[str, Any]:
-    """Of a protobuf map: the values, each out of the field that is set."""
+    """Returns the values of a protobuf map of parameters, each from the field that is set."""
     return {key: getattr(value, value.WhichOneof("parameter_choice")) for key, value in parameters.items()}
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Equal, types included: True is not 1 for a client that reads JSON."""
+    """Returns whether parameters are equal, types included: for a JSON client True is not 1."""
     return found == wanted and all(type(found[key]) is type(value) for key, value in wanted.items())
 
 

@@ -55,7 +55,7 @@ class Sender:
         ) > 0
 
     def __call__(self, who: int | str, x: int, flags: str = "", **more: Any) -> tuple[int, dict[str, Any]]:
-        """``flags``: S for START, E for END."""
+        """Sends a step; returns the sum and the answer's parameters. ``flags``: S for START, E for END."""
         size = more.pop("size", 1)
         result = self._client.infer(
             self.model,
@@ -287,7 +287,7 @@ def test_requests_that_go_round_again(grpc: Any) -> None:
 
 
 class Stream:
-    """A gRPC stream, as in Triton's example of sequences."""
+    """A gRPC stream, used as in Triton's example of sequences."""
 
     def __init__(self, url: str) -> None:
         self.client = grpcclient.InferenceServerClient(url)

@@ -32,7 +32,7 @@ ROUNDS = 20
 
 
 class Fronts:
-    """A daemon with several fronts, and a client at each: ``http`` and ``grpc``, in no particular order."""
+    """A daemon with several fronts, and a client at each of them: ``http`` and ``grpc``, in any order."""
 
     def __init__(self, folder: Path, options: dict[str, dict[str, Any]]) -> None:
         self.control = folder / "control.sock"
@@ -67,15 +67,15 @@ class Fronts:
         self.daemon.stop()
 
     def status(self) -> list[dict[str, Any]]:
-        """The fronts, as tensorctl shows them."""
+        """Returns the fronts of ``tensorctl status``."""
         return list(tensorctl_status(self.control)["fronts"])
 
     def connections(self, protocol: str) -> dict[int, int]:
-        """By the front's process."""
+        """Returns how many connections each front of a protocol has, by process id."""
         return {front["pid"]: front["connections"] for front in self.status() if front["name"].startswith(protocol)}
 
     def connect(self) -> None:
-        """Clients until there is one at every front."""
+        """Connects clients until there is one at every front."""
         for protocol, found in (("http", self.http), ("grpc", self.grpc)):
             found.clear()
             wait_until(lambda protocol=protocol: not any(self.connections(protocol).values()), "quiet")
@@ -96,7 +96,7 @@ class Fronts:
                     wait_until(lambda protocol=protocol, before=before: self.connections(protocol) == before, "end")
 
     def client(self, protocol: str) -> Any:
-        """Not connected yet."""
+        """Returns a client that is not connected yet."""
         if protocol == "http":
             return httpclient.InferenceServerClient(
                 self.daemon.url, network_timeout=PATIENCE, connection_timeout=PATIENCE
@@ -108,7 +108,7 @@ class Fronts:
         return [*self.http, *self.grpc]
 
     def pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Every client with another one; both protocols."""
+        """Yields every pair of different clients, of both protocols."""
         yield from ((one, other) for one in self.all for other in self.all if one is not other)
 
 
@@ -130,7 +130,7 @@ def infer(client: Any, model: str = "scale", values: np.ndarray = VALUES) -> Non
 
 
 def as_json(client: Any, method: str, *arguments: Any, **options: Any) -> Any:
-    """What both clients answer, in one form."""
+    """Calls a method of either client and returns the answer as JSON."""
     if library(client) is grpcclient:
         options["as_json"] = True
     return getattr(client, method)(*arguments, **options)

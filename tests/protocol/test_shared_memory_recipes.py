@@ -41,7 +41,7 @@ int main(int argc, char **argv) {
 
 
 def recipe(heading: str) -> str:
-    """The first code block under a heading."""
+    """Returns the first code block under a heading."""
     section = DOCUMENT.read_text().partition(f"# {heading}\n")[2]
     found = re.search(r"```\w*\n(.*?)```", section, re.DOTALL)
     assert found is not None, heading
@@ -72,7 +72,7 @@ def key() -> Iterator[str]:
 
 
 def run(program: str, daemon: DaemonProcess, key: str, environment: dict[str, str] | None = None) -> list[float]:
-    """The numbers it prints."""
+    """Runs a recipe against the daemon; returns the numbers that it prints."""
     for there, here in {
         "localhost:8000": daemon.url,
         "127.0.0.1:8000": daemon.url,
@@ -88,7 +88,7 @@ def run(program: str, daemon: DaemonProcess, key: str, environment: dict[str, st
 
 @pytest.fixture(scope="module")
 def logits(daemon: DaemonProcess) -> list[float]:
-    """What the model says of the image of all recipes, without any shared memory."""
+    """Asks the model with the image of all recipes without shared memory; returns its answer."""
     image = {"name": "image", "datatype": "FP32", "shape": [1, 64], "data": [float(i % 17) for i in range(64)]}
     status, answer = daemon.infer("digits", [image])
     assert status == 200, answer

@@ -150,7 +150,7 @@ def begin(folder: Path, content: bytes) -> None:
 
 
 def ask(client: Any, model: str, who: int | str, x: Any, flags: str = "", name: str = "x") -> Any:
-    """``flags``: S for START, E for END."""
+    """Sends a step of a sequence; returns the result. ``flags``: S for START, E for END."""
     module: Any = httpclient if isinstance(client, httpclient.InferenceServerClient) else grpcclient
     array = np.atleast_2d(x)
     given = module.InferInput(name, list(array.shape), {"f": "FP32", "i": "INT32"}[array.dtype.kind])

@@ -27,7 +27,7 @@ _CUT = "were cut at the end of the grace period"
 
 
 class Streaming:
-    """A client with one stream open; what came on it."""
+    """A client with one open stream, and what came on it."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self.client = grpcclient.InferenceServerClient(daemon.grpc_url)
@@ -96,7 +96,7 @@ def test_streams_that_wait_for_nothing(daemon: DaemonProcess) -> None:
 
 
 def sleepy(**parameters: str) -> bytes:
-    """A request for ``sleepy``, as it stands on a stream."""
+    """Builds a request to ``sleepy`` as it is sent on a stream."""
     tensor = service_pb2.ModelInferRequest.InferInputTensor(name="DELAY_MS", datatype="INT32", shape=[1])
     asked = service_pb2.ModelInferRequest(model_name="sleepy", inputs=[tensor], raw_input_contents=[bytes(4)])
     for name, value in parameters.items():

@@ -21,7 +21,7 @@ from tests.protocol.tensors import TENSORS, same
 
 
 class ClientRegion:
-    """A region as tritonclient makes it, registered under a name of its own."""
+    """A region made by tritonclient and registered under a name of its own."""
 
     def __init__(self, client: httpclient.InferenceServerClient, byte_size: int) -> None:
         self.client = client

@@ -100,7 +100,7 @@ def ask(client: triton.InferenceServerClient, model: str = "scale", name: str = 
 
 
 def written(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """The entries by trace, in their order."""
+    """Reads the trace file; returns the entries of each trace, in their order."""
     found: dict[int, list[dict[str, Any]]] = {}
     with path.open() as file:
         # Not in the middle of a write.
@@ -256,7 +256,7 @@ def grpc_input(name: str = "x") -> list[grpcclient.InferInput]:
 
 
 def traces_since(daemon: DaemonProcess, before: set[int], count: int) -> list[list[dict[str, Any]]]:
-    """The entries of each new trace, once there are so many, in the order of their requests."""
+    """Waits for ``count`` new traces; returns their entries in the order of their requests."""
     path = daemon.folder / "trace.json"
     wait_until(lambda: len(written(path).keys() - before) >= count, f"{count} traces", daemon)
     found = written(path)

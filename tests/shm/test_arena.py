@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """Random loans and returns against the rules of an arena."""
+    """Takes and gives back leases at random and checks the rules of an arena."""
 
     def __init__(self) -> None:
         super().__init__()

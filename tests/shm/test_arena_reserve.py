@@ -19,7 +19,7 @@ def arena() -> Iterator[Arena]:
 
 
 def filled(arena: Arena, byte_size: int) -> list[Lease]:
-    """All the leases of that size that there are."""
+    """Takes leases of a size until there are no more; returns them."""
     leases: list[Lease] = []
     while (lease := arena.loan(byte_size)) is not None:
         leases.append(lease)

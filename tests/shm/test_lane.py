@@ -317,7 +317,7 @@ def test_end_of_file_both_ways(arena: Arena) -> None:
 
 
 def kind_of(name: str) -> Numbered[PreparedRequest]:
-    """The next one of a new sender: its number is 0."""
+    """Returns the first prepared request of a new sender, with the number 0."""
     tensors = (Tensor("x", "UINT8", (2,), b""), Tensor("r", "UINT8", (2,), RegionSlice(name, 0, 2)))
     return Numbers[PreparedRequest]().number(WholeRequest(0, name, 0, tensors).prepared)
 
@@ -421,7 +421,7 @@ def test_an_answer_that_is_not_like_what_was_prepared_is_refused(
 
 
 def stranger(arena: Arena, *records: Record) -> SubmitterLane:
-    """A lane on which these came from the other end."""
+    """Returns a lane on which these records came from the other end."""
     ours, theirs = pair()
     submitter, enemy = SubmitterLane(ours, arena), Channel(theirs, decoder(ToWorker))
     for record in records:

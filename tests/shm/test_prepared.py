@@ -84,7 +84,7 @@ OWN = set(RequestRecord.__struct_fields__) - {"prepared", "contents"}
 
 
 def sent(record: Any) -> Any:
-    """As it is at the other end of a lane."""
+    """Encodes and decodes a record, as it arrives at the other end of a lane."""
     return msgspec.msgpack.decode(encoder.encode(record), type=type(record))
 
 
@@ -177,7 +177,7 @@ def test_numbers_begin_again() -> None:
 
 
 class Published:
-    """A lane's two ends, as far as its numbers go."""
+    """The two ends of a lane, as far as numbers of prepared requests are concerned."""
 
     def __init__(self) -> None:
         ours, theirs = pair()
@@ -185,7 +185,7 @@ class Published:
         self.numbers: PublishedNumbers[PreparedRequest] = PublishedNumbers(self.channel, Prepare)
 
     def publish(self, kind: Numbered[PreparedRequest]) -> list[Prepare]:
-        """What the other end is told of it."""
+        """Publishes a prepared request; returns the records that reach the other end."""
         if kind not in self.numbers:
             self.numbers.publish(kind)
         self.channel.flush()

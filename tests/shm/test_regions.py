@@ -24,7 +24,7 @@ SHM = Path("/dev/shm")
 
 @pytest.fixture(params=["posix_ipc", "os.open"], autouse=True, scope="module")
 def opener(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both ways to open an object: where posix_ipc is not installed, its file is opened."""
+    """Runs the test with both ways to open shared memory: posix_ipc, and the file where it is not installed."""
     if request.param == "posix_ipc":
         pytest.importorskip("posix_ipc", reason="posix_ipc is not installed: it has no wheel for this Python")
         yield

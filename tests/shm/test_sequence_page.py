@@ -22,7 +22,7 @@ _KEYS = 12
 
 
 def crowded(page: SequencePage, number: int) -> Key:
-    """Keys whose homes are few and lie around the table's end, so that they push each other along and over it."""
+    """Returns a key whose home is one of a few places around the table's end, so that keys collide and wrap around."""
     bits = page._words[3]
     home = (number % 3 - 2) % (1 << bits)
     low = pow(page._words[2], -1, 1 << 64) * ((home << 64 - bits) + number) % (1 << 64)
@@ -97,7 +97,7 @@ def test_models_versions_and_kinds_of_ids_are_told_apart() -> None:
 
 
 class AgainstDict(RuleBasedStateMachine):
-    """Every order of everything, with keys that stand in each other's way."""
+    """Compares the page with a dict under operations in any order, with keys that collide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ TestAgainstDict = AgainstDict.TestCase
 
 
 class Words:
-    """The page's words, with whatever happens before each access."""
+    """Wraps the page's words and calls a function before each access."""
 
     def __init__(self, words: Any, before: Any) -> None:
         self._words = words
@@ -177,7 +177,7 @@ CHANGES = st.lists(st.tuples(st.booleans(), st.integers(0, _KEYS)), min_size=1, 
 
 
 def apply(page: SequencePage, changes: list[Change], present: set[Key]) -> None:
-    """True: that sequence comes, where it is not there; False: it goes."""
+    """Applies changes to the page. True: the sequence is added if it is absent; False: it is removed."""
     for comes, number in changes:
         key = crowded(page, number)
         if comes and key not in present:

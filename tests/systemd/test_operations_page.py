@@ -45,7 +45,7 @@ pytestmark = needs_compiler
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A command of the page with what it prints; a line ``...`` is any number of lines."""
+    """A command of the page and its expected output; a line ``...`` stands for any number of lines."""
 
     command: str
     printed: tuple[str, ...]
@@ -76,7 +76,7 @@ def pattern(lines: tuple[str, ...]) -> str:
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """A machine with a checkout, and with the libraries of these tests where a service may read them."""
+    """Runs a machine with a checkout, and with the tests' libraries where a service may read them."""
     python = shutil.which("python3", path=PATH)
     version = ["-c", "import sys, ensurepip; print(sys.version_info[:2])"]
     done = subprocess.run([python or "false", *version], capture_output=True, text=True, check=False)

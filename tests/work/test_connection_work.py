@@ -34,7 +34,7 @@ LAST = REQUEST.replace(b"Accept: */*", b"Connection: close")
 
 
 class Door(Bench):
-    """A front with a listening socket."""
+    """A front's bench with a listening socket."""
 
     def open(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -55,7 +55,7 @@ class Door(Bench):
         raise AssertionError("nothing happens any more")
 
     async def visit(self, work: Work, request: bytes) -> bytes:
-        """A client's, from its connect to its end; all that it got."""
+        """Lets a client connect, ask and leave; returns all bytes that it got."""
         got: list[WholeAnswer] = []
         answer = bytearray()
 

@@ -97,7 +97,7 @@ rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 class Asker:
-    """One connection that asks one kind of request, as the stock client does; every answer is looked at."""
+    """One connection that sends one kind of request, as the stock client does, and checks every answer."""
 
     def __init__(self, daemon: DaemonProcess, row: Row) -> None:
         module: Any = httpclient if row.protocol == "http" else grpcclient
@@ -186,7 +186,7 @@ def statistics(daemon: DaemonProcess, model: str) -> dict[str, Any]:
 
 @dataclass
 class Kernel:
-    """What the kernel counted of a process so far."""
+    """The kernel's counters of a process so far."""
 
     reads: int
     writes: int
@@ -210,7 +210,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Passed:
-    """What may have happened by the clock meanwhile."""
+    """The time that passed, and the system calls that it allows."""
 
     seconds: float
 

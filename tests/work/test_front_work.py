@@ -31,7 +31,7 @@ COUNT = 20
 
 
 def head(model: str, text: bytes, tail: int, extra: bytes = b"") -> bytes:
-    """Request line and header fields as perf_analyzer sends them."""
+    """Builds the request line and header fields as perf_analyzer sends them."""
     return (
         b"POST /v2/models/%b/infer HTTP/1.1\r\nHost: 127.0.0.1:8000\r\nUser-Agent: libcurl-agent/1.0\r\nAccept: */*\r\n"
         b"Inference-Header-Content-Length: %d\r\nContent-Type: application/octet-stream\r\n%bContent-Length: %d\r\n\r\n"
@@ -75,12 +75,12 @@ def binary(model: str, text: bytes, tail: int) -> bytes:
 
 
 def with_id(number: int) -> bytes:
-    """The head is the same each time, the JSON is not."""
+    """Builds a request with an id of its own: the head repeats, the JSON does not."""
     return binary("addsub", _SMALL.replace(b'"id": ""', b'"id": "%08d"' % number), 128)
 
 
 def with_trace(number: int) -> bytes:
-    """The JSON is the same each time, the head is not, as behind a proxy that traces."""
+    """Builds a request with a trace header of its own, as behind a proxy: the JSON repeats, the head does not."""
     line = b"traceparent: 00-%032x-%016x-01\r\n" % (number + 1, number + 1)
     return head("addsub", _SMALL, 128, line) + _SMALL + bytes(128)
 
@@ -91,7 +91,7 @@ def with_id_and_trace(number: int) -> bytes:
 
 
 def with_scheduling(number: int) -> bytes:
-    """Priority, timeout and sequence are each request's own, whatever else it says."""
+    """Builds a request with a priority, timeout and sequence of its own."""
     said = b'"parameters": {"priority": %d, "timeout": %d, "sequence_id": %d, "sequence_start": true}'
     text = _SMALL.replace(b'"id": ""', said % (number % 9 + 1, 10000 + number, 10000 + number))
     return binary("addsub", text, 128)
@@ -103,7 +103,7 @@ def with_priority_and_timeout(number: int) -> bytes:
 
 
 def of_sequences_in_turn(number: int, model: str = "sumseq") -> bytes:
-    """The next step of one of the sequences that the worker has."""
+    """Builds the next step of one of the worker's sequences, in turn."""
     said = b'"parameters": {"sequence_id": %d, "sequence_start": false, "sequence_end": false}'
     return binary(model, _SMALL.replace(b'"id": ""', said % (FIRST_SEQUENCE + number % SEQUENCES)), 128)
 
@@ -120,7 +120,7 @@ def of_shapes_in_turn(number: int) -> bytes:
 
 
 def that_never_repeats(number: int) -> bytes:
-    """An id in a parameter: no two of them mean the same."""
+    """Builds a request with an id in a parameter, so that no two requests are of one kind."""
     text = _SMALL.replace(b'"id": ""', b'"parameters": {"request": %d}' % (number + 1000))
     return binary("addsub", text, 128)
 
@@ -164,7 +164,7 @@ def two_large(lane: WorkerLane, record: WholeRequest) -> WholeAnswer:
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of request and what it may cost besides bytecodes."""
+    """A kind of request, and what it may cost besides bytecodes."""
 
     name: str
     request: Callable[[int], bytes]
@@ -213,7 +213,7 @@ def on_a_bench(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
 
 
 async def ask(bench: Bench, row: Row, count: int, work: Work, transport: KeptTransport | None = None) -> KeptTransport:
-    """One request after the other; every answer is a good one, in one write."""
+    """Sends requests one after the other; each answer must be good and one write."""
     transport = transport or bench.connect()
     for number in range(count):
         if row.fresh:
@@ -327,7 +327,7 @@ def test_memory_at_its_highest(row: Row) -> None:
 
 
 async def peak_of(bench: Bench, row: Row, transport: KeptTransport, content: bytes) -> int:
-    """The second of two, so that what tracing itself takes is there before."""
+    """Returns the peak of memory of a request; a first one is not counted, because tracing itself takes memory."""
     for _ in range(2):
         gc.collect()
         tracemalloc.reset_peak()

@@ -69,7 +69,7 @@ def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def several(tmp_path: Path) -> Iterator[tuple[CudaStub, DaemonProcess]]:
-    """Two GPUs with access to each other's memory, and a model on the second alone."""
+    """Runs a daemon on two GPUs with access to each other's memory, with a model on the second alone."""
     (tmp_path / "cuda").mkdir()
     stub, repository = CudaStub(tmp_path / "cuda", devices=2, delay_us=50, peers=True), tmp_path / "repository"
     repositories.write_model(repository, "twice", _MODEL.replace("SIZE", "n"), "instance_group { gpus: [ 1 ] }")
@@ -89,7 +89,7 @@ def client(daemon: DaemonProcess) -> Iterator[httpclient.InferenceServerClient]:
 
 
 def connected(daemon: DaemonProcess, protocol: str) -> Any:
-    """A client, as a context manager."""
+    """Returns a client of the protocol, as a context manager."""
     if protocol == "http":
         return httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE)
     return grpcclient.InferenceServerClient(daemon.grpc_url)
@@ -102,13 +102,13 @@ def body(values: np.ndarray, library: Any) -> Any:
 
 
 def placed(tensor: Any, region: str, byte_size: int, offset: int) -> Any:
-    """An input or output of either client, in a region."""
+    """Puts an input or output of either client in a region; returns it."""
     tensor.set_shared_memory(region, byte_size, offset=offset)
     return tensor
 
 
 class Calls:
-    """Of the daemon's workers, since the last look."""
+    """Counts the driver calls of the daemon's workers since the last look."""
 
     def __init__(self, stub: CudaStub, daemon: DaemonProcess) -> None:
         pids = [worker.pid for worker in daemon.workers]
@@ -122,7 +122,7 @@ class Calls:
 
 
 def executions(client: httpclient.InferenceServerClient, model: str) -> tuple[int, int]:
-    """How often it ran, and how many bytes of tensors were copied."""
+    """Returns how often a model ran, and how many bytes of tensors were copied."""
     (found,) = client.get_inference_statistics(model)["model_stats"]
     return int(found["execution_count"]), int(found["copied_byte_size"])
 

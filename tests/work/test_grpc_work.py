@@ -46,7 +46,7 @@ _WANTS_FINAL = {"triton_enable_empty_final_response": Parameter(bool_param=True)
 
 
 def small(client_id: str, **fields: Any) -> bytes:
-    """As perf_analyzer asks, with its tensors in the message."""
+    """Builds a message as perf_analyzer does, with its tensors inside."""
     asked = Infer(
         model_name="addsub",
         id=client_id,
@@ -59,7 +59,7 @@ def small(client_id: str, **fields: Any) -> bytes:
 
 
 def shared(client_id: str, **fields: Any) -> bytes:
-    """The same with its tensors in regions."""
+    """Builds a message as perf_analyzer does, with its tensors in regions."""
     asked = Infer(
         model_name="addsub",
         id=client_id,
@@ -71,7 +71,7 @@ def shared(client_id: str, **fields: Any) -> bytes:
 
 
 def large(client_id: str, **fields: Any) -> bytes:
-    """As perf_analyzer asks with 1 MiB."""
+    """Builds a message as perf_analyzer does, with 1 MiB."""
     asked = Infer(
         model_name="identity",
         id=client_id,
@@ -85,7 +85,7 @@ def large(client_id: str, **fields: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of message and what it may cost besides bytecodes."""
+    """A kind of message, and what it may cost besides bytecodes."""
 
     name: str
     content: Callable[..., bytes]
@@ -114,7 +114,7 @@ rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 class Asking:
-    """A client of a bench: one chunk after the other, each with as many messages as a row says, each answered well."""
+    """A client of a bench that sends chunks, each with as many messages as a row says, and checks the answers."""
 
     def __init__(self, bench: GrpcBench, row: Row) -> None:
         self._bench = bench
@@ -252,7 +252,7 @@ def test_a_connection_leaves_nothing_for_the_garbage_collector() -> None:
 
 
 def other_shape(client_id: str, **fields: Any) -> bytes:
-    """Like ``small`` with as many values in one more dimension."""
+    """Builds a message like ``small`` with one more dimension and as many values."""
     asked = Infer.FromString(small(client_id, **fields))
     for each in asked.inputs:
         each.shape[:] = [1, 1, 16]
@@ -260,7 +260,7 @@ def other_shape(client_id: str, **fields: Any) -> bytes:
 
 
 def other_model(client_id: str, **fields: Any) -> bytes:
-    """Another one whose message is as long."""
+    """Builds a message to another model that is as long."""
     asked = Infer.FromString(small(client_id, **fields))
     asked.model_name = "subadd"
     return bytes(asked.SerializeToString())
@@ -314,7 +314,7 @@ def instructions(
 
 
 def scheduled(number: int) -> bytes:
-    """Another priority, timeout and sequence each time."""
+    """Builds a message with another priority, timeout and sequence for each number."""
     parameters = {
         "priority": Parameter(int64_param=number % 9 + 1),
         "timeout": Parameter(int64_param=10000 + number),
@@ -337,7 +337,7 @@ def test_scheduling_that_differs(row: Row) -> None:
 
 
 def step(number: int) -> bytes:
-    """The next one of a sequence that the worker has."""
+    """Builds the next step of a sequence that the worker has."""
     parameters = {
         "sequence_id": Parameter(int64_param=FIRST_SEQUENCE + number),
         "sequence_start": Parameter(bool_param=False),

@@ -21,7 +21,7 @@ MODELS = ("addsub", "identity", "mlp", "rnn")
 
 
 class Route:
-    """The calls of our own functions in one iteration, in their order."""
+    """Records the calls of our own functions in one iteration, in their order."""
 
     def __init__(self, loop: WorkerLoop) -> None:
         self.files: list[str] = []
@@ -39,7 +39,7 @@ class Route:
 
     @property
     def returns(self) -> int:
-        """How often it goes back to a file that it has left."""
+        """Returns how often a file is entered again after it was left."""
         moves = [file for before, file in zip(["", *self.files], self.files, strict=False) if file != before]
         return len(moves) - len(set(moves))
 
@@ -60,7 +60,7 @@ def ask(loop: WorkerLoop) -> None:
 
 
 def rest(loop: WorkerLoop) -> None:
-    """What was said of the requests before is taken."""
+    """Runs some iterations, so that nothing of earlier requests is left to do."""
     for _ in range(5):
         loop.worker.iterate()
 

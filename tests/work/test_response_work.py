@@ -31,7 +31,10 @@ COUNTED = 16
 
 
 class Loop:
-    """As much of it as has to do with the responses of one request. A response is gathered an hour after it came."""
+    """The parts of a worker's loop that handle the responses of one request.
+
+    A response is gathered an hour after it came.
+    """
 
     def __init__(self) -> None:
         ours, theirs = pair()

@@ -29,7 +29,7 @@ STORED_AFTER = 40
 
 
 def ask(loop: WorkerLoop, work: Work | None, row: Row) -> list[WholeAnswer]:
-    """So many requests come in one datagram; returns their answers. Only what the worker does is counted."""
+    """Sends a row's requests in one datagram; returns their answers. Only what the worker does is counted."""
     leases = []
     for number in range(row.together):
         content = np.zeros(row.shape, np.float32).tobytes()
@@ -112,7 +112,7 @@ def loop(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def warm(loop: WorkerLoop, row: Row, baseline: Baseline) -> None:
-    """Until requests like these are known and every program for them is compiled; then they cost what the row says."""
+    """Sends requests until the count of a request is what the row allows, when all its programs are compiled."""
     for _ in range(STORED_AFTER if baseline.storing else PATIENCE):
         # Not counted, because what is counted is slow, and only quick programs get others beside them.
         for _ in range(WARM):
@@ -139,7 +139,7 @@ def test_instructions(loop: WorkerLoop, row: Row, baseline: Baseline) -> None:
 
 
 def typical(works: list[Work]) -> float:
-    """The median: a request now and then pays for what is learned anew, when the machine was slow and another program suits."""
+    """Returns the median, because a request now and then pays for something that is learned again."""
     return statistics.median(work.instructions for work in works)
 
 

@@ -67,7 +67,7 @@ def loop(leaves_nothing: None) -> Iterator[WorkerLoop]:
 
 @pytest.fixture(scope="module")
 def total(loop: WorkerLoop, tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
-    """A model that keeps a sum of each sequence."""
+    """Loads a model that keeps a sum for each sequence; returns its version."""
     repository = tmp_path_factory.mktemp("models")
     write_model(
         repository,
@@ -116,14 +116,14 @@ def sums(lane: RawLane, answer: AnswerRecord) -> tuple[float, float]:
 
 
 def add(loop: WorkerLoop, lane: RawLane, a: float = 3.0, b: float = 1.0) -> None:
-    """The lane is served."""
+    """Checks that the lane is served."""
     lane.ask(addsub(), vector(a), vector(b))
     (answer,) = loop.client_answers(lane, 1)
     assert sums(lane, answer) == (a + b, a - b)
 
 
 def received(lane: RawLane) -> list[AnswerRecord]:
-    """What has come."""
+    """Returns the answers that have come."""
     answers: list[AnswerRecord] = []
     while (found := lane.receive()) is not None:
         answers += found
@@ -131,7 +131,7 @@ def received(lane: RawLane) -> list[AnswerRecord]:
 
 
 def ended(loop: WorkerLoop, lane: RawLane) -> bool:
-    """Whether the worker has closed its end by now."""
+    """Returns whether the worker has closed its end of the lane by now."""
     for _ in range(4):
         loop.worker.iterate()
     try:
@@ -385,7 +385,7 @@ def clients_memory() -> int:
 
 @pytest.fixture
 def calls(loop: WorkerLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The calls of grouped programs: for how many requests each was. Of a policy that is loaded anew."""
+    """Loads the policy and records the calls of grouped programs: for how many requests each was."""
     found: list[int] = []
     run = GroupedProgram.run
 
@@ -399,7 +399,7 @@ def calls(loop: WorkerLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def policy(number: int) -> PreparedRequest:
-    """A request of a simulator: a frame and a state in a segment, and a place for its actions."""
+    """Returns a simulator's request: a frame and a state in a segment, and a place for its actions."""
     image, state, actions = (
         RegionSlice(f"@{number}", at, size) for at, size in ((0, 27648), (27648, 128), (27776, 128))
     )
@@ -667,7 +667,7 @@ def resident() -> int:
 
 
 def calls_of(loop: WorkerLoop) -> list[str]:
-    """The calls of our own functions in one iteration."""
+    """Returns the calls of our own functions in one iteration."""
     files: list[str] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -721,7 +721,7 @@ def wrong_records() -> Iterator[tuple[str, list[Record | bytes]]]:
 
 
 def parts(record: Prepare, number: int) -> list[bytes]:
-    """A record that is larger than a datagram."""
+    """Cuts a record that is larger than a datagram into datagrams."""
     content = b"\x91" + encoder.encode(Prepare(number, record.prepared))
     pieces = [content[at : at + 60_000] for at in range(0, len(content), 60_000)]
     return [b"\x02" + piece for piece in pieces[:-1]] + [b"\x03" + pieces[-1]]
@@ -751,7 +751,7 @@ def test_what_no_client_sends_ends_its_lane_and_no_other(
 
 
 def wrong_memory() -> Iterator[tuple[str, int, int]]:
-    """What it is, a descriptor and the size that is said of it."""
+    """Yields memory that must be refused: what is wrong, a descriptor and the stated size."""
     yield "not sealed", memory(4096, 0)[0], 4096
     yield "not sealed for good", memory(4096, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)[0], 4096
     yield "sealed against writing", memory(4096, SEALS | FUTURE_WRITE)[0], 4096
@@ -865,7 +865,7 @@ def test_what_nobody_asked_is_ignored(loop: WorkerLoop, lane: RawLane) -> None:
 
 
 def repeat(count: int) -> tuple[PreparedRequest, bytes, bytes]:
-    """That many responses of 64 bytes."""
+    """Returns a request for so many responses of 64 bytes, and its inputs."""
     tensors = PreparedTensor("base", "FP32", (16,)), PreparedTensor("count", "INT32", (1,))
     return PreparedRequest("repeat", 0, tensors), vector(0), np.int32(count).tobytes()
 

@@ -31,7 +31,7 @@ from tests.workers.models.test_model_table import version_of
 
 
 class Bench:
-    """A control with everything around it in the test's hands."""
+    """A worker's control, with everything around it under the test's control."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

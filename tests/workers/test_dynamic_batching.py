@@ -48,7 +48,7 @@ def ask(worker: WorkerProcess, model: str, rows: int, length: int = 1, priority:
 
 
 def together(worker: WorkerProcess, *numbers: int) -> list[int]:
-    """With how many rows each of them ran."""
+    """Returns with how many rows each of the requests was run."""
     return [int(worker.arrays(worker.answer(number))["y"][0, 0]) for number in numbers]
 
 

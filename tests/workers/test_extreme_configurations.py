@@ -91,7 +91,7 @@ ROOM = 1 << 30
 
 
 def numbers(message: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Path, holder and field of every honoured or ignored number in a message, below those parts of it that are there."""
+    """Yields path, message and field of every number in a message that is honoured or ignored."""
     for field in message.DESCRIPTOR.fields:
         path, value = prefix + field.name, getattr(message, field.name)
         if path in model_fields.REFUSED:
@@ -121,7 +121,7 @@ def kind(field: Any) -> str:
 
 
 def cases(backend: str) -> Iterator[tuple[str, Any]]:
-    """What is extreme, and the whole configuration; each number alone, and those together that must agree."""
+    """Yields a name and a configuration for each number at each extreme, and for those that must agree."""
     everything = [(WHOLE, path, field) for path, _, field in numbers(parse_pbtxt(WHOLE, "m"))]
     for text in SEQUENCES:
         found = numbers(parse_pbtxt(text, "m"))
@@ -197,7 +197,7 @@ def test_a_load_costs_other_models_nothing(tmp_path: Path, backend: str, source:
 
 
 def most_memory(worker: WorkerProcess) -> int:
-    """Bytes of memory that it had at the most."""
+    """Returns the largest resident memory that the worker ever had, in bytes."""
     (found,) = re.findall(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{worker.process.pid}/status").read_text(), re.MULTILINE)
     return int(found) * 1024
 

@@ -51,7 +51,7 @@ class Neighbour:
         self._lane.prepare(1, addsub())
 
     def ask(self) -> None:
-        """Two requests are answered right, whatever others do."""
+        """Checks that two requests are answered rightly."""
         self._memory[128:192] = bytes(64)
         self._lane.ask(0)
         self._lane.ask(1, SECRET.tobytes(), bytes(64))
@@ -64,7 +64,7 @@ class Neighbour:
 
 
 class Enemy:
-    """A client that says what it was told to, and looks at everything that it can reach."""
+    """A client that sends what it was told to, and looks at all memory that it can reach."""
 
     def __init__(self, loop: WorkerLoop, peer: int, says: list[Said]) -> None:
         self._lane: RawLane = loop.open_client(peer, LIMITS, agree=False)
@@ -73,7 +73,7 @@ class Enemy:
         self.seen = b""
 
     def speak(self) -> bool:
-        """Says the next thing, unless the worker has hung up or takes nothing. False: there is none."""
+        """Sends the next datagram, unless the worker has hung up or takes nothing. Returns False: there is none."""
         if not self._says:
             return False
         said = self._says.pop()
@@ -101,7 +101,7 @@ class Enemy:
 
 
 def usage() -> tuple[int, int]:
-    """Descriptors, and resident bytes at most so far."""
+    """Returns this process's number of descriptors, and its largest resident memory so far in bytes."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 

@@ -55,7 +55,7 @@ def loop(tmp_path: Path) -> Iterator[PushingLoop]:
 
 
 class Memory:
-    """A client's POSIX object, registered with the worker."""
+    """A client's POSIX shared memory, registered with the worker."""
 
     def __init__(self, loop: PushingLoop, content: bytes, name: str = "region") -> None:
         self.key = f"/setworker-{os.getpid()}-{name}"
@@ -85,7 +85,7 @@ def registered(loop: PushingLoop) -> Iterator[Callable[..., Memory]]:
 
 
 def content(fd: int) -> dict[str, Array]:
-    """The leaves in memory that the worker has made, which is sealed for good; closes it."""
+    """Returns the leaves in memory that the worker has made, checks that it is sealed, and closes it."""
     try:
         assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
         return {name: np.array(leaf) for name, leaf in layout.read(SealedMemory(fd).view, "these").items()}
@@ -99,7 +99,7 @@ def same(found: dict[str, Array], number: float) -> bool:
 
 
 def use(loop: PushingLoop, made: int, number: int = 1, set: str = "main") -> float:
-    """Stages and commits what was made. Returns the value of an answer."""
+    """Stages and commits parameters that were made. Returns the value of an answer."""
     loop.commit(loop.stage("m", made, number, set))
     return value(loop.ask_value("m", set=set))
 

@@ -76,7 +76,7 @@ max_batch_size: 4
 
 @pytest.fixture(autouse=True, scope="module")
 def collected(leaves_nothing: None) -> Iterator[None]:
-    """XLA gives arguments up with the next collection or call; until then a region that was one stays mapped."""
+    """Collects garbage at the end, because XLA releases arguments, and so regions, only with a collection or call."""
     yield
     gc.collect()
 
@@ -104,7 +104,7 @@ def loop(leaves_nothing: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Work
 
 @contextlib.contextmanager
 def a_loop(options: Options, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerLoop]:
-    """At the end nothing is on loan and no output was kept."""
+    """Yields a worker's loop, and checks at its end that nothing is on loan and no output was kept."""
     kept: list[memoryview] = []
     monkeypatch.setattr(output_memory, "_kept", kept)
     made = WorkerLoop(options)
@@ -126,7 +126,7 @@ def leases(loop: WorkerLoop) -> int:
 
 
 class Object:
-    """A client's object, registered as ``r``."""
+    """A client's shared memory, registered as ``r``."""
 
     def __init__(self, loop: WorkerLoop, name: str = "r") -> None:
         self.loop, self.name = loop, name
@@ -218,7 +218,7 @@ def ask(loop: WorkerLoop, model: str, x: Array | RegionSlice, *outputs: Requeste
 
 
 def taken(loop: WorkerLoop, answer: WholeAnswer) -> dict[str, Array]:
-    """The outputs that are not in regions, which the answer's lease is given back for."""
+    """Returns the outputs of an answer that are not in regions, and gives its lease back."""
     assert answer.code == "", answer.message
     found = {}
     for tensor in answer.outputs:
@@ -238,7 +238,7 @@ def version(loop: WorkerLoop, model: str) -> ModelVersion:
 
 
 def copied(loop: WorkerLoop, model: str, once: Callable[[], object], times: int = 3) -> list[int]:
-    """Bytes that were copied for each of so many requests alike."""
+    """Makes a request several times; returns the bytes that were copied for each."""
     found = []
     for _ in range(times):
         before = version(loop, model).statistics.to_dict()["copied_byte_size"]
@@ -339,7 +339,7 @@ def test_a_sampled_request_says_what_came_out(loop: WorkerLoop, client: Object, 
 
 
 def check_copied(loop: WorkerLoop, models: Path, offset: int, expected: int) -> None:
-    """So many bytes for each request whose output goes there."""
+    """Checks how many bytes are copied for a request whose output goes to that offset."""
     loop.load(models / "double")
     with an_object(loop) as client:
         x = client.write(0, X)

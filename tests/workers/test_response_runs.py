@@ -77,7 +77,7 @@ def content(name: str, number: int, count: int) -> bytes:
 
 
 def expected(script: list[int], wanted: tuple[str, ...]) -> list[tuple[dict[str, bytes], int | None]]:
-    """Outputs of each response, and its parameter."""
+    """Returns the outputs and the parameter of each response."""
     return [
         (
             {

@@ -187,14 +187,14 @@ def test_faulty_models_harm_themselves(worker: WorkerProcess, repository: Path) 
 
 
 class Gate:
-    """What requests to the sleepy models wait for. Nothing depends on how long a test takes to look."""
+    """Holds requests to the sleepy models until it opens, however long a test takes."""
 
     def __init__(self, worker: WorkerProcess, file: Path) -> None:
         self._worker = worker
         self._file = file
 
     def ask(self, count: int = 1, model: str = "sleepy", inputs: Any = None) -> list[int]:
-        """Requests, sent in one piece, that end when the gate opens; returns when the model is at the first."""
+        """Sends requests at once that end when the gate opens; returns when the model runs the first."""
         given = inputs or {"DELAY_MS": np.array([7], np.int32)}
         parameters = {"until": str(self._file)}
         ids = [

@@ -19,7 +19,7 @@ _EVERY = [(protocol, kind) for protocol, kinds in KINDS.items() for kind in kind
 
 
 def _http(request: bytes) -> tuple[dict[str, str], Asked]:
-    """Header fields in lower case, and what is asked."""
+    """Parses an HTTP request: its header fields in lower case, and what it asks."""
     head, _, body = request.partition(b"\r\n\r\n")
     line, *lines = head.decode().split("\r\n")
     fields = {name.lower(): value for name, value in (one.split(": ", 1) for one in lines)}
@@ -95,7 +95,7 @@ def test_traces_and_deadlines_of_calls() -> None:
 
 
 def _block(exchange: Exchange) -> bytes:
-    """The header block of a call."""
+    """Returns the header block of a call."""
     high, low, kind, *_ = frames.read_head(exchange.request)
     assert kind == frames.HEADERS
     return exchange.request[frames.HEAD_SIZE :][: high << 16 | low]

@@ -57,7 +57,7 @@ def entries(answer: Any) -> list[tuple[int, bool]]:
 
 
 def counted(daemon: FakeDaemon) -> tuple[int, int]:
-    """Connections and lanes."""
+    """Returns how many clients are connected, and how many lanes they have."""
     clients = daemon.status()["clients"]
     return clients["connections"], clients["lanes"]
 

@@ -65,11 +65,11 @@ class NoFronts:
         return ["http://127.0.0.1:8000", "unix:/x/http.sock"] if protocol == "http" else []
 
     async def settled(self) -> None:
-        """There are none."""
+        """Returns at once, because there are no fronts."""
 
 
 class Worker:
-    """What lanes see of a worker: it is told of them."""
+    """The parts of a worker that client lanes use; it notes what it is told."""
 
     alive, stopping = True, False
 
@@ -88,7 +88,7 @@ class Worker:
 
 
 def lanes_of(options: Options, *workers: Worker) -> ClientLanes:
-    """Of a daemon with these workers, which have the model "m"."""
+    """Returns the lanes of a daemon with these workers, which have the model "m"."""
     pool = SimpleNamespace(
         by_incarnation={worker.incarnation: worker for worker in workers},
         devices=[worker.device for worker in workers],
@@ -103,7 +103,7 @@ def lanes_of(options: Options, *workers: Worker) -> ClientLanes:
 
 
 class Pushes:
-    """Parameters of which is noted what was asked."""
+    """Stands for the daemon's parameters and notes the operations it is asked for."""
 
     def __init__(self) -> None:
         self.asked: list[Operation] = []
@@ -140,7 +140,7 @@ def listening(
     *workers: Worker,
     pushes: Pushes | None = None,
 ) -> ClientSocket:
-    """A socket that serves, of a daemon with these workers."""
+    """Returns a clients' socket that serves, of a daemon with these workers."""
     fronts: Any = NoFronts()
     parameters: Any = pushes or Pushes()
     served = ClientSocket(options, environment or {}, registry, fronts, lanes_of(options, *workers), parameters)
@@ -150,7 +150,7 @@ def listening(
 
 
 def registry_of(holder: Holder, options: RegionsOptions) -> RegionRegistry:
-    """A registry with that worker, and no fronts."""
+    """Returns a registry of regions with one worker and no fronts."""
     workers: Any = SimpleNamespace(ready=lambda: [holder], devices=["cpu:0"])
     fronts: Any = SimpleNamespace(publish=lambda place: None)
     return RegionRegistry(options, workers, fronts)
@@ -178,7 +178,7 @@ def memory(byte_size: int, seals: int = SEALS) -> int:
 
 
 async def ask(path: Path, *questions: tuple[Any, list[int]]) -> list[dict[str, str]]:
-    """The answers, over one connection; the descriptors are closed."""
+    """Sends questions over one connection; returns the answers and closes their descriptors."""
 
     def talk() -> list[dict[str, str]]:
         answers = []

@@ -14,7 +14,7 @@ from tensord.shm.record import decoder
 
 
 class Ends:
-    """A Connection as a front has it, and the supervisor's bare channel."""
+    """A front's ControlChannel, and the supervisor's bare channel at its other end."""
 
     def __init__(self) -> None:
         ours, theirs = pair()

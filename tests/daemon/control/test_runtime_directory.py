@@ -12,7 +12,7 @@ from tensord.daemon.control import runtime_directory
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands for /tmp, where the user's own daemon may have its folder."""
+    """Replaces /tmp, where the user's own daemon may have its folder."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(runtime_directory, "TEMPORARY", tmp_path / "tmp")
     return tmp_path / "tmp" / f"tensord-{os.geteuid()}"

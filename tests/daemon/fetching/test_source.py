@@ -69,7 +69,7 @@ def answer(request: BaseHTTPRequestHandler, ranges: bool = True, length: bool = 
 
 
 def joined(source: Source, begin: int = 0) -> tuple[bytes, list[int]]:
-    """Fetches the only file from an offset on; returns its bytes, and where blocks began."""
+    """Fetches the only file from an offset on; returns its bytes, and the offsets of the blocks that came."""
     (file,) = source.files()
     content, begins = bytearray(CONTENT[:begin]), []
     for _, at, block in source.blocks([(file, begin)]):

@@ -21,7 +21,7 @@ LIMIT = 1 << 30
 
 @pytest.fixture
 def there(tmp_path: Path) -> Path:
-    """A model to be fetched, of several files, an empty one among them."""
+    """Writes a model to be fetched, with several files, one of them empty."""
     return written(tmp_path / "elsewhere" / "m", {"1/model.py": b"x" * 1000, "1/empty": b"", "config.pbtxt": b"y"})
 
 
@@ -37,7 +37,7 @@ def plan_of(source: Source) -> Plan:
 
 
 def fetch(url: object, folder: Path, sha256: str = "", limit: int = LIMIT) -> list[int]:
-    """Fetches without loading the model; returns the progress."""
+    """Fetches a model without loading it; returns the progress."""
     source = Source(str(url))
     plan = plan_of(source)
     with Stage(folder) as stage:
@@ -89,7 +89,7 @@ def test_a_model_that_was_fetched_is_fetched_from_there(there: Path, tmp_path: P
 
 
 def begin(there: Path, folder: Path, blocks: int) -> None:
-    """Fetches a few blocks and no more, as one that is killed."""
+    """Fetches a few blocks and stops, like a fetch that is killed."""
     source = Source(str(there))
     with Stage(folder) as stage:
         progress = stage.fill(source, plan_of(source), LIMIT)
@@ -99,7 +99,7 @@ def begin(there: Path, folder: Path, blocks: int) -> None:
 
 
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Which blocks are asked for from now on: file and offset."""
+    """Records which blocks are fetched from now on: file and offset."""
     found: list[tuple[str, int]] = []
     block = Source._part
 

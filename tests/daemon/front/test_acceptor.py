@@ -19,7 +19,7 @@ from tensord.daemon.front.socket_watch import SocketWatch
 
 
 class Connection(asyncio.Protocol):
-    """Says which front has it, and is counted."""
+    """Sends its client the number of the front that has it, and is counted there."""
 
     def __init__(self, taker: Taker) -> None:
         self.taker = taker
@@ -37,7 +37,7 @@ class Connection(asyncio.Protocol):
 
 
 class Taker:
-    """What stands for a front: all of them in this process, each with its own descriptors of the sockets."""
+    """Stands for a front. All are in this process, each with its own descriptors of the sockets."""
 
     def __init__(self, listeners: list[socket.socket], counters: FrontCounters, name: bytes) -> None:
         self.connections: set[Connection] = set()
@@ -55,7 +55,7 @@ class Taker:
 
 
 class Shared:
-    """The listening sockets and the page."""
+    """The listening sockets and the page of counters that the fronts share."""
 
     def __init__(self) -> None:
         self.counters = SharedCounters.create()
@@ -71,20 +71,20 @@ class Shared:
         return self.takers[-1]
 
     def connect(self, listener: socket.socket | None = None) -> socket.socket:
-        """Connected, taken or not."""
+        """Connects a client, whether a front accepts it or not."""
         client = socket.create_connection((listener or self.listener).getsockname())
         client.setblocking(False)
         self.clients.append(client)
         return client
 
     async def next_row(self) -> int:
-        """Who takes the next connection, which comes while nobody leaves one to others."""
+        """Connects a client while no front leaves connections to others; returns the front that accepts it."""
         while any(taker.acceptor.leaves_it for taker in self.takers):
             await asyncio.sleep(0.001)
         return await self.row_of(self.connect())
 
     async def row_of(self, client: socket.socket) -> int:
-        """Who has taken it."""
+        """Returns the front that has accepted a client."""
         (row,) = await asyncio.get_running_loop().sock_recv(client, 1)
         return row
 
@@ -258,7 +258,7 @@ async def test_whose_a_connection_is(shared: Shared, tmp_path: Path) -> None:
 
 
 def _took(crowd: AcceptLimit, waiting: int) -> int:
-    """A turn in which so many wait; how many are taken."""
+    """Simulates an iteration in which ``waiting`` connections wait; returns how many are accepted."""
     room = crowd.room
     taken = min(room, waiting)
     crowd.took(taken, room)

@@ -23,7 +23,7 @@ from tensord.shm.record import decoder
 
 @pytest.fixture
 def endpoints() -> Iterator[Endpoints]:
-    """Nobody is at the other end."""
+    """Yields endpoints whose supervisor never answers."""
     ours, theirs = pair()
     connection = ControlChannel(Channel(ours, decoder(ToFront)), lambda *_: None, lambda: None)
     yield Endpoints(ModelStates(), ControlCalls(connection), Options())

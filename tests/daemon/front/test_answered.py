@@ -20,7 +20,7 @@ from tensord.shm.messages import RequestRecord, Slice
 
 
 class Asked(InFlight):
-    """A request that has names."""
+    """A request in flight with fixed names."""
 
     model: str = "m"
     client_id: str = "7"

@@ -24,7 +24,7 @@ def framed(chunks: list[tuple[bytes, bytes]], trailers: bytes = b"") -> bytes:
 
 
 class Parsed:
-    """Where the parser sees the end: it is fed a byte at a time."""
+    """Notes where the parser sees the end of a message that it is fed byte by byte."""
 
     def __init__(self) -> None:
         self.done = False

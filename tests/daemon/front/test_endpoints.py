@@ -21,7 +21,7 @@ from tensord.shm.record import decoder
 
 @pytest.fixture
 def connection() -> Iterator[ControlChannel]:
-    """Nobody is at the other end: what asks the supervisor would wait for ever."""
+    """Yields a control channel without a supervisor: whoever asks it would wait for ever."""
     ours, theirs = pair()
     connection = ControlChannel(Channel(ours, decoder(ToFront)), lambda *_: None, lambda: None)
     yield connection
@@ -30,7 +30,7 @@ def connection() -> Iterator[ControlChannel]:
 
 
 class Settled(ControlCalls):
-    """The supervisor, once all fronts act upon what it sent."""
+    """Stands for the supervisor and answers once all fronts act upon what it sent."""
 
     def __init__(self, connection: ControlChannel) -> None:
         super().__init__(connection)

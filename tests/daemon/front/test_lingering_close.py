@@ -36,7 +36,7 @@ def wait_ended(client: socket.socket) -> None:
 
 
 def ping_until_ended(client: socket.socket) -> None:
-    """As clients of gRPC do while they read; and once more when it is too late."""
+    """Sends PINGs until the connection ends, as gRPC clients do while they read, and some more after that."""
     wait_ended(client)
     for _ in range(3):
         client.sendall(PING)
@@ -125,7 +125,7 @@ def test_who_neither_reads_nor_closes_is_waited_for_as_long_as_there_is_grace() 
 
 
 class Kept(asyncio.Protocol):
-    """A connection that is over as soon as it has said something."""
+    """A connection that is closed as soon as it has sent something."""
 
     def __init__(self, closing: LingeringClose) -> None:
         self._closing = closing
@@ -145,7 +145,7 @@ class Kept(asyncio.Protocol):
 
 
 class Pair:
-    """A connection that is over, on a transport of the loop's or of ours, and its client."""
+    """A connection that is being closed, on asyncio's transport or ours, and its client."""
 
     def __init__(self, closing: LingeringClose) -> None:
         self.kept = Kept(closing)
@@ -164,7 +164,7 @@ class Pair:
         assert self.kept.lost == [None]
 
     async def receive(self) -> bytes:
-        """All that comes."""
+        """Returns all that the client receives."""
         loop, got = asyncio.get_running_loop(), b""
         while piece := await loop.sock_recv(self.client, 100):
             got += piece

@@ -25,7 +25,7 @@ class House:
         self.longest_idle = LongestIdle(self.guests, 10)
 
     def leaves(self, now: float = 0.0) -> Guest | None:
-        """Who makes room; None: nobody."""
+        """Asks for room at a time; returns the connection that was closed, or None."""
         before = {guest for guest in self.guests if guest.asks_nothing}
         found = self.longest_idle.make_room(now)
         gone = [guest for guest in before if not guest.asks_nothing]

@@ -60,7 +60,7 @@ def test_tcp_and_nobody() -> None:
 
 @pytest.fixture
 def unix_client(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
-    """A process that has connected, and our end of its connection."""
+    """Yields a process that has connected, and our end of its connection."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "s"))
         listener.listen()

@@ -66,7 +66,7 @@ class Buffers(asyncio.BufferedProtocol):
 
 
 class Pair:
-    """A watched connection, and its client."""
+    """A watched connection and its client."""
 
     def __init__(self, first: bytes = b"") -> None:
         self.watch = SocketWatch()
@@ -81,7 +81,7 @@ class Pair:
         return self.kept.transport
 
     async def until(self, *told: str) -> None:
-        """It was told all that, and nothing else."""
+        """Waits until the protocol was told exactly these events."""
         while self.kept.told != ["made", *told]:
             await asyncio.sleep(0.001)
 
@@ -124,7 +124,7 @@ async def test_a_client_that_has_gone_already() -> None:
 
 
 class Resting(Kept):
-    """Wants nothing more after what came first."""
+    """A protocol that stops reading after the first data."""
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

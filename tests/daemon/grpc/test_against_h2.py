@@ -34,7 +34,7 @@ TRAILERS = {"x": "y"}
 
 
 def block(fields: list[tuple[str, str]]) -> bytes:
-    """Literals that leave the table alone."""
+    """Encodes header fields as literals that do not use the HPACK table."""
     return b"".join(header_blocks._literal(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields)
 
 
@@ -157,7 +157,7 @@ class Decision:
 
 
 class Oracle:
-    """h2 as a server that answers every request when it has come, and does nothing else."""
+    """Runs the library h2 as a server that answers every request when it is complete, and does nothing else."""
 
     def __init__(self) -> None:
         self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False, header_encoding=None))
@@ -167,7 +167,7 @@ class Oracle:
         self.decision = Decision()
 
     def take(self, frame: Frame) -> bool:
-        """Whether nothing is wrong so far."""
+        """Passes a frame to h2. Returns whether h2 has found no error so far."""
         try:
             for event in self._h2.receive_data(frame.content):
                 if isinstance(event, h2.events.StreamEnded):
@@ -203,7 +203,7 @@ def ours(front: GrpcFrontProcess, sequence: list[Frame]) -> Decision:
 
 
 def is_whole(sequence: list[Frame]) -> bool:
-    """Whether the last header block has its end."""
+    """Returns whether the last header block is complete."""
     for frame in reversed(sequence):
         if frame.kind in (frames.HEADERS, frames.CONTINUATION):
             return bool(frame.flags & frames.END_HEADERS)
@@ -211,7 +211,7 @@ def is_whole(sequence: list[Frame]) -> bool:
 
 
 def malformed(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
-    """RFC 9113, 8.1.1: a malformed request is a stream error; h2 knows connection errors only."""
+    """Excuses that a malformed request is a stream error here (RFC 9113, 8.1.1): h2 makes it a connection error."""
     return sent[-1].kind in (frames.HEADERS, frames.CONTINUATION) and (
         (theirs.connection, ours.connection, set(ours.resets.values()))
         == (frames.PROTOCOL_ERROR, None, {frames.PROTOCOL_ERROR})
@@ -219,13 +219,13 @@ def malformed(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
 
 
 def acknowledgement(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
-    """6.5: SETTINGS that acknowledge and say something are a FRAME_SIZE_ERROR."""
+    """Excuses that SETTINGS with ACK and a payload are a FRAME_SIZE_ERROR here (RFC 9113, 6.5)."""
     codes = theirs.connection, ours.connection
     return sent[-1].kind == frames.SETTINGS and codes == (frames.PROTOCOL_ERROR, frames.FRAME_SIZE_ERROR)
 
 
 def continuation(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
-    """6.10: CONTINUATION of nothing is a PROTOCOL_ERROR, whatever the stream."""
+    """Excuses that CONTINUATION without HEADERS is a PROTOCOL_ERROR here on any stream (RFC 9113, 6.10)."""
     return (
         sent[-1].kind == frames.CONTINUATION
         and ours.connection == frames.PROTOCOL_ERROR
@@ -234,7 +234,7 @@ def continuation(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
 
 
 def twice_wrong(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
-    """A frame that is wrong in itself and where it stands: which of both is said first is nobody's business."""
+    """Excuses a frame with two errors, in itself and in its place: either may be reported first."""
     return None not in (theirs.connection, ours.connection) and (
         not is_whole(sent[:-1])
         or sent[-1].flags & (frames.PADDED | frames.PRIORITIZED) > 0
@@ -243,7 +243,7 @@ def twice_wrong(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
 
 
 def after_the_end(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
-    """5.4.1: a stream error may be taken for a connection error. Who sends DATA behind his own end has lost count."""
+    """Excuses that DATA after END_STREAM ends the connection here: a stream error may be one of the connection (5.4.1)."""
     return sent[-1].kind == frames.DATA and (ours.connection, set(theirs.resets.values())) == (
         frames.STREAM_CLOSED,
         {frames.STREAM_CLOSED},
@@ -251,14 +251,14 @@ def after_the_end(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
 
 
 def no_data(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
-    """8.1.1: a content-length is kept or not; h2 does not look at it where a request has no DATA at all."""
+    """Excuses that content-length is checked here in a request without DATA (8.1.1): h2 does not check it there."""
     return set(ours.resets.values()) == {frames.PROTOCOL_ERROR} and any(
         frame.name == "length 1" and frame.flags & frames.END_STREAM for frame in sent
     )
 
 
 def reset_of_nothing(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
-    """6.4: RST_STREAM of a stream that nobody has opened is a PROTOCOL_ERROR; h2 passes it over."""
+    """Excuses that RST_STREAM of a stream never opened is a PROTOCOL_ERROR here (6.4): h2 ignores it."""
     opened = max((frame.number for frame in sent if frame.kind == frames.HEADERS), default=0)
     idle = [
         frame for frame in sent if frame.kind == frames.RST_STREAM and (frame.number > opened or not frame.number & 1)
@@ -267,7 +267,7 @@ def reset_of_nothing(sent: list[Frame], theirs: Decision, ours: Decision) -> boo
 
 
 def pings(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
-    """gRPC (A8): who pings again and again while nothing is asked is told to calm down; h2 has no such rule."""
+    """Excuses that a client with many PINGs and no call gets ENHANCE_YOUR_CALM here (gRPC A8): h2 has no such rule."""
     return ours.connection == frames.ENHANCE_YOUR_CALM and (
         sum(frame.kind == frames.PING and not frame.flags & frames.ACK for frame in sent) > Grpc().max_ping_strikes
     )

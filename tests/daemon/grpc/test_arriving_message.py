@@ -34,7 +34,7 @@ SQUEEZE = {"gzip": gzip.compress, "deflate": zlib.compress}
 
 
 def collected(byte_size: int) -> ArrivingMessage:
-    """One that is not placed."""
+    """Returns a message that is collected in ordinary memory and not placed in the arena."""
     return ArrivingMessage(0, byte_size)
 
 
@@ -148,7 +148,7 @@ def message(raws: list[bytes], **given_: Any) -> bytes:
 
 
 class Arrival:
-    """A message under way."""
+    """A message that is arriving."""
 
     def __init__(self, submitter: Submitter, byte_size: int) -> None:
         self._submitter = submitter
@@ -159,7 +159,7 @@ class Arrival:
         self.rooms += 1
 
     def feed(self, content: bytes, cuts: list[int], direct: bool = False) -> None:
-        """All of ``content`` in pieces; ``direct``: written in place where that is offered."""
+        """Feeds all of ``content`` in pieces. ``direct``: pieces are written in place where the message offers memory."""
         bounds = [0, *sorted(cut % (len(content) + 1) for cut in cuts), len(content)]
         for begin, end in itertools.pairwise(bounds):
             piece = memoryview(content)[begin:end]
@@ -171,7 +171,7 @@ class Arrival:
             self.message.feed(piece)
 
     def fields(self) -> tuple[bytes, bytes, list[bytes]]:
-        """As of ``split``, from wherever it went."""
+        """Returns the head, the id and the raw tensors, wherever they were put."""
         assert self.message.left == 0
         if not self.message.is_placed:
             content = bytes(self.message.take_content())

@@ -23,7 +23,7 @@ def without(name: bytes) -> Fields:
 
 
 def check_request(fields: Fields) -> int | None:
-    """As a connection does."""
+    """Checks header fields as a connection does."""
     common, own = hpack_decoder.parted(fields)
     check_common(hpack_decoder.fields(common))
     return check_own(own)

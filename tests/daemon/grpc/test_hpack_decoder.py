@@ -30,7 +30,7 @@ decoders = pytest.mark.parametrize("make", [_hpack.Decoder, LibraryDecoder], ids
 
 
 def integer(value: int, prefix: int, first: int, longer: int = 0) -> bytes:
-    """With so many bytes that say nothing behind it, where its prefix is full."""
+    """Encodes an integer; if its prefix is full, ``longer`` needless bytes follow."""
     written = encode_integer(value, prefix)
     written[0] |= first
     if longer and len(written) > 1:
@@ -78,7 +78,7 @@ def representations(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def blocks(draw: st.DrawFn) -> bytes:
-    """Any representations, mostly whole."""
+    """Draws a header block of any representations, mostly a complete one."""
     sizes = draw(st.lists(st.sampled_from([0, 70, 4096]), max_size=2))
     parts = [integer(size, 5, 0x20) for size in sizes] + draw(st.lists(representations(), max_size=12))
     whole = b"".join(parts)
@@ -89,7 +89,7 @@ def blocks(draw: st.DrawFn) -> bytes:
 
 
 def told(decoder: Any, block: bytes) -> Any:
-    """What was found, or how it was refused."""
+    """Decodes a block; returns the fields, or the type of the error."""
     try:
         return decoder.decode(block)
     except (ValueError, OverflowError) as error:
@@ -97,7 +97,7 @@ def told(decoder: Any, block: bytes) -> Any:
 
 
 def compared(sent: Sequence[bytes], limit: int = LIMIT) -> list[Any]:
-    """Both decode the blocks of one connection, as far as the first that is refused."""
+    """Decodes the blocks of one connection with both decoders up to the first error; they must agree."""
     ours, library, found = _hpack.Decoder(limit), LibraryDecoder(limit), []
     for block in sent:
         found.append(told(library, block))

@@ -52,7 +52,7 @@ class Echo(Call):
         self._stream.stopped()
 
     def abandoned(self) -> None:
-        """Nothing is under way."""
+        """Does nothing, because nothing is in flight."""
 
 
 class Owner:
@@ -69,7 +69,7 @@ class Owner:
         self.wanted += 1
 
     def stop_direct(self, stream: Stream) -> None:
-        """Nothing is read directly."""
+        """Does nothing, because nothing is read directly."""
 
 
 def made(owner: Owner | None = None, **options: Any) -> Http2:

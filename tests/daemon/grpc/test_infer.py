@@ -43,7 +43,7 @@ def served(file: Path) -> Iterator[tuple[GrpcFrontProcess, EchoWorker, FrameClie
 
 
 def traces(file: Path) -> dict[str, list[str]]:
-    """The stamps of each trace by the request's id, in the order in which they were written."""
+    """Reads the stamps of each trace, in the order in which they were written: request id -> names."""
     found: dict[str, list[str]] = {}
     numbers: dict[int, str] = {}
     entries: list[dict[str, Any]] = []

@@ -35,7 +35,7 @@ def connection(options: Grpc, busy: bool, test: Callable[[Http2Connection, Mock]
 
 
 def pings(made: Http2Connection) -> int:
-    """How many it has sent."""
+    """Returns how many PINGs a connection has sent."""
     return sum(piece[3] == frames.PING for piece in made.http2.out)
 
 

@@ -36,7 +36,7 @@ def values(size: int, first: int = 0) -> bytes:
 
 
 def send(client: FrameClient, stream: int, content: bytes, frame_size: int, end: bool = True) -> None:
-    """DATA frames of that size."""
+    """Sends content in DATA frames of ``frame_size`` bytes."""
     for at in range(0, len(content), frame_size):
         flags = frames.END_STREAM if end and at + frame_size >= len(content) else 0
         client.send(frames.frame(frames.DATA, flags, stream, content[at : at + frame_size]))
@@ -50,7 +50,7 @@ def answered(client: FrameClient, worker: EchoWorker, stream: int) -> bytes:
 
 
 def is_served(front: GrpcFrontProcess, worker: EchoWorker) -> None:
-    """A request that needs the whole arena finds it free, without waiting for long."""
+    """Checks that the whole request arena is free: a request that needs all of it is served."""
     content = values(FULL, 9)
     with front.frames() as other:
         stream = other.open()

@@ -23,14 +23,14 @@ from tests.records import whole_request
 
 
 class Front:
-    """What a front does with messages, without sending any."""
+    """Looks messages up as a front does, without sending any."""
 
     def __init__(self, models: ModelStates | None = None) -> None:
         models = models or table()
         self.messages: PreparedMessages = forms_of(models)
 
     def formed(self, content: bytes) -> tuple[PreparedMessage, bytes, tuple[Buffer, ...], Scheduling] | None:
-        """The form of a message, its id, its tensors and its scheduling. None: it is to be read."""
+        """Returns a message's prepared part, id, tensors and scheduling; None: it is not known and has to be read."""
         walked = walk_in_python(content, 0, len(content), 4096)
         if walked is None:
             return None
@@ -42,7 +42,7 @@ class Front:
 
 
 def meaning(reader: PreparedMessages, content: bytes | memoryview) -> Any:
-    """What a message is taken for, or why it is refused."""
+    """Reads a message; returns the request that it is, or the error that refuses it."""
     try:
         _, request, state = read(reader, content)
     except RefusedRequest as refused:

@@ -46,14 +46,14 @@ def served() -> Iterator[Served]:
 
 
 def sent(client: FrameClient, path: str, content: bytes, client_id: str = "", **headers: str) -> int:
-    """A whole call; returns its stream."""
+    """Sends a whole call; returns its stream."""
     stream = client.open(path, **headers)
     send(client, stream, prefixed(request(content, id=client_id)), 4 * MIB)
     return stream
 
 
 def ask(client: FrameClient, worker: EchoWorker, path: str, number: int, client_id: str = "") -> Answer:
-    """A large call that is echoed."""
+    """Makes a large call, which the worker echoes; returns the answer."""
     content = values(FULL, number)
     stream = sent(client, path, content, client_id)
     submit = worker.next()
@@ -67,14 +67,14 @@ def ask(client: FrameClient, worker: EchoWorker, path: str, number: int, client_
 
 
 def known(client: FrameClient, worker: EchoWorker, path: str) -> None:
-    """Messages like those have a form from now on, and so have their answers."""
+    """Makes calls until messages like these, and their answers, are prepared."""
     for number in range(4):
         ask(client, worker, path, number)
     assert is_numbered(worker.record)
 
 
 def nothing_on_loan(front: GrpcFrontProcess, worker: EchoWorker) -> None:
-    """On either side."""
+    """Checks that no lease is left, on either side."""
     is_served(front, worker)
     until(lambda: worker.leases == 0)
 

@@ -46,7 +46,7 @@ def y_of(content: bytes) -> tuple[Tensor, ...]:
 
 
 def ask(client: FrameClient, worker: EchoWorker, path: str, asked: Any, content: bytes, **headers: str) -> Any:
-    """What the worker got, without what is its alone, and what the client got."""
+    """Makes a call; returns what the worker got, without what is the request's own, and the client's answer."""
     stream = client.open(path, **headers)
     client.data(stream, prefixed(asked), end=True)
     submit = worker.next()
@@ -215,7 +215,7 @@ def test_errors_and_defects_of_workers(path: str) -> None:
 
 
 def said(path: str, answer: Answer) -> tuple[int, str]:
-    """Code and text of an error; a stream has but its text."""
+    """Returns code and text of an error. A stream has only the text, from which the code is derived."""
     if path == INFER:
         return answer.status, answer.text
     text = answer.streamed()[0].error_message
@@ -240,7 +240,7 @@ def test_a_client_that_leaves_with_a_known_call_under_way() -> None:
 
 
 def known(front: GrpcFrontProcess, client: FrameClient, worker: EchoWorker) -> None:
-    """Messages like ``message(b"abcd")`` have a form from now on, in unary calls and streams, and so have their answers."""
+    """Makes calls until messages like ``message(b"abcd")`` and their answers are prepared, in unary calls and streams."""
     worker.numbered = True
     for path in (INFER, STREAM):
         for number in range(3):

@@ -53,14 +53,14 @@ def message(*inputs: Any, raw: tuple[bytes, ...] = (), **fields: Any) -> bytes:
 
 
 class Numbering:
-    """What of a submitter numbers are given with."""
+    """The part of a submitter that gives prepared requests their numbers."""
 
     def __init__(self) -> None:
         self.numbers: Numbers[PreparedRequest] = Numbers()
 
 
 def reader(models: ModelStates | None = None) -> PreparedMessages:
-    """One that has read nothing yet."""
+    """Returns a reader that has read no message yet."""
     models = models or table()
     return forms_of(models)
 

@@ -28,7 +28,7 @@ UNKNOWN = st.sampled_from(
 
 
 def arrived(message: bytes, cuts: list[int]) -> tuple[bytes, bytes, list[bytes]]:
-    """What pieces of a message hold, taken as an owner takes them."""
+    """Feeds a message in pieces, and returns its head, id and raw tensors as their owner would get them."""
     arriving = ArrivingFields(len(message))
     raws: list[bytes] = []
     bounds = [0, *sorted(cut % (len(message) + 1) for cut in cuts), len(message)]

@@ -47,14 +47,14 @@ ACCEPTED = None
 
 @dataclass(frozen=True)
 class Connection:
-    """The connection ends with that code."""
+    """Expects that the connection ends with an error code."""
 
     code: int
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream is reset with that code, everything else goes on."""
+    """Expects that a stream is reset with an error code, and everything else goes on."""
 
     code: int
     number: int = 3
@@ -65,7 +65,7 @@ def malformed(*fields: tuple[str, str]) -> bytes:
 
 
 def measured(length: str, *data: bytes, end: bool = True) -> bytes:
-    """A request that says how long it is, with DATA."""
+    """Builds a request with a content-length and DATA frames."""
     head = frame(HEADERS, END_HEADERS, 3, block([*GOOD.items(), ("content-length", length)]))
     pieces = [frame(DATA, END_STREAM * (end and n == len(data) - 1), 3, piece) for n, piece in enumerate(data)]
     return head + b"".join(pieces)

@@ -15,7 +15,7 @@ from tensord.daemon.front.opening import Opening
 
 
 async def opened(make: Callable[[str], asyncio.BaseProtocol], context: ssl.SSLContext | None) -> socket.socket:
-    """Tries to open one, and returns its client once that sent a word and no more."""
+    """Opens a connection that the server accepts; returns its client after it has sent a few bytes and no more."""
     certificates = Certificates(Grpc())
     certificates.context = context
     opening = Opening(make, certificates)

@@ -89,7 +89,7 @@ class Speller:
         return b"".join(pieces)
 
     def _shape(self) -> list[bytes]:
-        """Sizes of 1 and 2."""
+        """Writes the dimensions 1 and 2 in one of several encodings."""
         return self._dice.choice(
             (
                 [field(0x1A, b"\1\2")],
@@ -101,7 +101,7 @@ class Speller:
 
 
 def said(met: Any) -> Any:
-    """What counts: of a refusal, that it is one and whose; which mistake is told first is not protobuf's business."""
+    """Reduces a result to what must agree: of a refusal only its type and the request, as its first mistake may differ."""
     if len(met) == 3:
         return met[0].__name__, met[2]
     model, version, client_id, inputs, outputs, parameters, scheduling, state = met
@@ -118,7 +118,7 @@ def said(met: Any) -> Any:
 
 
 def formed(front: Front, content: bytes) -> Any:
-    """What a message is taken for without being read, if it is."""
+    """Returns what a message is taken for without being read, or None if it is not known."""
     found = front.formed(content)
     if found is None:
         return None

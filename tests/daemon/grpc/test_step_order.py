@@ -14,7 +14,7 @@ from tensord.daemon.grpc.unary_infer import Sequence, StepOrder, sequence_of
 
 
 class Call:
-    """A step that can be sent, unless it is told to fail or to wait for room."""
+    """A step that can be sent, unless the test makes it fail or wait for memory."""
 
     def __init__(self, order: StepOrder, sequence: Sequence | None, told: list[str], name: str) -> None:
         self._order, self.sequence, self._told, self._name = order, sequence, told, name
@@ -31,7 +31,7 @@ class Call:
 
 
 class Scene:
-    """A connection's steps."""
+    """The steps of a connection."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

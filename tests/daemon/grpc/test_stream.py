@@ -33,7 +33,7 @@ LIMIT = 1024
 
 
 class Wire:
-    """What a stream needs of its connection: windows, a buffer of bounded room, and what was written."""
+    """The parts of a connection that a stream uses: windows, a bounded buffer, and what was written."""
 
     is_plain = True
 
@@ -54,7 +54,7 @@ class Wire:
         self.out = bytearray()
 
     def stop_direct(self, stream: Stream) -> None:
-        """Nothing is read directly here."""
+        """Does nothing, because nothing is read directly here."""
 
     def write(self, piece: Buffer) -> None:
         self.out += piece
@@ -72,7 +72,7 @@ class Wire:
         self.ended.append(stream)
 
     def frames(self) -> Iterator[tuple[int, int, bytes]]:
-        """Type, flags and payload of each frame since the last call."""
+        """Yields type, flags and payload of each frame written since the last call."""
         content, self.out = bytes(self.out), bytearray()
         at = 0
         while at < len(content):
@@ -131,7 +131,7 @@ def prefixed(content: bytes, flag: int = 0) -> bytes:
 
 
 def status(wire: Wire) -> tuple[int, str]:
-    """How the stream ended."""
+    """Returns the status and message with which the stream ended."""
     decoder = hpack.Decoder()
     fields: dict[str, str] = {}
     for kind, _, payload in wire.frames():
@@ -153,7 +153,7 @@ def pieces(content: bytes, cuts: list[int]) -> Iterator[bytes]:
 
 
 def receive(stream: Stream, piece: bytes) -> None:
-    """All of it."""
+    """Passes all of a piece to the stream."""
     stream.receive(piece, 0, len(piece))
 
 
@@ -274,7 +274,7 @@ def test_a_stop_is_the_calls_affair() -> None:
 
 
 def sent(wire: Wire) -> tuple[bytes, list[int]]:
-    """The DATA since the last look: all of it, and each frame's size."""
+    """Returns the DATA written since the last call: the bytes, and each frame's size."""
     payloads = [payload for kind, _, payload in wire.frames() if kind == frames.DATA]
     return b"".join(payloads), [len(payload) for payload in payloads]
 

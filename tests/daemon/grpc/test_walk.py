@@ -35,7 +35,7 @@ ODD = st.sampled_from(
 
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
-    """Generated ones, in any order of their fields, and ones that were changed."""
+    """Draws messages with their fields in any order, some of them with changed bytes."""
     pieces = draw(st.permutations(fields(draw(REQUESTS)) + draw(st.lists(ODD, max_size=2))))
     message = b"".join(pieces)
     at = draw(st.integers(0, len(message)))
@@ -43,7 +43,7 @@ def messages(draw: st.DrawFn) -> bytes:
 
 
 def spelled(found: Any) -> Any:
-    """With views as the bytes they are of."""
+    """Replaces views by their bytes, so that results can be compared."""
     return None if found is None else (*found[:3], [(type(raw), bytes(raw)) for raw in found[3]], found[4])
 
 

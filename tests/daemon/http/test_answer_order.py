@@ -26,7 +26,7 @@ GET = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """A front whose answers of some MiB do not fit into the sockets, so that a part of them waits for the client."""
+    """Runs a front whose sockets cannot hold an answer of some MiB, so that a part of it waits for the client."""
     with serving(send_buffer=SMALL_BUFFER) as (front, (worker,)):
         yield front, worker
 

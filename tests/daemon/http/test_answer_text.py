@@ -45,7 +45,7 @@ def view(place: Slice) -> memoryview:
 
 
 def known() -> Prepared:
-    """Of a request that wants two outputs as bytes, and any other in the JSON."""
+    """Returns the prepared part of a request that wants two outputs as bytes, and all others in the JSON."""
     decoded = DecodedRequest("", [], (), {"y": True, "z": True}, False, {})
     return Prepared(InferHead("echo", 0, 10, None, True), decoded)
 

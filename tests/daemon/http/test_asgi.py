@@ -129,7 +129,7 @@ APPLICATION = Application()
 
 
 class Ours:
-    """A loop in a thread, with connections of ours."""
+    """Runs our own connections on a loop in a thread."""
 
     def __init__(self) -> None:
         self._ready, self._done = threading.Event(), asyncio.Event()
@@ -167,7 +167,7 @@ def ours() -> Iterator[Ours]:
 
 @pytest.fixture(scope="module")
 def theirs() -> Iterator[tuple[str, int]]:
-    """Where uvicorn serves."""
+    """Runs uvicorn within the block; yields its address."""
     options: dict[str, Any] = {"server_header": False, "date_header": False, "lifespan": "off", "log_config": None}
     server = uvicorn.Server(uvicorn.Config(APPLICATION, http="httptools", ws="none", loop="asyncio", **options))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -186,7 +186,7 @@ def asked(method: str, target: str, *fields: str, version: str = "1.1", body: by
 
 
 def answers(client: socket.socket, *requests: bytes) -> bytes:
-    """Everything until the server hangs up."""
+    """Sends requests; returns all bytes until the server hangs up."""
     with client:
         client.sendall(b"".join(requests))
         found = b""

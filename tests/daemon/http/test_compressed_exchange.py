@@ -39,7 +39,7 @@ def served() -> Iterator[tuple[FrontProcess, EchoWorker]]:
 
 
 def packed(content: bytes, coding: str, *headers: str) -> bytes:
-    """A binary request, compressed as a whole."""
+    """Builds a binary request whose whole body is compressed."""
     head, _, body = binary_request(content).partition(b"\r\n\r\n")
     size = head.partition(b"Inference-Header-Content-Length: ")[2].decode()
     fields = (f"Inference-Header-Content-Length: {size}", f"Content-Encoding: {coding}", *headers)
@@ -47,7 +47,7 @@ def packed(content: bytes, coding: str, *headers: str) -> bytes:
 
 
 def parts(answer: Answer, coding: str) -> bytes:
-    """The binary parts of a compressed answer; the size of the JSON counts before compression."""
+    """Returns the binary parts of a compressed answer. The size of the JSON is stated before compression."""
     assert (answer.status, answer.headers["content-encoding"]) == (200, coding)
     whole = UNPACK[coding](answer.body)
     return whole[int(answer.headers["inference-header-content-length"]) :]
@@ -91,7 +91,7 @@ def test_errors_are_not_compressed(client: Client, worker: EchoWorker) -> None:
 
 
 def bomb(coding: str) -> bytes:
-    """A GiB of zeros, without taking one."""
+    """Compresses a GiB of zeros, piece by piece."""
     packer = zlib.compressobj(1, wbits=31 if coding == "gzip" else 15)
     return b"".join(packer.compress(bytes(MIB)) for _ in range(1024)) + packer.flush()
 

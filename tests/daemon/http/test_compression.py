@@ -22,7 +22,7 @@ CODINGS = sorted(PACK)
 
 
 def inflated(coding: str, content: bytes, limit: int = MIB, size: int = 1 << 30) -> bytes:
-    """Fed in pieces of ``size``."""
+    """Inflates content that is fed in pieces of ``size`` bytes."""
     body = CollectedBody()
     inflation = Inflation(coding, body, limit)
     try:

@@ -46,13 +46,13 @@ def front() -> Iterator[FrontProcess]:
 
 @pytest.fixture
 def worker(front: FrontProcess) -> EchoWorker:
-    """The one worker of ``front``."""
+    """Returns the only worker of ``front``."""
     return front.workers[0]
 
 
 @pytest.fixture
 def client(front: FrontProcess, worker: EchoWorker) -> Iterator[Client]:
-    """A connection; at its end nothing is left at the worker."""
+    """Yields a connection, and checks at its end that nothing is left at the worker."""
     with front.client() as client:
         yield client
     assert worker.idle(0.05)

@@ -12,7 +12,7 @@ HTTP = Http(head_timeout=10, body_timeout=60, write_timeout=30, keep_alive_timeo
 
 
 def started(**since: float) -> Deadlines:
-    """Waiting for what is named since then, and for nothing else."""
+    """Returns deadlines that wait for the named things since the given times, and for nothing else."""
     made = Deadlines(0.0)
     for name, value in since.items():
         setattr(made, f"{name}_since", value)

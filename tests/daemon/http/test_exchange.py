@@ -90,7 +90,7 @@ def test_a_client_that_takes_a_little_is_not() -> None:
 
 
 def asked(front: FrontProcess, worker: EchoWorker) -> tuple[Client, WholeRequest]:
-    """A connection that waits for its answer, and what it asked."""
+    """Returns a connection that waits for its answer, and its request at the worker."""
     client = front.client()
     client.send(json_request(b"\1"))
     return client, worker.next()

@@ -12,7 +12,7 @@ from tensord.daemon.http.answer_order import Flow
 
 
 class Reading:
-    """Knows whether it is read."""
+    """A transport that notes whether reading is paused."""
 
     def __init__(self) -> None:
         self.reads = True

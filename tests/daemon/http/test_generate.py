@@ -30,7 +30,7 @@ def one(worker: EchoWorker, request_id: int, content: bytes, final: bool) -> Non
 
 
 def events(client: Client) -> tuple[int, str, Iterator[dict[str, object]]]:
-    """Status, media type, and the events, each as it comes."""
+    """Reads the head of a stream of events; returns status, media type, and an iterator over the events."""
     answer = client.answer()
 
     def each() -> Iterator[dict[str, object]]:

@@ -15,7 +15,7 @@ from tests.records import Tensor, WholeAnswer
 
 
 def described(**shapes: tuple[str, list[int]]) -> bytes:
-    """Metadata of a model with these inputs."""
+    """Returns the metadata of a model with these inputs."""
     inputs = [{"name": name, "datatype": datatype, "shape": shape} for name, (datatype, shape) in shapes.items()]
     return json.dumps({"name": "m", "inputs": inputs, "outputs": []}).encode()
 

@@ -20,7 +20,7 @@ def head_of(*lines: bytes, first: bytes = b"POST /v2/models/m/infer HTTP/1.1") -
 
 
 class _Parsed:
-    """What the parser says of a head."""
+    """Parses a head with httptools and holds the result."""
 
     def __init__(self, head: bytes) -> None:
         self.url, self.fields, self.done = b"", list[tuple[bytes, bytes]](), False
@@ -45,7 +45,7 @@ class _Parsed:
 
 
 def parse(head: bytes) -> InferHead | None:
-    """None: the parser, or the front behind it, refuses it."""
+    """Parses a head with httptools; None: the parser, or the front behind it, refuses it."""
     try:
         return _Parsed(head).meaning()
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):

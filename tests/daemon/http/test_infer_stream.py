@@ -39,7 +39,7 @@ def one(worker: EchoWorker, request_id: int, content: bytes, final: bool) -> Non
 
 
 def responses(client: Client) -> tuple[int, str, Iterator[tuple[Any, bytes]]]:
-    """Status, media type, and JSON and tensors of each response as it comes."""
+    """Reads the head of a stream of responses; returns status, media type, and an iterator over JSON and tensors."""
     answer = client.answer()
 
     def each() -> Iterator[tuple[Any, bytes]]:

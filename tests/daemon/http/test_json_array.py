@@ -28,7 +28,7 @@ MISMATCH = "Shape does not match true shape of 'data' field"
 
 @pytest.fixture(params=["simdjson", "msgspec"], autouse=True, scope="module")
 def reader(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both libraries that may read the numbers: where the first is not installed, the second does."""
+    """Runs the test with each library that may read the numbers; without the first one the second is used."""
     if request.param == "simdjson":
         pytest.importorskip("simdjson", reason="pysimdjson is not installed: it has no wheel for this Python")
         yield
@@ -43,7 +43,7 @@ def request(data: str, datatype: str, shape: list[int], more: str = "") -> bytes
 
 
 def converted(data: str, datatype: str, shape: list[int], more: str = "") -> bytes:
-    """The tensor's bytes, by the way a body in the front takes."""
+    """Returns a tensor's bytes as the front converts them for a request's body."""
     ((_, _, _, source),) = decode(memoryview(request(data, datatype, shape, more)), 0).inputs
     if isinstance(source, bytes):
         return source

@@ -20,7 +20,7 @@ ODD = '",\\[]{}: \na\u00e4\U0001f600'
 
 
 def put_together(found: Cut) -> bytes:
-    """The whole text again."""
+    """Puts the cut-out arrays back and returns the whole text."""
     pieces, at = [], 0
     for number, (start, end) in enumerate(found.spans):
         mark = found.text.index(b'["', at)

@@ -197,7 +197,7 @@ def test_half_floats_only_in_binary(datatype: str) -> None:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> tuple[str, tuple[int, ...], np.ndarray[Any, Any]]:
-    """A datatype, a shape, and values that JSON can carry."""
+    """Draws a datatype, a shape, and values that JSON can represent."""
     datatype = draw(st.sampled_from([name for name in DTYPES if name not in ("FP16", "BF16")]))
     shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
     dtype = DTYPES[datatype]

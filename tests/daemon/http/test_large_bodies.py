@@ -41,7 +41,7 @@ def exchange(client: Client, worker: EchoWorker, fill: int, size: int = MIB) -> 
 
 @contextlib.contextmanager
 def known(**options: Any) -> Iterator[tuple[FrontProcess, EchoWorker, Client]]:
-    """A connection that has repeated itself."""
+    """Yields a connection whose requests are prepared already, with its front and worker."""
     with serving(**options) as (front, (worker, *_)), front.client() as client:
         worker.numbered = True
         if len(front.workers) > 1:
@@ -202,7 +202,7 @@ def test_tracing_that_begins_and_ends_in_between(tmp_path: Path) -> None:
 
 
 def stamps(file: Path) -> list[str]:
-    """Of all traces."""
+    """Returns the names of all stamps of all traces."""
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # not there yet, or being written
         entries = json.loads(file.read_text())
         return [stamp["name"] for entry in entries for stamp in entry.get("timestamps", ())]

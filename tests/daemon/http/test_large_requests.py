@@ -33,7 +33,7 @@ TIMES = 4
 
 
 def on_a_bench(test: Callable[[Bench, EchoingWorker], Coroutine[Any, Any, None]]) -> None:
-    """At its end nothing is on loan, at either end of the lane."""
+    """Runs a test on a bench, and checks at its end that nothing is on loan at either end of the lane."""
 
     async def run() -> None:
         bench = LargeBench()
@@ -60,14 +60,14 @@ def cut(content: bytes, *at: int) -> list[bytes]:
 
 
 def at_head(content: bytes) -> list[bytes]:
-    """As libcurl sends it: the head by itself."""
+    """Cuts a request as libcurl sends it: the head by itself."""
     return cut(content, head_size(content))
 
 
 async def known(
     bench: Bench, worker: EchoingWorker, asked: Callable[[int], bytes] = lambda number: request(tensor(number))
 ) -> KeptTransport:
-    """A connection that has repeated itself."""
+    """Returns a connection whose requests are prepared already."""
     transport = bench.connect()
     for number in range(2):
         await exchange(worker, transport, at_head(asked(number)))
@@ -79,7 +79,7 @@ async def known(
 
 
 def json_of(*names: str) -> dict[str, Any]:
-    """They are asked for as JSON, which has numbers."""
+    """Asks for these outputs as JSON numbers."""
     return {"outputs": [{"name": name, "parameters": {"binary_data": False}} for name in names]}
 
 

@@ -43,7 +43,7 @@ def client(front: FrontProcess) -> Iterator[Client]:
 
 
 def descriptors_of(front: FrontProcess) -> list[str]:
-    """What the front has open that is memory for parameters."""
+    """Returns the front's open descriptors that are memory for parameters."""
     folder = Path(f"/proc/{front.process.pid}/fd")
     names = []
     for entry in folder.iterdir():

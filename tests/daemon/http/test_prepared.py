@@ -98,14 +98,14 @@ REQUESTS = st.fixed_dictionaries(
 
 
 def written(value: Any, ascii_only: bool, reverse: bool) -> bytes:
-    """One of the texts that say so."""
+    """Writes a value as JSON text, in one of several ways."""
     if reverse and isinstance(value, dict):
         value = dict(reversed(value.items()))
     return json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
 
 
 def good(source: str) -> st.SearchStrategy[dict[str, Any]]:
-    """An input that is as it should be, with that source of its tensor."""
+    """Draws a valid input whose tensor comes from that source."""
     common = {
         "name": st.sampled_from(["x", "y", "\u00e4"]),
         "shape": st.sampled_from([[4], [2, 2], [1, 4]]),
@@ -162,7 +162,7 @@ TEXTS = (
 
 
 def outcome(read: Any) -> Any:
-    """What it says, or is refused with; "" where the quick way does not understand it."""
+    """Calls a reader; returns what it reads or its error, and "" where the quick reader does not understand the text."""
     try:
         found = read()
     except ServingError as error:

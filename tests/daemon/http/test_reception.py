@@ -83,7 +83,10 @@ def test_who_leaves_while_waiting_for_room_keeps_none() -> None:
 
 
 def answer_all_until_answered(worker: EchoWorker, client: Client) -> None:
-    """Who waits is not read from, and JSON takes its time, so requests of those who have left may still come."""
+    """Answers requests until this client's is answered.
+
+    Requests of clients that have left may still arrive, because connections are not read while they wait.
+    """
     worker.echo_until(client)
     assert len(client.answer().parts) == 200_000
 

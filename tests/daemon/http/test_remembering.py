@@ -24,7 +24,7 @@ MODELS = (*("addsub", "identity") * 5, "none")
 
 
 class Front:
-    """One, its worker and its clients' connections."""
+    """A front with its worker and its clients' connections."""
 
     def __init__(self, remembers: bool) -> None:
         self.bench = LargeBench() if remembers else LargeBench(UNREMEMBERING)
@@ -46,7 +46,7 @@ class Front:
 
 
 def said(dice: random.Random) -> tuple[bytes, bytes]:
-    """A JSON and what comes behind it; mostly good ones, from not too many kinds."""
+    """Draws a request's JSON and its binary part; mostly valid ones, of not too many kinds."""
     inputs: list[dict[str, Any]] = []
     tail = b""
     for name in ("x", "y")[: dice.choice((1, 1, 2))]:
@@ -109,7 +109,7 @@ def request(dice: random.Random) -> bytes:
 
 
 def pieces_of(content: bytes, dice: random.Random) -> list[bytes]:
-    """As it leaves a client: whole, its head by itself, or cut anywhere."""
+    """Cuts a request as clients send it: whole, its head by itself, or anywhere."""
     match dice.randrange(6):
         case 0 | 1 | 2:
             cuts: list[int] = []

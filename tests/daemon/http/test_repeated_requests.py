@@ -26,7 +26,7 @@ PART = {"binary_data_size": 4}
 
 
 def asked(body: bytes, *headers: str, inputs: Any = None, **fields: Any) -> bytes:
-    """A request with that body behind its JSON."""
+    """Builds a request with a binary body after its JSON."""
     inputs = inputs or [{"name": "x", "datatype": "UINT8", "shape": [4], "parameters": PART}]
     text = json.dumps({"inputs": inputs, **fields}).encode()
     lines = [
@@ -45,7 +45,7 @@ def y_of(content: bytes) -> tuple[Tensor, ...]:
 
 
 def exchange(client: Client, worker: EchoWorker, request: bytes, content: bytes) -> tuple[Any, Answer]:
-    """What the worker got, without what is its alone, and what the client got."""
+    """Sends a request; returns what the worker got, without what is the request's own, and the client's answer."""
     client.send(request)
     submit = worker.next()
     worker.complete(submit.request_id, outputs=y_of(content))
@@ -162,7 +162,7 @@ def test_tracing_that_begins_and_ends_in_between(tmp_path: Path, formed: bool) -
 
 
 def stamps(file: Path) -> list[tuple[str, str, list[str]]]:
-    """Request id, model and stamps of each trace."""
+    """Returns request id, model and stamps of each trace."""
     entries: list[dict[str, Any]] = []
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # not there yet, or being written
         entries = json.loads(file.read_text())

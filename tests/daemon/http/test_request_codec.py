@@ -116,7 +116,7 @@ odd_requests = st.fixed_dictionaries(
 
 
 def only_refuses(head: bytes, tail_size: int) -> None:
-    """Whatever the text, it is a request that can travel, or one error of the family."""
+    """Checks that any text gives either a request that can be sent on a lane or a ServingError."""
     try:
         decoded = decode(head, tail_size)
     except ServingError as error:

@@ -67,7 +67,10 @@ def test_stop_answers_what_was_on_its_way() -> None:
 
 
 def answered_on_its_way(*delays: float) -> list[bytes]:
-    """The last answers to a request on an idle connection and to one that was half there, each that long after the one before."""
+    """Stops a front; returns the last answers on an idle connection and on one with half a request.
+
+    Each request is sent ``delays`` seconds after the one before.
+    """
     with serving() as (front, (worker,)), front.client() as idle, front.client() as half:
         for client in (idle, half):
             in_service(front, worker, client)

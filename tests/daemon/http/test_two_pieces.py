@@ -26,7 +26,7 @@ def echo(_: object, record: WholeRequest) -> WholeAnswer:
 
 
 async def known(bench: Bench) -> KeptTransport:
-    """A connection that has repeated itself."""
+    """Returns a connection whose requests are prepared already."""
     transport = bench.connect()
     for _ in range(3):
         await bench.answer(Work(), [(transport, REQUEST)], echo)
@@ -118,7 +118,7 @@ def test_a_body_that_comes_by_the_byte_gains_no_time() -> None:
 
 @contextlib.contextmanager
 def head_only(**http: float) -> Iterator[tuple[FrontProcess, EchoWorker, Client]]:
-    """A client that repeated itself and has then sent its head, and nothing more."""
+    """Yields a client whose requests are prepared already, and that has then sent only a head."""
     with serving(http={"port": 0, **http}) as (front, (worker,)), front.client() as client:
         request = binary_request(CONTENT)
         for _ in range(3):

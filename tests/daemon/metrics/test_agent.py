@@ -56,7 +56,7 @@ def test_the_busy_part() -> None:
 
 
 class Served:
-    """An agent on a free port, over a daemon that says what it is told to say."""
+    """An agent on a free port, over a daemon whose state the test sets."""
 
     def __init__(self) -> None:
         with socket.socket() as free:
@@ -71,7 +71,7 @@ class Served:
         busy.look(self.looks * SECOND, 0, 1)
 
     async def ask(self, sends: bytes = b"") -> bytes:
-        """What comes until the end."""
+        """Connects; returns all bytes until the connection ends."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(sends)
         answer = await reader.read()

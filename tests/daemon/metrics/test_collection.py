@@ -19,13 +19,13 @@ SUCCESS = "nv_inference_request_success"
 
 
 class Watched(FakeDaemon):
-    """With what Prometheus sees of it."""
+    """A fake daemon that can be scraped."""
 
     def scrape(self) -> Samples:
         return scrape(self.metrics)
 
     def until(self, condition: Callable[[Samples], bool], what: str) -> Samples:
-        """Scrapes until it holds."""
+        """Scrapes until the condition holds; returns the samples."""
         last: list[Samples] = []
 
         def holds() -> bool:
@@ -36,7 +36,7 @@ class Watched(FakeDaemon):
         return last[0]
 
     def until_counted(self, workers: int) -> Samples:
-        """Until both workers answer, and so many workers have told of a load of "good", dead ones included."""
+        """Scrapes until both workers answer and ``workers`` workers, dead ones included, have counted a load of "good"."""
         return self.until(
             lambda samples: sum(answered(samples).values()) == 2 and samples.of(SUCCESS, "model") == {"good": workers},
             f"figures of {workers} workers",

@@ -11,7 +11,7 @@ from tensord.daemon.metrics.exchange import BadRequest, ScrapeAnswer, ScrapeExch
 
 
 async def asked(exchange: ScrapeExchange, content: bytes, piece: int = 0, end: bool = False) -> ScrapeRequest | None:
-    """The request in that content, fed in pieces of that size (0: at once)."""
+    """Reads a request from content that is fed in pieces of that size (0: at once)."""
     reader = asyncio.StreamReader()
     task = asyncio.create_task(exchange.request(reader))
     for at in range(0, len(content), piece or len(content) or 1):
@@ -23,7 +23,7 @@ async def asked(exchange: ScrapeExchange, content: bytes, piece: int = 0, end: b
 
 
 def read(content: bytes, method: str = "GET") -> tuple[int, dict[bytes, bytes], bytes]:
-    """Status, headers and body, as another implementation's client reads them."""
+    """Parses an answer with another HTTP library: status, headers and body."""
     client = h11.Connection(h11.CLIENT)
     client.send(h11.Request(method=method, target="/", headers=[("Host", "x")]))
     client.send(h11.EndOfMessage())

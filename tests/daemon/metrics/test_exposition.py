@@ -249,7 +249,7 @@ def test_both_formats_say_the_same(accept: str, read: object, content_type: str)
 
 
 class Read:
-    """A collector of what the library reads in the text of both formats' lines."""
+    """A collector of the metrics that the library parses from our text."""
 
     def collect(self) -> Iterator[Metric]:
         yield from openmetrics.text_string_to_metric_families(exposition.families(SNAPSHOT, True).decode() + "# EOF\n")

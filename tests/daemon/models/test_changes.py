@@ -47,7 +47,7 @@ class ObedientWorker:
 
 
 def supervisor(workers: dict[int, ObedientWorker], publish: Callable[[Any], None]) -> Any:
-    """What models use of it."""
+    """Returns the parts of a supervisor that the models use."""
     pool = SimpleNamespace(by_incarnation=workers, devices=["cpu:0"])
     parameters = SimpleNamespace(sent=lambda worker, load: load, forget=lambda name, version: None)
     return SimpleNamespace(workers=pool, parameters=parameters, model_changed=publish, isolate=lambda wanted: None)
@@ -69,7 +69,7 @@ def serving(folder: Path) -> tuple[Models, ObedientWorker, list[Readiness]]:
 
 
 def batch(worker: ObedientWorker) -> int:
-    """The ``max_batch_size`` of the last load."""
+    """Returns the ``max_batch_size`` of the worker's last load."""
     return int(model_config.from_bytes(worker.loads[-1].config).max_batch_size)
 
 
@@ -167,7 +167,7 @@ async def test_refusals(tmp_path: Path) -> None:
 
 
 async def settled(models: Models) -> None:
-    """Folders are removed in other threads."""
+    """Waits until the threads that remove folders have ended."""
     await asyncio.get_running_loop().shutdown_default_executor()
 
 

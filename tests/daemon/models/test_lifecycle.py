@@ -425,7 +425,7 @@ def test_a_version_that_is_given_up_and_serves_stays_until_it_is_replaced() -> N
 
 
 class Histories(RuleBasedStateMachine):
-    """Any order of loads, unloads, answers, deaths and births: the books balance, and every operation ends."""
+    """Runs loads, unloads, answers, deaths and births in any order: counts stay right, and every operation ends."""
 
     @initialize()
     def begin(self) -> None:
@@ -493,7 +493,7 @@ class Histories(RuleBasedStateMachine):
             assert self.blamed() <= blamed
 
     def blamed(self) -> int:
-        """Deaths that are counted against versions."""
+        """Returns how many deaths are counted against versions."""
         return sum(version.deaths for model in self.lifecycle.models.values() for version in model.versions.values())
 
     @rule(more=st.sets(st.sampled_from(("cpu:0", "cpu:1"))))
@@ -534,7 +534,7 @@ class Histories(RuleBasedStateMachine):
             self.lifecycle.check_invariants()
 
     def teardown(self) -> None:
-        """With a living worker of each device that answers, everything ends, and workers have exactly what is READY there."""
+        """Checks that everything ends once each device has a living worker, and workers have what is READY there."""
         if not hasattr(self, "lifecycle"):
             return
         self.join("cpu:0")

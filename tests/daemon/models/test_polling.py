@@ -9,7 +9,7 @@ from tensord.daemon.models.repository import FoundModel
 
 
 def found(**models: str) -> dict[str, FoundModel]:
-    """Name -> fingerprint, or "!" and why it cannot be polled."""
+    """Returns models by name; each value is a fingerprint, or "!" and the reason why the model cannot be polled."""
     return {
         name: FoundModel(name, Path(name), error=text)
         if text.startswith("!")

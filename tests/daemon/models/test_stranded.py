@@ -17,7 +17,10 @@ BOTH = ("cuda:0", "cuda:1")
 
 @pytest.fixture
 def lifecycle() -> Lifecycle:
-    """Worker 1 on cuda:1 has gone, which was to serve "second" alone, and "both" and "any" with worker 0."""
+    """Returns three models after worker 1 on cuda:1 has gone.
+
+    That worker served "second" alone, and "both" and "any" together with worker 0.
+    """
     made = Lifecycle()
     for worker in (0, 1):
         made.worker_joined(worker, f"cuda:{worker}")

@@ -52,7 +52,7 @@ def content_of(memory: int) -> bytes:
 
 
 class Worker:
-    """Stages and commits bytes. ``bad`` in them is refused."""
+    """Stages and commits bytes; refuses those that contain ``bad``."""
 
     stopping = False
     alive = True
@@ -114,7 +114,7 @@ class Worker:
 
 
 class World:
-    """A supervisor with model ``m`` version 1 on some workers."""
+    """A supervisor with version 1 of model ``m`` on some workers."""
 
     def __init__(self, folder: Path, workers: int = 2, **options: Any) -> None:
         self.workers = {number: Worker(number) for number in range(1, workers + 1)}
@@ -178,7 +178,7 @@ class World:
         self.lifecycle.worker_left(number)
 
     async def joins(self, number: int) -> Worker:
-        """A replacement: it gets its Load, and has answered it when this returns."""
+        """Adds a replacement worker, which has answered its Load when this returns."""
         worker = self.workers[number] = Worker(number)
         (instruction,) = self.lifecycle.worker_joined(number, f"cpu:{number}")
         worker.send(self.parameters.sent(number, instruction.record))  # type: ignore[union-attr,arg-type]

@@ -20,7 +20,7 @@ OPTIONS = msgspec.msgpack.encode(Options())
 
 
 class Records:
-    """What came, and the end."""
+    """Notes the records that come from a child, and its end."""
 
     def __init__(self, module: str = "tests.daemon.fake_worker") -> None:
         self.seen: list[Any] = []

@@ -22,7 +22,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
 
 @pytest.fixture
 def plugin(stub: CudaStub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX's plugin is installed."""
+    """Makes JAX's plugin installed."""
     monkeypatch.syspath_prepend(stub.library.parent / "plugins")
 
 

@@ -22,7 +22,7 @@ READY = ModelState("m", 1, "READY")
 
 
 class Owner:
-    """What the supervisor does with them."""
+    """Stands for the supervisor that owns the fronts."""
 
     def __init__(self, processes: int = 2) -> None:
         self.options = Options(http=Http(port=0, processes=processes), grpc=Grpc(enabled=False))
@@ -48,7 +48,7 @@ class Owner:
         return list(self.fronts)
 
     async def known(self, front: FrontProcess) -> dict[str, Any]:
-        """The models of a fake front, by asking connections until one is its."""
+        """Returns the models that a fake front knows; connects until that front accepts."""
         (url,) = self.fronts.urls("http")
         port = int(url.rpartition(":")[2])
         while True:

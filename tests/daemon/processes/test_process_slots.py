@@ -19,7 +19,7 @@ from tensord.shm import child_process
 
 
 class Dead:
-    """What is asked of a child that has died."""
+    """The parts of a dead child that its slot uses."""
 
     name = "http-0"
     pid = 7

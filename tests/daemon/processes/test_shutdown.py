@@ -15,7 +15,7 @@ LATER_NS = 3600 * 10**9
 
 
 class Leaving:
-    """A child that dies when it is told to, or only when it is killed."""
+    """A child that dies when it is told to stop, or only when it is killed."""
 
     def __init__(self, shutdown: Shutdown, table: dict[int, Child], number: int, stubborn: bool) -> None:
         self.name = f"child-{number}"

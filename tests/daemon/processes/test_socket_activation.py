@@ -49,7 +49,7 @@ def told(sockets: list[socket.socket], names: str | None) -> list[str]:
 
 @pytest.fixture
 def sockets(tmp_path: Path) -> list[socket.socket]:
-    """TCP, another TCP, one with a path, an abstract one."""
+    """Yields listening sockets: two of TCP, a unix socket with a path, and an abstract one."""
     made = [socket.create_server(("127.0.0.1", 0)), socket.create_server(("::1", 0), family=socket.AF_INET6)]
     for name in (str(tmp_path / "s"), f"\0tensord-test-{os.getpid()}"):
         made.append(socket.socket(socket.AF_UNIX))

@@ -20,7 +20,7 @@ DEVICES = [Device("cpu:0", {}), Device("cpu:1", {})]
 
 
 class Owner:
-    """In the supervisor's place: keeps what it hears of workers."""
+    """Stands for the supervisor and notes what it is told of workers."""
 
     options = Options()
 

@@ -52,7 +52,7 @@ def test_counts() -> None:
 
 
 class Holder:
-    """A worker that says this of its use of regions; None: it is gone."""
+    """A worker that reports these uses of regions; None: its process is gone."""
 
     def __init__(self, incarnation: int, uses: dict[str, tuple[int, int]] | None) -> None:
         self.name, self.incarnation, self._uses = f"worker-{incarnation}", incarnation, uses

@@ -544,7 +544,7 @@ class Gpus:
         self.registry = RegionRegistry(RegionsOptions(), pool, fronts, each)
 
     def near(self, name: str) -> list[int]:
-        """Whose memory it is."""
+        """Returns the workers whose GPU has the region's memory."""
         return [worker.incarnation for worker in self.workers if name in worker.near]
 
     def holders(self, name: str) -> list[int]:

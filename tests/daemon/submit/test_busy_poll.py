@@ -14,7 +14,7 @@ _LONG_NS = 3600 * 10**9
 
 
 class Requests:
-    """So many in flight, and how often somebody asked."""
+    """Pretends that so many requests are in flight, and counts how often it is asked."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -26,7 +26,7 @@ class Requests:
 
 
 async def _turned(requests: Requests) -> int:
-    """How often it was asked in a hundred turns of a loop that something else keeps awake as well."""
+    """Returns how often the requests were asked in a hundred iterations of a loop that is kept awake."""
     before = requests.asked
     for _ in range(100):
         await asyncio.sleep(0)
@@ -34,7 +34,7 @@ async def _turned(requests: Requests) -> int:
 
 
 def _poll(requests: Requests, limit_ns: int = _LONG_NS) -> BusyPoll:
-    """One that has seen an answer come in time."""
+    """Returns a busy poll that has seen an answer come in time."""
     poll = BusyPoll(asyncio.get_running_loop(), Spin(limit_ns), requests)
     poll.flushed()
     poll.answered()

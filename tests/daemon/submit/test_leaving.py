@@ -17,7 +17,7 @@ from tests.records import WholeRequest
 
 
 class Leaving:
-    """A submitter with one worker; notes what its lane is told, and whether an answer is looked for."""
+    """A submitter with one worker; notes what is sent on its lane, and whether it polls for an answer."""
 
     def __init__(self, patch: pytest.MonkeyPatch, numbered: bool) -> None:
         self.setting = Setting()
@@ -81,7 +81,7 @@ class Leaving:
             self.setting.send(WholeRequest(self.setting.submitter.next_id(), "m", 0, ()).record)
 
     def answer(self) -> None:
-        """The worker answers the next request that reached it."""
+        """Has the worker answer the next request that reached it."""
         self.worker.complete(self.worker.next().request_id)
         self.setting.turn()
 

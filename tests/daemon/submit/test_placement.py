@@ -38,7 +38,7 @@ class Setting:
         self.submitter.model_changed(ModelState("m", 1, "READY", workers=(1,)))
 
     async def next(self) -> WholeRequest:
-        """The next request at the worker; the loop turns meanwhile."""
+        """Runs the loop until a request reaches the worker; returns it."""
         while self.worker.idle(0):
             await asyncio.sleep(0.001)
         return self.worker.next()
@@ -68,7 +68,7 @@ def request(*contents: bytes | RegionSlice) -> UnsentRequest:
 
 
 class Told(InFlight):
-    """A request that keeps what it is answered."""
+    """A request that keeps its answers."""
 
     setting: Setting
     contents: list[bytes] = msgspec.field(default_factory=list)

@@ -32,7 +32,7 @@ IDLE = 5
 
 
 class Fleet:
-    """Workers with real pages, and fronts that route to them."""
+    """Workers with real sequence pages, and fronts that route to them."""
 
     def __init__(self, count: int, platform: str = "cpu", slots: int = 100) -> None:
         self.platform = platform
@@ -57,7 +57,7 @@ class Fleet:
 
 
 class Front:
-    """One front's routing; what it sends is at the worker at once, and admitted when the test says so."""
+    """One front's routing. What it sends reaches the worker at once, and is admitted when the test says so."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -85,7 +85,7 @@ class Front:
         return pending
 
     def find(self, pending: InFlight, gpu: str = "") -> int | None:
-        """The number of its worker, which has it from now on."""
+        """Routes a request; returns the number of the worker, which has the request from now on, or None."""
         worker = pending.worker = self.routing.find(pending, self.routing.model(self.state), gpu)
         if worker is None:
             return None
@@ -96,13 +96,13 @@ class Front:
         return self.find(self.make(who, flags), gpu)
 
     def answered(self) -> None:
-        """Everything that was sent."""
+        """Pretends that everything that was sent is answered."""
         self.in_flight.clear()
         for worker in self.workers:
             worker.in_flight.clear()
 
     def bury(self, number: int) -> tuple[list[InFlight], list[InFlight]]:
-        """That worker is dead: which of its requests are lost, and which are to be sent again."""
+        """Removes a dead worker; returns its requests that are lost, and those that are to be sent again."""
         worker = self.alive.pop(number)
         orphans = list(worker.in_flight.values())
         gone = self.routing.bury(worker, orphans)

@@ -49,7 +49,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> Iterator[None]:
-    """Each setting is collected at its end. What others have imported need not be looked at every time: that took most of it."""
+    """Exempts everything imported before from garbage collection, which would take most of the time."""
     gc.collect()
     gc.freeze()
     yield
@@ -57,7 +57,7 @@ def small_heap() -> Iterator[None]:
 
 
 class Asked:
-    """A request, as its owner sees it."""
+    """A request as its owner sees it."""
 
     def __init__(self, request_id: int, size: int, lease: Lease) -> None:
         self.request_id = request_id
@@ -70,7 +70,7 @@ class Asked:
 
 
 class Setting:
-    """A submitter on a loop of its own that turns only when told to."""
+    """A submitter on a loop of its own that runs only when told to."""
 
     def __init__(self, row: int = 0, **options: Any) -> None:
         self.loop = asyncio.new_event_loop()
@@ -100,12 +100,12 @@ class Setting:
         return worker
 
     def ready(self, *workers: EchoWorker, **kind: Any) -> None:
-        """``kind``: as ModelState names it."""
+        """Publishes the model as ready at these workers. ``kind``: fields of ModelState."""
         incarnations = tuple(worker.incarnation for worker in workers)
         self.submitter.model_changed(ModelState("m", 1, "READY", workers=incarnations, **kind))
 
     def ask(self, size: int = 5000, **said: Any) -> Asked:
-        """``said``: fields of its record."""
+        """Sends a request. ``said``: fields of its record."""
         lease = self.submitter.loan(size)
         assert lease is not None
         lease.view[:] = bytes([size % 251]) * size
@@ -136,7 +136,7 @@ class Setting:
         self.submitter.send(CalledBack(on_answer=on_answer, record=record, leases=leases, owner=owner))
 
     def cancel(self, request_id: int) -> None:
-        """Its owner leaves, if it is in flight still."""
+        """Cancels a request if it is still in flight."""
         request = self.submitter._in_flight.get(request_id)
         if request is not None:
             self.submitter.cancel(request)
@@ -153,7 +153,7 @@ class Setting:
 
 
 class Histories(RuleBasedStateMachine):
-    """Every order of everything that can happen."""
+    """Runs everything that can happen, in any order."""
 
     requests = Bundle("requests")
 
@@ -201,7 +201,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.integers(1, 4))
     def answer(self, data: st.DataObject, count: int) -> None:
-        """Some worker answers some of what it has; it may have stopped being read from."""
+        """Has workers answer some of their requests; their lanes may not be read any more."""
         for worker in self.alive():
             taken = self.take(worker)
             for _ in range(min(count, len(taken))):
@@ -250,7 +250,7 @@ class Histories(RuleBasedStateMachine):
         self.setting.turn(count)
 
     def take(self, worker: EchoWorker) -> dict[int, WholeRequest]:
-        """What has arrived at a worker, checked."""
+        """Returns the requests that have arrived at a worker, after checking them."""
         taken = self.taken[worker.incarnation]
         while (records := worker.lane.receive()) is not None:
             for record in records:
@@ -285,7 +285,7 @@ class Histories(RuleBasedStateMachine):
         assert self.setting.submitter.in_flight() == open_leases
 
     def teardown(self) -> None:
-        """Everything that is still open gets its answer from a last worker."""
+        """Checks that everything still open is answered by a last worker."""
         self.dead |= self.setting.workers.keys() - self.dead
         for worker in self.setting.workers.values():
             worker.die()
@@ -497,7 +497,7 @@ def test_what_can_never_fit(setting: Setting) -> None:
 
 
 def replaced(setting: Setting, first: EchoWorker, executing: list[Asked], **kind: Any) -> EchoWorker:
-    """The worker has died while it executed those; returns the one that has taken its place."""
+    """Lets a worker die while it executes these requests; returns the worker that takes its place."""
     first.page.begin(0, [(INCARNATION, asked.request_id) for asked in executing], 1, 1)
     first.die()
     second = setting.open_worker()
@@ -517,7 +517,7 @@ KEYS = SequenceKeys("m", 1)
 
 
 def admit(worker: EchoWorker, who: int | str, begun: bool = True) -> None:
-    """It says so on its page."""
+    """Writes a sequence on the worker's page."""
     since = worker.sequences.admit(KEYS.key(who), 1)
     if begun:
         worker.sequences.begin(KEYS.key(who), since)
@@ -675,7 +675,7 @@ def test_a_forgotten_lease_is_told_at_the_end(caplog: pytest.LogCaptureFixture) 
 
 
 class Repeated(InFlight):
-    """A request whose kind has a number. Its tensor is its own number."""
+    """A request of a prepared kind, whose tensor is its own number."""
 
     number: int
     #: Answers with a number; and the others.
@@ -698,7 +698,7 @@ class Repeated(InFlight):
         (self.answers if isinstance(own.prepared, int) else self.finals).append(whole_answer(prepared, own))
 
     def came_whole(self, request: WholeRequest, strikes: int = 0, name: str = "m") -> bool:
-        """Whether that is the request."""
+        """Returns whether a request at the worker is this one."""
         tensors = (
             Tensor("x", "UINT8", (4,), b"%04d" % self.number),
             Tensor("r", "UINT8", (1,), RegionSlice("r", 0, 1)),

@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 class Asker:
-    """A connection that takes its answers when it is told to."""
+    """A connection that reads its answers when it is told to."""
 
     def __init__(self, setting: Setting, host: str = "10.0.0.1") -> None:
         self.setting = setting
@@ -51,7 +51,10 @@ def setting() -> Iterator[Setting]:
 
 
 def answer(setting: Setting, worker: EchoWorker, byte_size: int = MIB, count: int = 1000) -> list[int]:
-    """The worker answers what it has, with so many bytes; what it was told to cancel it answers so. Returns whom it answered."""
+    """Has the worker answer its requests with so many bytes each, and those that were cancelled with an error.
+
+    Returns the ids of the answered requests.
+    """
     answered: list[int] = []
     for _ in range(6):
         setting.turn()

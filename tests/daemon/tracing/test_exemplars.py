@@ -20,7 +20,7 @@ def moments(queue_ms: int, compute_ms: int) -> dict[str, int]:
 
 
 def told(made: Exemplars) -> list[tuple[str, int, dict[tuple[int, int], tuple[str, float]]]]:
-    """As it travels."""
+    """Returns the exemplars after they were encoded and decoded, as another process gets them."""
     found = json.loads(msgspec.json.encode(made.told()))
     return [
         (model, version, {(kind, bucket): (trace_id, seconds) for kind, bucket, trace_id, seconds, _ in rows})

@@ -36,7 +36,7 @@ Facts = dict[str, tuple[Any, ...]]
 
 
 def facts(file: Any) -> Facts:
-    """What a file defines, by names that do not begin with its package's."""
+    """Returns what a protocol file defines, by names without the package's prefix."""
     return {name.removeprefix(f"{file.package}."): said for name, said in _of_file(file)}
 
 

@@ -34,14 +34,14 @@ def nothing_left() -> Iterator[None]:
 
 
 def options() -> bytes:
-    """Those that JAX gives the compiler."""
+    """Returns the options that JAX gives the compiler."""
     from jax._src.compiler import get_compile_options
 
     return get_compile_options(num_replicas=1, num_partitions=1, device_assignment=np.array([[0]])).SerializeAsString()
 
 
 def module(steps: int = 1) -> bytes:
-    """Of so many steps that compiling takes as long as one likes."""
+    """Returns a module with so many steps that compiling it takes as long as a test likes."""
 
     def function(x: jax.Array) -> jax.Array:
         for step in range(steps):
@@ -59,7 +59,7 @@ def asked(steps: int = 1) -> Compile:
 
 
 def processes() -> list[psutil.Process]:
-    """Those of this process."""
+    """Returns the compile processes of this process."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -39,7 +39,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, device: str, visible: str,
 
 
 def opened(environment: dict[str, str], device: str) -> str:
-    """What a worker's process finds when it opens its device."""
+    """Opens a device in a process as a worker does; returns what it prints."""
     script = (
         "import sys\nfrom tensord.workers.devices.device import DeviceName, NoDevice\nname = DeviceName.parse(sys.argv[1])\n"
         "name.prepare_environment()\ntry:\n    print(name.open())\nexcept NoDevice as error:\n    print(error)\n"

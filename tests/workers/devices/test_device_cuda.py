@@ -83,7 +83,7 @@ def model_of(
 
 
 def run(model: JaxModel, *each: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """The results and the bytes copied for the inputs."""
+    """Runs a batch; returns the results, and the bytes copied for the inputs."""
     requests = []
     for arrays in each:
         rows = next(iter(arrays.values())).shape[0] if model._signature.batches else 1

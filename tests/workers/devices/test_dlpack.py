@@ -32,7 +32,7 @@ def test_a_scalar() -> None:
 
 
 class Watched(DeviceView):
-    """A view one can ask after."""
+    """A view to which weak references can be made."""
 
     __slots__ = ("__weakref__",)
 

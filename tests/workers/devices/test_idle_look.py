@@ -24,7 +24,7 @@ def context(cuda_stub: CudaStub) -> Iterator[Context]:
 
 @pytest.fixture
 def look(context: Context) -> Iterator[Callable[..., IdleLook]]:
-    """One that nobody's clock asks."""
+    """Yields a function that makes idle checks which no clock calls."""
     made: list[IdleLook] = []
 
     def make(idle: Callable[[], bool] = lambda: True, patience: float = 0.0, interval: float = 3600.0) -> IdleLook:

@@ -44,7 +44,7 @@ def context(driver: Driver) -> Context:
 
 
 class Loop:
-    """What of a worker's loop memory is locked for: the inbox."""
+    """The parts of a worker's loop that page-locking uses: the inbox and a thread."""
 
     def __init__(self, context: Context) -> None:
         self.inbox = Inbox()
@@ -56,7 +56,7 @@ class Loop:
         return PinnedMemory(self.context, self.budget, self.thread)
 
     def settle(self) -> None:
-        """Until everything that was asked for has happened, and the loop has heard of it."""
+        """Waits until everything asked for has happened and the loop has been told."""
         until(lambda: self.inbox.drain() or not self.thread.pending)
 
 
@@ -69,7 +69,7 @@ def loop(context: Context) -> Iterator[Loop]:
 
 
 def host() -> HostMemory:
-    """What the driver says of this process."""
+    """Returns the driver's statistics of this process."""
     return _stub[0].host(os.getpid())
 
 
@@ -146,7 +146,7 @@ def test_what_is_closed_before_its_turn_is_not_locked_any_more(cuda_stub: CudaSt
 
 
 def maps() -> int:
-    """Mappings of arenas in this process."""
+    """Returns how many mappings of arenas this process has."""
     return Path("/proc/self/maps").read_text().count("memfd:tensord")
 
 

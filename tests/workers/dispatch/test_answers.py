@@ -265,7 +265,7 @@ def test_a_planned_answer_is_the_one_that_is_placed(
 
 
 def planned(request: Request, made: BatchOutputs) -> AnswerPlan:
-    """How such a request is answered out of outputs that lie like these, with a number."""
+    """Plans the answer to such a request from outputs with this layout, and gives its prepared part a number."""
     plan = plan_answer(request, made.layout, 1 << 20)
     assert plan is not None
     assert isinstance(plan.said, PreparedAnswer)
@@ -276,7 +276,7 @@ IDS = st.integers(1, 99)
 
 
 def planned_into(place: RegionSlice, *regions: Any) -> tuple[Request, AnswerRecord | None]:
-    """A planned answer whose output goes to that place, of a request that uses those regions."""
+    """Plans an answer whose output goes to that place, for a request that uses those regions."""
     y = np.arange(4, dtype=np.float32).reshape(1, 4)
     made = uncut(layout_of(PLAIN, {"y": y}, True), [y])
     assert made is not None

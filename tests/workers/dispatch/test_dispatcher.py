@@ -115,7 +115,7 @@ class Bench:
         return next_ns
 
     def sent(self) -> list[tuple[int, str]]:
-        """(request id, code) of what was answered since the last time."""
+        """Returns (request id, code) of each answer since the last call."""
         sent = [(completion.request_id, completion.code) for completion in self.lane.sent]
         self.lane.sent.clear()
         return sent

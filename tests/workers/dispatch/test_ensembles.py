@@ -41,7 +41,7 @@ def load(loop: WorkerLoop, repository: Path, *names: str) -> None:
 
 @pytest.fixture
 def chained(loop: WorkerLoop, tmp_path: Path) -> Callable[..., WorkerLoop]:
-    """A worker with ``chain``: (3x + 1) squared, and 3x + 1 itself."""
+    """Returns a function that loads ``chain``: (3x + 1) squared, and 3x + 1 itself."""
 
     def made(buckets: str = "(2, 8)") -> WorkerLoop:
         scale_model(tmp_path)
@@ -67,7 +67,7 @@ def submit(loop: WorkerLoop, values: Sequence[float], *outputs: str, model: str 
 
 
 def read(answers: Sequence[WholeAnswer]) -> dict[str, list[float]]:
-    """The first element of each output."""
+    """Returns the first element of each output of each answer, by output."""
     found: dict[str, list[float]] = {}
     for answer in answers:
         assert answer.code == "", answer.message
@@ -85,7 +85,7 @@ def ask(loop: WorkerLoop, values: Sequence[float], *outputs: str, **more: Any) -
 
 
 def queued(loop: WorkerLoop) -> int:
-    """Requests that were ever queued in Python: those that are answered in C are not."""
+    """Returns how many requests were ever queued in Python; those that C answers are not."""
     return sum(int(each.queue._sequence) for each in loop.worker._models)
 
 

@@ -62,7 +62,7 @@ ROWS = 4
 
 
 class Native:
-    """The C part over one lane, with a program of four rows of eight bytes that turns every bit."""
+    """The C part with one lane, and a program of four rows of eight bytes that inverts every bit."""
 
     def __init__(self, spin: Spin | None = None, protocol: int = 0) -> None:
         self.durations = Durations((0.001, 1e6))
@@ -120,7 +120,7 @@ class Native:
         self.fast.learn(self.lane.fileno(), form, batch, 1, *places, 9, said["intact"], said["traced"])
 
     def send(self, *records: Any) -> bytes:
-        """One datagram."""
+        """Sends records as one datagram; returns it."""
         datagram = b"\x01\xdc" + len(records).to_bytes(2, "big") + b"".join(map(encoder.encode, records))
         self.front.send(datagram)
         return datagram
@@ -376,7 +376,7 @@ def test_an_id_that_came_already_in_this_turn_is_python_s_affair_with_all_that_w
 
 
 class AskedSpin(Spin):
-    """Says that looking pays, for a minute, and notes what it is asked."""
+    """Says for a minute that polling pays, and notes its calls."""
 
     def __init__(self) -> None:
         super().__init__(60_000_000_000)
@@ -494,7 +494,7 @@ def test_whoever_interrupts_the_process_gets_through(native: Native) -> None:
 
 
 class Choices:
-    """What the planner says, and what it is asked."""
+    """A planner that decides what the test gave it, and notes its calls."""
 
     def __init__(self, *given: int) -> None:
         #: How many run of each that are asked for; afterwards all of them.
@@ -675,7 +675,7 @@ def test_what_cannot_be_is_not_learned(native: Native, said: dict[str, Any], rea
 
 
 def learn_places(native: Native) -> None:
-    """Requests of form 4, with one tensor of eight bytes, are answered with where that lies, in forty bytes."""
+    """Teaches the C part to answer requests of prepared number 4, with one tensor of eight bytes, with its place."""
 
     def run(places: Any) -> Any:
         return -1, 0, 0, [repr(places).encode().ljust(40)]
@@ -779,7 +779,7 @@ def vector(name: str, values: Any) -> Tensor:
 
 
 def ask(loop: WorkerLoop, *values: float, together: int = 1, **more: Any) -> list[WholeAnswer]:
-    """Of addsub: sixteen times each value and 1."""
+    """Asks addsub with sixteen times each value, and sixteen times 1; returns the answers."""
     for value in values:
         for _ in range(together):
             loop.submit("addsub", [vector("INPUT0", [value] * 16), vector("INPUT1", [1] * 16)], **more)
@@ -797,7 +797,7 @@ def firsts(answers: list[WholeAnswer]) -> list[tuple[float, float]]:
 
 
 def served(loop: WorkerLoop) -> int:
-    """How many requests were ever queued in Python: those that are answered in C are not."""
+    """Returns how many requests were ever queued in Python; those that C answers are not."""
     (version,) = [version for version in loop.worker._models if version.name == "addsub"]
     return int(version.queue._sequence)
 

@@ -53,7 +53,7 @@ def begun(bench: Bench, model: str) -> list[int]:
 
 
 def until(bench: Bench, condition: Callable[[], object]) -> None:
-    """Does what is due again and again, as the worker's loop does."""
+    """Does what is due until the condition holds, as the worker's loop does."""
     while not condition():
         select.select([bench.inbox.fileno()], [], [], 0.001)
         bench.inbox.drain()
@@ -67,7 +67,7 @@ def instance_of(bench: Bench, model: str) -> Instance:
 
 
 def release(bench: Bench, model: str) -> None:
-    """Those that are held go on, and everything is answered."""
+    """Lets the requests that are held go on, and waits until all are answered."""
     (bench.folder / model / "open").touch()
     until(bench, lambda: not bench.submitter.in_flight)
 

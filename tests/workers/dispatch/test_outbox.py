@@ -24,7 +24,7 @@ from tests.workers.made_requests import request_of
 
 
 class Version(SimpleNamespace):
-    """As a ModelVersion, one is equal to itself alone."""
+    """Stands for a ModelVersion: equal only to itself."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__

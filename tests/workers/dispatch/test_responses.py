@@ -36,7 +36,7 @@ LARGE = 200_000
 
 
 class Bench:
-    """Responses of one request, on a loop whose turns and time are the test's."""
+    """Responses of one request, on a loop whose iterations and time the test controls."""
 
     def __init__(self) -> None:
         config = parse_pbtxt('name: "m" output { name: "y" data_type: TYPE_UINT8 dims: [ -1 ] }', "m")
@@ -74,7 +74,7 @@ class Bench:
         return execution
 
     def sent(self) -> list[tuple[int, str, bool]]:
-        """First byte, code and final mark of each."""
+        """Returns first byte, code and final mark of each response."""
         found = []
         for completion in self.lane.sent:
             value = -1
@@ -188,7 +188,7 @@ def test_a_response_that_cannot_be_placed_is_an_error_and_others_follow(bench: B
 
 
 class SmallBench(Bench):
-    """The same over a real lane, where small responses go into the records."""
+    """A bench with a real lane, on which small responses are sent inside the records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class SmallBench(Bench):
         self.responses = Responses(arenas, Outbox(arenas), self.posted.append, lambda: self.now_ns, 100 * MEBIBYTE)
 
     def meet(self) -> None:
-        """A request whose response is like those of others: these are encoded where they are sent."""
+        """Sends a request's response first, so that later ones like it are encoded where they are sent."""
         sender = self.ask(99)
         sender.send({"y": np.zeros(4, np.uint8)})
         sender.send(None, final=True)

@@ -51,7 +51,7 @@ SUMS = """
 
 
 class Sums:
-    """The model in a worker's loop, and what was asked of it."""
+    """The model in a worker's loop, and the requests to it."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class Sums:
         return self.loop.submit("sums", [Tensor("x", "FP32", (1, 1), content)], own=own)
 
     def heard(self, count: int = 1) -> list[float | str]:
-        """So many answers, in the order of their requests: a sum, or what went wrong."""
+        """Returns so many answers in the order of their requests: a sum, or an error message."""
         answers = sorted(self.loop.answers(count), key=lambda answer: answer.request_id)
         return [answer.message if answer.code else value(answer) for answer in answers]
 
     def ask(self, *asked: tuple[Any, ...]) -> list[float | str]:
-        """Requests that come in one datagram."""
+        """Sends requests in one datagram; returns their answers."""
         for each in asked:
             self.say(*each)
         return self.heard(len(asked))
@@ -115,7 +115,7 @@ class Sums:
         self.admitted = 0
 
     def state(self, correlation_id: int | str) -> SequenceState | None:
-        """What fronts see of it."""
+        """Returns the state of a sequence that fronts see, or None."""
         found = self.loop.worker._sequences.page.find(SequenceKeys("sums", 1).key(correlation_id))
         return None if found is None else found[0]
 

@@ -34,7 +34,7 @@ Way = list[tuple[int, tuple[str, ...]]]
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[None]:
-    """Others want the cores as well."""
+    """Runs processes within the block that use the cores as well."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
     yield
     for other in others:
@@ -54,7 +54,7 @@ def ask(loop: WorkerLoop, count: int) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Each call of a program, whoever makes it."""
+    """Records each call of a program, whoever makes it."""
     made: list[str] = []
 
     def count(kind: type, name: str) -> None:
@@ -73,7 +73,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def shares(loop: WorkerLoop) -> bool:
-    """Whether there is a program for several requests."""
+    """Returns whether there is a program for several requests."""
     (version,) = loop.worker._models
     assert version.jitted is not None
     assert version.jitted.grouped is not None
@@ -81,7 +81,7 @@ def shares(loop: WorkerLoop) -> bool:
 
 
 def way(loop: WorkerLoop, calls: list[str]) -> Way:
-    """What became of all of them, group by group."""
+    """Sends groups of requests; returns how each group was run."""
     (version,) = loop.worker._models
     found: Way = []
     for count in GROUPS:

@@ -36,7 +36,7 @@ PLACE = Slice(3, 640, 1 << 20)
 
 
 class Alone:
-    """What runs requests of form 4, with an input of a mebibyte, and what it was asked."""
+    """Runs requests of prepared number 4, with an input of 1 MiB, and notes its calls."""
 
     def __init__(self, native: Native, **changed: Any) -> None:
         self.native = native
@@ -78,7 +78,10 @@ def python_s(native: Native, *datagrams: bytes) -> tuple[Any, ...]:
 
 
 def serve(native: Native) -> None:
-    """Until all is answered: what a slow machine leaves to Python after a long run comes once more."""
+    """Has the C part answer until nothing is left.
+
+    A request that it leaves to Python after a long run is sent once more.
+    """
     events, datagrams, unsent = native.fast.wait(0, True)
     while datagrams:
         ((_, (rest, _, _)),) = datagrams
@@ -317,7 +320,7 @@ EXPECTED: dict[str, Callable[[Array], list[Array]]] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def collected(leaves_nothing: None) -> Iterator[None]:
-    """XLA gives arguments up with the next collection or call."""
+    """Collects garbage at the end, because XLA releases arguments only with the next collection or call."""
     yield
     gc.collect()
 
@@ -359,7 +362,7 @@ class Asker:
         return self.read(answer)
 
     def read(self, answer: WholeAnswer) -> list[Array]:
-        """The outputs, whose lease is given back."""
+        """Returns the outputs of an answer and gives its lease back."""
         assert answer.code == "", answer.message
         made = [self.content(tensor) for tensor in answer.outputs]
         if answer.lease is not None:
@@ -376,7 +379,7 @@ class Asker:
 
     @property
     def queued(self) -> int:
-        """How many requests were ever queued in Python."""
+        """Returns how many requests were ever queued in Python."""
         return int(self.version.queue._sequence)
 
     def known(self) -> None:

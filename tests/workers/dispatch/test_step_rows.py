@@ -46,7 +46,7 @@ BYTE_SIZE = 256 + 4 + 8
 
 @pytest.fixture
 def counting(leaves_nothing: None, tmp_path: Path) -> Iterator[WorkerLoop]:
-    """Twenty responses may be ahead of a client."""
+    """Yields a worker's loop in which twenty responses may be ahead of a client."""
     made = WorkerLoop(Options(executables=OPTIONS.executables, expert=Expert(spin_us=0, max_ahead=BYTE_SIZE * 20)))
     write_model(tmp_path, "counts", COUNTS, 'backend: "jax"')
     made.load(tmp_path / "counts")
@@ -60,7 +60,7 @@ def begin(loop: WorkerLoop, start: int, lane: Any = None, outputs: tuple[Request
 
 
 class Heard:
-    """What each request got, and how many responses have its final mark or an error."""
+    """What each request got, and how many of its responses were final or an error."""
 
     def __init__(self) -> None:
         self.values: dict[int, list[int]] = {}
@@ -78,7 +78,7 @@ class Heard:
 
 
 def until_ended(loop: WorkerLoop, heard: Heard, numbers: list[int], lane: Any = None) -> None:
-    """Each response is taken as it comes."""
+    """Takes each response as it comes, until these requests have ended."""
     lane = lane or loop.front
     while not all(heard.ends.get(number) for number in numbers):
         answers = loop.answers(1, lane)

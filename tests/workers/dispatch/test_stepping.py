@@ -53,7 +53,7 @@ def begin(loop: WorkerLoop, start: int) -> int:
 
 
 def read(answers: list[WholeAnswer], number: int) -> list[Any]:
-    """The numbers that a request got, and the error that it ended with."""
+    """Returns the numbers that a request got, and the error that it ended with."""
     found: list[Any] = []
     for answer in answers:
         if answer.request_id == number and answer.code:
@@ -65,7 +65,7 @@ def read(answers: list[WholeAnswer], number: int) -> list[Any]:
 
 
 def until(loop: WorkerLoop, answers: list[WholeAnswer], *numbers: int) -> None:
-    """Those requests have come to their end."""
+    """Reads answers until these requests have ended."""
     while not {answer.request_id for answer in answers if answer.final}.issuperset(numbers):
         answers += loop.answers(1)
 

@@ -75,7 +75,7 @@ def run(model: LoadedModel, load: Loading, **arrays: Any) -> Result:
 
 
 class _Direct:
-    """An inbox that calls at once."""
+    """An inbox that calls functions at once."""
 
     def post(self, call: Callable[[], None], soon: bool = True) -> None:
         call()

@@ -141,7 +141,10 @@ SAMPLE = """
 
 
 def noting(tmp_path: Path, why: str = "") -> str:
-    """The model, with an insert that says to a file that it was called, and fails with ``why`` if given more than zeros."""
+    """Returns the model's source with an insertion that notes its calls in a file.
+
+    It fails with ``why``, if given, when its input is more than zeros.
+    """
     return MODEL.replace(
         "def init(params, slots):",
         f"""import jax

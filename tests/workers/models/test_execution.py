@@ -14,7 +14,7 @@ from tests.workers.made_requests import request_of
 
 
 class Picky:
-    """Refuses a whole batch because of one element, in the way its value says."""
+    """Refuses a whole batch because of one element, in the way that its value says."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -24,7 +24,7 @@ def register() -> Iterator[SequenceRegister]:
 
 
 def load(register: SequenceRegister, slots: int = 1) -> tuple[RegisteredSequences, SequenceTable[Sequenced]]:
-    """Of the same model version."""
+    """Returns a new load of the same model version: its events and its table."""
     events = register.of("m", 1)
     table: SequenceTable[Sequenced] = SequenceTable("m", SequenceRules(slots), 1, events)
     events.serve(table)

@@ -58,7 +58,7 @@ def model(cuda_stub: CudaStub) -> Iterator[JaxModel]:
 
 
 def push(model: JaxModel, number: int, name: str = "main") -> None:
-    """As the worker does it, in one thread."""
+    """Pushes parameters as the worker does, in one thread."""
     made = ParameterSet(model.sets, name, number, model.sets.leaves.fitted(numbered(number), "these"))
     model.sets.staged.add(made)
     made.prepare()
@@ -67,7 +67,7 @@ def push(model: JaxModel, number: int, name: str = "main") -> None:
 
 
 def run(model: JaxModel, rows: int, name: str | None = None) -> tuple[float, int]:
-    """The one value in all outputs of a batch, and the bytes copied for its inputs."""
+    """Runs a batch; returns the one value in all outputs, and the bytes copied for its inputs."""
     requests = []
     for _ in range(rows):
         arrays = {"x": np.zeros((1, 8), np.float32)}

@@ -33,7 +33,7 @@ LEAVES: dict[str, Array] = {
 
 
 def header(entries: Any, tail: bytes = b"", length: int | None = None) -> bytes:
-    """Bytes with a header that says these entries."""
+    """Builds memory with a header of these entries."""
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + tail
 

@@ -54,7 +54,7 @@ def write(
 
 @pytest.fixture
 def loop() -> Iterator[PushingLoop]:
-    """With room for the parameters of two models."""
+    """Yields a worker's loop with room for the parameters of two models."""
     worker = PushingLoop(of_workers(parameter_byte_size=2 * SIZE))
     yield worker
     worker.close()

@@ -40,14 +40,14 @@ MARK = 0xA5
 
 @pytest.fixture(autouse=True, scope="module")
 def attached(leaves_nothing: None) -> None:
-    """For the rest of the process, as in a worker: without offers it changes nothing."""
+    """Attaches the module for the rest of the process, as in a worker: without offers it changes nothing."""
     assert DEVICE.platform == "cpu"
     output_memory.attach()
     assert output_memory.attached()
 
 
 class Place:
-    """Memory of ours, marked."""
+    """Memory of ours with marked margins."""
 
     def __init__(self, byte_size: int = SIZE, misaligned: int = 0) -> None:
         self.mapping = mmap.mmap(-1, byte_size + 2 * MARGIN)
@@ -71,7 +71,7 @@ class Place:
 
 
 def aligned(count: int = COUNT, misaligned: int = 0) -> Array:
-    """A small number for each element, beginning at a multiple of 64 or so many bytes behind one."""
+    """Returns an array of small numbers that begins ``misaligned`` bytes behind a multiple of 64."""
     memory = np.zeros(4 * count + 128, np.uint8)
     start = -address_of(memory) % 64 + misaligned
     array = memory[start : start + 4 * count].view(np.float32)
@@ -80,7 +80,7 @@ def aligned(count: int = COUNT, misaligned: int = 0) -> Array:
 
 
 class Program:
-    """A compiled function, and what was learned of it with an aligned argument."""
+    """A compiled function, and what was learned of its outputs with an aligned argument."""
 
     def __init__(self, function: Callable[[Any], dict[str, Any]], count: int = COUNT) -> None:
         self.compiled: Any = jax.jit(function).lower(jax.ShapeDtypeStruct((count,), np.float32)).compile()
@@ -92,7 +92,7 @@ class Program:
         return dict(self.compiled(self.x if x is None else x))
 
     def run(self, places: dict[str, Place]) -> dict[str, Array]:
-        """The outputs, all of them right."""
+        """Runs the program with places for outputs; returns the outputs after checking them."""
         made = self.memory.run(self.call, {name: place.address for name, place in places.items()})
         return self.check(made)
 
@@ -105,7 +105,7 @@ class Program:
 
 @functools.cache
 def two() -> Program:
-    """Both outputs are of one size."""
+    """Returns a program with two outputs of one size."""
     return Program(lambda x: {"y": x * 2, "z": x + 3})
 
 
@@ -412,7 +412,7 @@ def test_the_last_allocation_of_a_size_at_an_address_is_the_one_that_is_left(
 
 
 class Lying:
-    """What is asked of an array: its size and where it lies."""
+    """The parts of an array that are asked for: its size and its address."""
 
     def __init__(self, byte_size: int, address: int) -> None:
         self.nbytes = byte_size
@@ -429,7 +429,7 @@ def test_what_was_not_allocated_as_a_whole_is_not_offered() -> None:
 
 @functools.cache
 def program_of(rows: tuple[int, ...]) -> Program:
-    """An output of so many times 4 KiB for each; those of 0 are empty."""
+    """Returns a program with an output for each of ``rows``, so many times 4 KiB large; 0: an empty one."""
     count = 1 << 10
 
     def function(x: Any) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def nothing_left() -> Iterator[None]:
 
 
 class CountedCompiler(OutsideCompiler):
-    """Says how many programs came from outside."""
+    """Counts the programs that compile processes made."""
 
     made = 0
 

@@ -111,7 +111,7 @@ def test_what_would_be_copied_is_not_shared() -> None:
 
 
 def told(script: str, threads: int, *arguments: str) -> str:
-    """What a process prints whose XLA has so many threads."""
+    """Runs a script in a process whose XLA has so many threads; returns its output."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": str(threads)}
     command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()

@@ -32,7 +32,7 @@ def product(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def products(apply: Any = product, parameters: Any = None, **more: Any) -> JaxModel:
-    """A model of which those programs are small that have up to ``FEW`` rows."""
+    """Returns a model whose programs are small up to ``FEW`` rows."""
     more.setdefault("single_thread", SingleThreadDevice(FEW * ROW_FLOPS))
     shape = f"FP32[{WIDTH}]"
     parameters = {"w": WEIGHTS} if parameters is None else parameters
@@ -40,7 +40,7 @@ def products(apply: Any = product, parameters: Any = None, **more: Any) -> JaxMo
 
 
 def placed(model: JaxModel) -> list[bool]:
-    """Of each bucket, whether it is on the single-thread device: as told, and as its outputs are."""
+    """Returns for each bucket whether it is on the single-thread device, by its record and by its outputs."""
     found = []
     for rows in (1, FEW, MANY):
         executable = model.executables.find(Wanted(rows, ((WIDTH,),)))
@@ -52,7 +52,7 @@ def placed(model: JaxModel) -> list[bool]:
 
 
 def check(model: JaxModel, factor: float = 1) -> None:
-    """Every bucket computes what it should."""
+    """Checks that every bucket computes the right result."""
     for rows in (1, 3, FEW, MANY):
         x = np.random.default_rng(rows).random((rows, WIDTH), np.float32)
         (result,) = run(model, {"x": x}, rows=(rows,))

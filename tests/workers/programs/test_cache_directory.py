@@ -33,7 +33,7 @@ def directory(tmp_path: Path) -> CacheDirectory:
 
 
 def sealed(secret: bytes, name: str, content: bytes) -> bytes:
-    """As the module's docstring draws it."""
+    """Returns a file of the cache as the module's docstring describes it."""
     return MAGIC + hmac.digest(secret, name.encode() + b"\0" + content, hashlib.sha256) + content
 
 

@@ -40,7 +40,7 @@ FIRST = np.array([100, 200], np.float32)
 
 
 class Ask(NamedTuple):
-    """One request."""
+    """One request of a sequence."""
 
     slot: int
     x: Any
@@ -48,7 +48,7 @@ class Ask(NamedTuple):
 
 
 def summing(parameters: Any, inputs: dict[str, Any], state: dict[str, Any]) -> tuple[Any, Any]:
-    """The sum of what a sequence said, and how often it said something."""
+    """Computes the sum of a sequence's inputs, and their number."""
     total, count = state["sum"] + inputs["x"], state["count"] + 1
     return {"y": total * parameters, "n": count}, {"sum": total, "count": count}
 
@@ -259,7 +259,7 @@ def test_all_programs_are_where_the_carry_is(flops: int, single: bool) -> None:
 
 
 class Fuse:
-    """A model that fails where an input is negative, after the device has the carry."""
+    """A model that fails on a negative input, after the device has the carry."""
 
     def __call__(self, parameters: Any, inputs: dict[str, Any], state: dict[str, Any]) -> tuple[Any, Any]:
         x = jax.pure_callback(self._blow, jax.ShapeDtypeStruct(inputs["x"].shape, inputs["x"].dtype), inputs["x"])
@@ -316,7 +316,7 @@ def test_a_request_that_cannot_be_gathered_fails_alone(model: JaxModel) -> None:
 
 
 class _Gone:
-    """A region that its client has cut off."""
+    """A region that its client has truncated."""
 
     def read_into(self, *_: Any) -> None:
         raise InvalidArgument("its region is gone")

@@ -70,7 +70,7 @@ def run(model: JaxModel, *each: dict[str, Any], rows: tuple[int, ...] = (1,)) ->
 
 
 def masked_sum(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Each row's sum over its own sequence, and the sequence itself doubled."""
+    """Computes each row's sum over its own sequence, and the sequence doubled."""
     return {"sum": (inputs["x"] * parameters).sum(axis=1, keepdims=True), "twice": inputs["x"] * 2}
 
 

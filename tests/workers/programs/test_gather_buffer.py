@@ -15,7 +15,7 @@ FP32 = np.dtype(np.float32)
 
 
 def as_bytes(values: np.ndarray, rows: int) -> Request:
-    """As validation makes a request it has seen the like of before."""
+    """Returns a request as validation makes it when it knows its kind: with the tensor's bytes."""
     content = values.tobytes()
     made = request_of({}, rows)
     own = WholeRequest(1, "m", 0, (Tensor("x", "FP32", values.shape, content),))

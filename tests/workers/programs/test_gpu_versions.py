@@ -44,7 +44,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
 
 
 class Keys:
-    """Processes with the packages in a folder, which say the key of one program, and its name in JAX's own cache."""
+    """Runs processes with the packages in a folder; they print the key of one program, and its name in JAX's own cache."""
 
     def __init__(self, stub: CudaStub, folder: Path, platforms: str = "cuda,cpu") -> None:
         environment = os.environ | stub.gpu_environment
@@ -71,7 +71,7 @@ class Keys:
 
 
 def install(folder: Path, name: str, version: str) -> None:
-    """A package, as far as its metadata goes."""
+    """Writes a package's metadata, as if it were installed."""
     for path in folder.glob(f"{name}-*.dist-info"):
         (path / "METADATA").unlink()
         path.rmdir()

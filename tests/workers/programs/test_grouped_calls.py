@@ -27,7 +27,7 @@ def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def light(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same with about as much to do as a call costs."""
+    """Computes ``apply`` and about as much more as a call costs."""
     made = apply(parameters, inputs)
     square = jnp.outer(jnp.arange(100.0), jnp.arange(100.0)) + inputs["b"].sum()
     return made | {"largest": made["largest"] + 0 * jnp.sin(square).sum(keepdims=True)[0]}
@@ -44,7 +44,7 @@ def model(of: Apply = apply, size: int = 3, cache: ExecutableCache | None = None
 
 
 def series(made: JaxModel) -> tuple[GroupedCalls, Executable]:
-    """With what runs one of its requests."""
+    """Returns a model's grouped calls, and the executable that runs one of its requests."""
     assert made.grouped is not None
     ((_, shapes),) = made._buckets.planned()
     single = made.executables.find(Wanted(1, shapes))
@@ -53,7 +53,7 @@ def series(made: JaxModel) -> tuple[GroupedCalls, Executable]:
 
 
 def lengths_of(made: GroupedCalls) -> list[int]:
-    """How many go together where so many wait."""
+    """Returns how many requests go together, for each number of waiting requests from 0 to 11."""
     return [0 if program is None else program.rows for program in [made.find(KEY, waiting) for waiting in range(12)]]
 
 

@@ -31,7 +31,7 @@ def scaled(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def product_and_sum(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Rounded between the two, or not: that depends on what else is compiled with them."""
+    """Computes products and sums whose rounding depends on what else is compiled with them."""
     product = inputs["a"] * inputs["b"]
     return {"y": product, "z": product + inputs["c"], "w": jnp.sin(product) * inputs["c"] + product}
 
@@ -94,7 +94,7 @@ def some(model: JaxModel) -> dict[str, Array]:
 
 
 def in_record(arrays: dict[str, Array], key: object) -> Request:
-    """As validation makes a request it has seen the like of before."""
+    """Returns a request as validation makes it when it knows its kind: with the tensors' bytes."""
     made = request_of({}, key=None)
     names = {dtype: name for name, dtype in DTYPES.items()}
     tensors = [Tensor(n, names[a.dtype], a.shape, a.tobytes()) for n, a in arrays.items()]
@@ -116,7 +116,7 @@ def asked_of(model: JaxModel, length: int) -> GroupedProgram | None:
 
 
 def single_of(model: JaxModel, given: dict[str, Array]) -> Executable:
-    """What runs such requests one by one."""
+    """Returns the executable that runs such requests one by one."""
     run(model, given)
     single = model.executables.find(Wanted(1, model.key(given)))
     assert single is not None

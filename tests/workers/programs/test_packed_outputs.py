@@ -24,7 +24,7 @@ NUMERIC = sorted(set(DTYPES) - {"BYTES"})
 
 
 def made_by(signature: Signature, apply: Any, **inputs: np.ndarray) -> dict[str, np.ndarray]:
-    """What its program makes of one row."""
+    """Compiles and runs a program on one row; returns its outputs."""
     rows, lead = 1, 1 if signature.max_batch_size else 0
     shapes = tuple(array.shape[lead:] for array in inputs.values())
     lowering, here = Lowering(signature, apply, pack=True), Placement(loaded(None))

@@ -102,7 +102,7 @@ def test_of_a_program_from_the_cache(tmp_path: Path) -> None:
 
 
 class Text:
-    """A plain program with another text."""
+    """A plain program that returns another text."""
 
     def __init__(self, text: Any) -> None:
         self.text = text
@@ -135,7 +135,7 @@ def test_every_line_is_read(line: str, plain: bool) -> None:
 
 
 class Statistics:
-    """Of a program's memory."""
+    """The statistics of a program's memory."""
 
     def __init__(self, assignment: bytes | None) -> None:
         self.serialized_buffer_assignment_proto = assignment

@@ -56,7 +56,7 @@ SIGNATURE: Signature = signature(
 
 
 class ALane:
-    """What is used of a submitter: its arena."""
+    """The parts of a submitter that are used: its arena."""
 
     def __init__(self, byte_size: int = MIB) -> None:
         self.lane = self
@@ -78,7 +78,7 @@ def lane() -> Iterator[ALane]:
 
 
 class Objects:
-    """Two objects of a client: one of which several regions were registered, and another one."""
+    """Two shared memory objects of a client: several regions are registered from the first, one from the second."""
 
     BYTE_SIZE = MIB
 
@@ -131,7 +131,7 @@ def request_for(
 
 @pytest.fixture(scope="module")
 def programs(leaves_nothing: None) -> dict[bool, Any]:
-    """By whether it is plain."""
+    """Returns two compiled programs: True -> a plain one, False -> one that is not."""
     assert DEVICE.platform == "cpu"
     x = jax.ShapeDtypeStruct((4,), np.float32)
     return {
@@ -141,7 +141,7 @@ def programs(leaves_nothing: None) -> dict[bool, Any]:
 
 
 def executable_of(program: Any, sizes: Mapping[str, int], unknown: tuple[str, ...] = ()) -> HostExecutable:
-    """One of which it is known how all its outputs are allocated but those ``unknown``."""
+    """Returns an executable that knows how all its outputs are allocated, except those in ``unknown``."""
     made: Any = {name: Lying(size, 4096 * number) for number, (name, size) in enumerate(sizes.items(), 1)}
     allocations = [
         (made[name].nbytes, made[name].__array_interface__["data"][0]) for name in sizes if name not in unknown
@@ -262,7 +262,7 @@ def test_the_region_that_was_checked_and_no_other_of_its_name(lane: ALane, objec
 
 
 def offered(request: Request, executable: HostExecutable, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Output -> bytes of what the program may write by itself; nothing is left of it."""
+    """Returns which outputs the program may write by itself: name -> bytes; all offers are withdrawn."""
     places = found(request, sizes)
     executable.offer(request, places)
     made = {name: len(memory) for name, memory in places.offered.items()}

@@ -48,7 +48,7 @@ def record_of(request: WholeRequest) -> RequestRecord:
 
 
 def meaning(request: Request) -> dict[str, Any]:
-    """All that a request is, its leases too; it is over then."""
+    """Returns all that a request means, its leases included, and ends the request."""
     found = {
         "id": (request.request_id, request.client_id, request.label),
         "kind": (request.prepared.model, request.prepared.version, request.prepared.parameters),
@@ -73,7 +73,7 @@ def meaning(request: Request) -> dict[str, Any]:
 
 
 def outcome(make: Any) -> Any:
-    """What becomes of a request: what it is, or how it is refused."""
+    """Makes a request; returns what it means, or the error that refuses it."""
     try:
         return meaning(make())
     except ServingError as error:
@@ -87,7 +87,7 @@ def checked(
     version: ModelVersion,
     regions: RegionTable,
 ) -> tuple[Any, Any]:
-    """What becomes of it with a number, and whole where nothing is known."""
+    """Returns the outcomes of a request sent by number, and of the whole request where nothing is known."""
     numbered = outcome(lambda: validate(record_of(request), preparation, submitter, version, regions, 50))
     return numbered, whole(request.record, request.prepared, submitter, version, regions)
 
@@ -99,7 +99,7 @@ def whole(
     version: ModelVersion,
     regions: RegionTable,
 ) -> Any:
-    """What becomes of one that says everything, the first time and the second time that a load sees such inputs."""
+    """Returns the outcome of a whole request, which is the same the first and the second time that a load sees it."""
     version.checked.clear()
     first, second = (
         outcome(lambda: validate(record, Preparation(prepared), submitter, version, regions, 50)) for _ in range(2)
@@ -272,7 +272,7 @@ def test_what_is_known_goes_with_the_load(submitter: SubmitterLink, regions: Reg
 
 
 class Loaded:
-    """What stands for a load in a test, and can be watched."""
+    """Stands for a load, and can have weak references."""
 
 
 def test_a_preparation_does_not_keep_a_model(submitter: SubmitterLink, regions: RegionTable) -> None:
@@ -293,7 +293,7 @@ def test_a_preparation_does_not_keep_a_model(submitter: SubmitterLink, regions: 
 
 @pytest.fixture
 def table(regions: RegionTable) -> Iterator[tuple[RegionTable, Any]]:
-    """The same table, and a way to register ``s`` again with another size."""
+    """Yields the same table, and a function that registers ``s`` again with another size."""
     name = f"/tensord-test-preparation-{os.getpid()}"
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=4096)
     os.close(made.fd)

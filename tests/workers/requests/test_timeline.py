@@ -72,7 +72,7 @@ def test_requests_that_were_made_for_it_are_told_with_it_up_to_a_bound() -> None
 
 
 class Elsewhere:
-    """A tensor on a GPU, as far as a trace needs it; ``content`` None: its memory cannot be read any more."""
+    """A tensor on a GPU, as far as a trace needs it. ``content`` None: its memory cannot be read any more."""
 
     dtype, shape = np.dtype(np.float32), (3,)
 

@@ -13,7 +13,7 @@ from tensord.workers.scheduling.queue import QueueRules, RequestQueue, Waiting
 def batcher_of(
     rules: BatchRules, *waiting: tuple[str, int, int], queue_rules: QueueRules | None = None
 ) -> DynamicBatcher[Waiting]:
-    """``waiting``: (key, rows, arrival) each."""
+    """Returns a batcher with requests. ``waiting``: (key, rows, arrival) of each."""
     batcher: DynamicBatcher[Waiting] = DynamicBatcher(rules, RequestQueue(queue_rules or QueueRules(1000)))
     for each in waiting:
         arrive(batcher, *each)
@@ -32,7 +32,7 @@ def rows(batch: list[Waiting]) -> list[int]:
 
 
 def singles(count: int, key: str = "a") -> list[tuple[str, int, int]]:
-    """Requests of one row, which came one after the other."""
+    """Returns requests of one row, which came one after the other."""
     return [(key, 1, at) for at in range(1, count + 1)]
 
 

@@ -13,7 +13,7 @@ from tensord.workers.scheduling.sequence import Controls
 
 
 def step(takes: str, gives: str, streams: bool = False) -> EnsembleStep:
-    """``"a b"``: inputs and outputs are named as the tensors they are."""
+    """Returns a step. ``takes``, ``gives``: names of inputs and outputs, which are the tensors' names, too."""
     return EnsembleStep("m", 0, {name: name for name in takes.split()}, {name: name for name in gives.split()}, streams)
 
 

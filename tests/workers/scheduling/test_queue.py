@@ -357,7 +357,7 @@ def test_what_is_kept_of_many_that_replace_one_another_is_bounded() -> None:
 
 
 class Model:
-    """The queue as one list: every request with its level and its place, which the next of its key takes over."""
+    """Models the queue as one list of requests with their levels and places; the next of a key takes over its place."""
 
     def __init__(self, replaces: bool) -> None:
         self.replaces = replaces

@@ -39,7 +39,7 @@ def test_many_ids_leave_nothing_behind() -> None:
 
 
 class Scene:
-    """A batcher, and what is done to it; numbers are ids, texts are what a request says: S START, E END."""
+    """A batcher and events for it; numbers are ids, texts are a request's flags: S START, E END."""
 
     def __init__(self, slots: int = 1, instances: int = 1, direct: bool = True, max_waiting: int = 100) -> None:
         self.heard = Heard()
@@ -55,7 +55,7 @@ class Scene:
         return step
 
     def run(self, now_ns: int = 100, instance: int = 0) -> list[Step]:
-        """One batch."""
+        """Runs one batch; returns it."""
         batch = self.batcher.take(now_ns, instance)
         self.batcher.check_invariants()
         self.batcher.done(batch, now_ns)
@@ -63,7 +63,7 @@ class Scene:
         return batch
 
     def slots(self) -> dict[int | str, int]:
-        """Who has which slot of the first instance."""
+        """Returns which sequence has which slot of the first instance."""
         return {
             live.correlation_id: live.slot.number
             for live in self.batcher.table.sequences()

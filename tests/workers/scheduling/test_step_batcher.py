@@ -26,7 +26,7 @@ def arrive(batcher: StepBatcher[Waiting], at: int, key: str = "a", priority: int
 
 
 def give_slots(batcher: StepBatcher[Waiting]) -> list[Waiting]:
-    """Everybody who may get a slot now."""
+    """Gives slots to all requests that may have one now; returns them."""
     found: list[Waiting] = []
     while taken := batcher.take(0):
         found += taken

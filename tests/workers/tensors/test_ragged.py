@@ -31,7 +31,7 @@ SIZES = (4, 16, 64)
 
 @dataclass
 class Sent:
-    """A request."""
+    """A request's rows and arrays."""
 
     rows: int
     arrays: dict[str, Any]
