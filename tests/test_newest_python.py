@@ -1,4 +1,4 @@
-"""Which interpreter ``make test-newest`` takes."""
+"""Tests which interpreter ``make test-newest`` takes."""
 
 from __future__ import annotations
 

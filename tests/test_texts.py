@@ -1,4 +1,4 @@
-"""What is said in several places is worded in one: limits that a client has gone beyond, and names of a trace's moments."""
+"""Tests that texts used in several places are worded once: limits that clients exceed, and names of a trace's moments."""
 
 from __future__ import annotations
 

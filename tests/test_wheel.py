@@ -1,4 +1,4 @@
-"""What `pip install` gives somebody who has no checkout: one wheel for every Python from 3.11 on, complete, and it serves.
+"""Tests what `pip install` gives somebody without a checkout: one wheel for every Python from 3.11 on, complete, and it serves.
 
 1. The source archive is made, and the wheel out of it, so that both are whole; auditwheel says on which systems it runs.
 2. The wheel is installed into a fresh environment, where what it needs comes from that of the tests: nothing is downloaded.

@@ -1,4 +1,4 @@
-"""What tensord needs at run time is found as wheels for each Python that it says it runs on: nobody needs a compiler.
+"""Tests that what tensord needs at run time exists as wheels for each Python it supports, so that nobody needs a compiler.
 
 pip resolves for another Python than its own and downloads nothing but metadata. Where no index is reached the test is skipped.
 """

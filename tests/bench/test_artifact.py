@@ -1,4 +1,4 @@
-"""What bench.artifact makes of its timings."""
+"""Tests what bench.artifact makes of its timings."""
 
 from __future__ import annotations
 

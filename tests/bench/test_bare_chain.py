@@ -1,4 +1,4 @@
-"""What a chain without checks answers is right, too, and counted: else its figures would say nothing."""
+"""Tests that a server without checks answers rightly, too, and counts its answers: else its figures would say nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the chain in C answers is right, too, and counted, however it waits; what does not fit ends its own connection only."""
+"""Tests that the server in C answers rightly and counts, however it waits; a request it cannot read ends only its connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a trial of an attack holds: nothing failed, and nobody waited twice its own quiet time and 0.3 s."""
+"""Tests when a trial of an attack holds: nothing failed, and nobody waited twice its own quiet time and 0.3 s."""
 
 from __future__ import annotations
 

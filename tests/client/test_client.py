@@ -1,4 +1,4 @@
-"""Which server a client finds, and what happens to calls when it goes away, is busy, or the process is forked."""
+"""Tests which server a client finds, and what happens to calls when it goes away, is busy, or the process is forked."""
 
 from __future__ import annotations
 

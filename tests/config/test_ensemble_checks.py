@@ -1,4 +1,4 @@
-"""What is refused in an ensemble's configuration, by itself and beside its members': a table of Triton's sentences."""
+"""Tests what is refused in an ensemble's configuration, alone and together with its members': a table of Triton's sentences."""
 
 from __future__ import annotations
 

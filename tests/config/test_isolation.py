@@ -1,4 +1,4 @@
-"""What a configuration says of a process for one model alone."""
+"""Tests what a configuration says of a process for one model alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused in a configuration, and with which words."""
+"""Tests what is refused in a configuration, and with which words."""
 
 from __future__ import annotations
 

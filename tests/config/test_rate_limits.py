@@ -1,4 +1,4 @@
-"""How much there is of a resource, as an operator writes it."""
+"""Tests how an operator states how much of a resource there is."""
 
 from __future__ import annotations
 

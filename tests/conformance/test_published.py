@@ -1,4 +1,4 @@
-"""What the stock clients send fits the published schemas, as far as the schemas fit the clients."""
+"""Tests that requests of the stock clients fit the published schemas, as far as the schemas fit the clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stand-in refuses, as a driver does: each a process of its own, in which nothing has been loaded yet."""
+"""Tests what the stand-in refuses, as a driver does: each a process of its own, in which nothing has been loaded yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What README and docs tell a user to type can be typed: models, programs and flags that they name are there."""
+"""Tests that commands of README and docs can be typed: the models, programs and flags that they name exist."""
 
 from __future__ import annotations
 

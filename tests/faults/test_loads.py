@@ -1,4 +1,4 @@
-"""What a model took is given back when it is unloaded: a worker that loads for ever keeps its size."""
+"""Tests that a model's memory is given back when it is unloaded: a worker that loads for ever keeps its size."""
 
 from __future__ import annotations
 

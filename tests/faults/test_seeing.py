@@ -1,4 +1,4 @@
-"""Whoever looks, and whatever takes what is seen: scrapers, collectors that hang, full disks. Requests pay nothing for them."""
+"""Tests observers: scrapers, collectors that hang, full disks. Requests pay nothing for them."""
 
 from __future__ import annotations
 

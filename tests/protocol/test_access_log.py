@@ -1,4 +1,4 @@
-"""What a real daemon answered, counted by code over all fronts, and in its log: good and refused requests of both protocols."""
+"""Tests the access log and the counts by code of a real daemon: good and refused requests of both protocols, over all fronts."""
 
 from __future__ import annotations
 

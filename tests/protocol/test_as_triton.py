@@ -1,4 +1,4 @@
-"""What Triton does where others would do something else: final answers, iterators, turns, ids, encodings, arguments."""
+"""Tests what Triton does where others would do something else: final answers, iterators, turns, ids, encodings, arguments."""
 
 from __future__ import annotations
 

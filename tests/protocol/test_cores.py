@@ -1,4 +1,4 @@
-"""Where CPU workers run and with how many threads, in a real daemon, as the kernel sees it."""
+"""Tests where CPU workers run and with how many threads, in a real daemon, as the kernel sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which worker has which model and which memory where there are several kinds of them, on the tests' stand-ins for GPUs."""
+"""Tests which worker has which model and which memory where there are several kinds of them, on the tests' stand-ins for GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration says of instances and queues, kept over all workers of a real daemon."""
+"""Tests what a configuration says of instances and queues, kept over all workers of a real daemon."""
 
 from __future__ import annotations
 

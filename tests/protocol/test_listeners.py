@@ -1,4 +1,4 @@
-"""Where the daemon can be reached besides plain TCP: Unix sockets for both protocols, TLS and mutual TLS for both."""
+"""Tests where the daemon can be reached besides plain TCP: Unix sockets for both protocols, TLS and mutual TLS for both."""
 
 from __future__ import annotations
 

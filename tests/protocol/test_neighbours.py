@@ -1,4 +1,4 @@
-"""What a model changes of its process: its own is its own, and its neighbours, loaded before or after it, answer as ever."""
+"""Tests that a model may change its process: neighbours that are loaded before or after it answer as ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator has a running daemon do, and what it shows of its clients."""
+"""Tests what an operator has a running daemon do, and what it shows of its clients."""
 
 from __future__ import annotations
 

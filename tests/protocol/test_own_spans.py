@@ -1,4 +1,4 @@
-"""What models' code adds to the traces of its requests, and where else a trace's id is said: log lines, and the access log."""
+"""Tests what models' code adds to the traces of its requests, and that log lines and the access log have a trace's id."""
 
 from __future__ import annotations
 

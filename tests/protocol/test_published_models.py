@@ -1,4 +1,4 @@
-"""What python_backend's published examples do, in models of our own: each is written as these are, and runs as it stands."""
+"""Tests models of our own that do what python_backend's published examples do: each runs unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the published specifications say where a real Triton says nothing: model ready, STRING, dimensions of -1."""
+"""Tests what the published specifications say where a real Triton says nothing: model ready, STRING, dimensions of -1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model asks of its requests reaches it over both protocols, in batches of requests that say different things."""
+"""Tests that what a model asks of its requests reaches it over both protocols, in batches of different requests."""
 
 from __future__ import annotations
 

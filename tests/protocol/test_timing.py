@@ -1,4 +1,4 @@
-"""Who asks over HTTP is told how long a request waited and was computed, and what was copied for it."""
+"""Tests that a client can ask over HTTP how long a request waited and was computed, and what was copied for it."""
 
 from __future__ import annotations
 

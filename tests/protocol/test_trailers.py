@@ -1,4 +1,4 @@
-"""What may stand around a chunked body: the port of the protocol and that of the metrics take the same, and refuse the same."""
+"""Tests what may stand around a chunked body: the protocol's port and the metrics' port accept and refuse the same."""
 
 from __future__ import annotations
 

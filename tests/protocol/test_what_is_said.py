@@ -1,4 +1,4 @@
-"""What an operator is told without asking: how far a load is, who killed a worker and where, which parts are off."""
+"""Tests what an operator is told without asking: how far a load is, who killed a worker and where, which parts are off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What depends on a GPU is found by any of its workers' names."""
+"""Tests that what depends on a GPU is found by any of its workers' names."""
 
 from __future__ import annotations
 

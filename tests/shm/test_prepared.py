@@ -1,4 +1,4 @@
-"""What is said once and what is said each time are together the whole record; a number means what was said of it last."""
+"""Tests that a prepared part and a request's own part make the whole record, and that a number means what was last said of it."""
 
 from __future__ import annotations
 

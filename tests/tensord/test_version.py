@@ -1,4 +1,4 @@
-"""What users import."""
+"""Tests what users import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a connection costs the HTTP front that is used once, from taking it to its end, counted in its own code.
+"""Tests what a connection that is used once costs the HTTP front, from accepting it to its end, counted in its own code.
 
 Over a socket: the client connects, asks, reads its answer and closes. What the kernel and the loop do besides
 cannot be counted here; that they are asked for nothing in vain can.

@@ -1,4 +1,4 @@
-"""What one request costs the processes of a running daemon: reads and writes, sleeps, copied bytes, executions, system calls.
+"""Tests what a request costs the processes of a running daemon: reads, writes, sleeps, copies, executions, system calls.
 
 Requests are sent one after the other, and nobody looks for records instead of sleeping, so most of these counts are exact. What
 also happens by the clock (heartbeats, checks of deadlines) is allowed for by the time that passed.

@@ -1,4 +1,4 @@
-"""What one inference request costs the HTTP front, counted in its own code: instructions, system calls, memory, garbage."""
+"""Tests what one inference request costs the HTTP front, counted in its own code: instructions, system calls, memory, garbage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch costs a GPU worker in calls of the driver, counted by the tests' stand-in for it: copies, and how often it waits.
+"""Tests what a batch costs a GPU worker in calls of the driver, counted by the stand-in: copies, and how often it waits.
 
 How long each of them takes is for hardware; how many there are is decided here.
 """

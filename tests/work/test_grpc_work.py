@@ -1,4 +1,4 @@
-"""What one message costs the gRPC front, counted in its own code: instructions, system calls, memory, garbage."""
+"""Tests what one message costs the gRPC front, counted in its own code: instructions, system calls, memory, garbage."""
 
 from __future__ import annotations
 
@@ -274,11 +274,12 @@ def instructions(
     connections: int = 1,
     others: Iterator[bytes] | None = None,
 ) -> float:
-    """Of each message, where those come in turn; they have come so often, on other connections too.
+    """Returns the mean bytecodes of a message when these come in turn.
 
     Args:
-      heads: of calls, in turn.
-      connections: each of as many messages comes on another one, of which it is the first.
+      heads: header blocks of the calls, in turn.
+      warm: how often, times two, each message is sent before; not counted.
+      connections: above 1: each counted message comes on a new connection, of which it is the first.
       others: messages that are counted instead.
     """
     counted: list[float] = []

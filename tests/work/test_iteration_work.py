@@ -1,4 +1,4 @@
-"""What an iteration of a worker's loop asks, counted in calls of our own functions: nobody who has nothing to do."""
+"""Tests what an iteration of a worker's loop asks, counted in calls of our own functions: only parts that have work."""
 
 from __future__ import annotations
 

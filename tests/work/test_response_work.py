@@ -1,4 +1,4 @@
-"""What small responses of a model with several cost the thread that sends them, and the worker's loop that queues them."""
+"""Tests what small responses of a model with several cost the thread that sends them, and the worker's loop that queues them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of a stepped model costs a worker besides the model's own time: little for it, next to nothing for each request."""
+"""Tests what a step costs a worker besides the model's own time: little for the step, next to nothing for each request."""
 
 from __future__ import annotations
 

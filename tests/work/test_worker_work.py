@@ -1,4 +1,4 @@
-"""What one inference request costs a worker from the lane and back, counted in our own code; XLA's work is not in it."""
+"""Tests what one inference request costs a worker from the lane and back, counted in our own code; XLA's work is not in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the supervisor asks, and the one answer each question gets, also when things cross."""
+"""Tests what the supervisor asks, and the one answer each question gets, also when things cross."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the supervisor asks about parameters: made of any source, checked before anything changes, and gone with its model."""
+"""Tests what the supervisor asks about parameters: made from any source, checked before anything changes, gone with the model."""
 
 from __future__ import annotations
 

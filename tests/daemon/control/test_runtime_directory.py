@@ -1,4 +1,4 @@
-"""Where daemons have their sockets by default, and where tensorctl looks for them."""
+"""Tests where daemons have their sockets by default, and where tensorctl looks for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the supervisor's sockets are, and who may have left one there."""
+"""Tests where the supervisor's sockets are, and who may have left one there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model comes from: what a URL may be, and an HTTP server of each kind there is."""
+"""Tests where a model comes from: what a URL may be, and an HTTP server of each kind there is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked for stays, what is not goes, and there is never more than twice the bound."""
+"""Tests that entries that are asked for stay, others go, and there are never more than twice the bound."""
 
 from __future__ import annotations
 

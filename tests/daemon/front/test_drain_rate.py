@@ -1,4 +1,4 @@
-"""Whoever takes enough in each while has all the time it needs; who takes nothing, or a byte now and then, has not."""
+"""Tests that a client that reads enough in each period has all the time it needs, and others have not."""
 
 from __future__ import annotations
 

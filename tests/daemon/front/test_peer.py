@@ -1,4 +1,4 @@
-"""Who is at the other end, as the kernel says."""
+"""Tests how a front finds out who is at the other end of a connection, as the kernel says."""
 
 from __future__ import annotations
 

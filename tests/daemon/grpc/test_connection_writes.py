@@ -1,4 +1,4 @@
-"""What a connection writes: together in one turn, large pieces as they lie, and who hears when it has left."""
+"""Tests what a connection writes: together in one turn, large pieces as they lie, and who hears when it has left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often anything may stand in a request message: the bound of each field that repeats, and of what nobody knows."""
+"""Tests how often anything may stand in a request message: the bound of each field that repeats, and of what nobody knows."""
 
 from __future__ import annotations
 

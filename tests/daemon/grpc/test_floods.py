@@ -1,4 +1,4 @@
-"""What a connection may send, as totals, second by second: ordinary clients go on for ever, floods end; and its pings."""
+"""Tests what a connection may send, as totals, second by second: ordinary clients go on for ever, floods end; and its pings."""
 
 from __future__ import annotations
 

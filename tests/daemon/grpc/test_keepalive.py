@@ -1,4 +1,4 @@
-"""How a connection finds out that its client is gone: a PING after a silence, and the end where nothing answers it."""
+"""Tests how a connection finds out that its client is gone: a PING after a silence, and the end where nothing answers it."""
 
 from __future__ import annotations
 

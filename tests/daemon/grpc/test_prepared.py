@@ -1,4 +1,4 @@
-"""What is remembered of a message is bounded."""
+"""Tests that the number of remembered messages is bounded."""
 
 from __future__ import annotations
 

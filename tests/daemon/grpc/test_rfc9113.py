@@ -1,4 +1,4 @@
-"""What RFC 9113 says a server MUST do about each frame, a case each; and gRPC's own rules for requests.
+"""Tests what RFC 9113 says a server MUST do about each frame, a case each; and gRPC's own rules for requests.
 
 Every case has a connection of its own, on which a stream that was opened before has to go on if the connection does. Another
 client, which was connected before, is served after each.

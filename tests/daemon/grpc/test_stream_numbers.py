@@ -1,4 +1,4 @@
-"""What became of each stream, against a model that remembers everything."""
+"""Tests what became of each stream, against a model that remembers everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is remembered of an answer gives what encoding it again would give, whatever answers and ids come."""
+"""Tests that remembered texts of answers are what encoding each answer anew would give, for any answers and ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes too long, without a clock."""
+"""Tests what takes too long, without a clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a client is read: only while nothing holds it up; and who waits for what is written to leave."""
+"""Tests when a client is read: only while nothing holds it up; and who waits for what is written to leave."""
 
 from __future__ import annotations
 

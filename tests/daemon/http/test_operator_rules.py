@@ -1,4 +1,4 @@
-"""What the operator asks of requests: keys for restricted calls, headers as parameters. Through a real front."""
+"""Tests what the operator asks of requests: keys for restricted calls, headers as parameters. Through a real front."""
 
 from __future__ import annotations
 

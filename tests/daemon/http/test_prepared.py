@@ -1,4 +1,4 @@
-"""What is found by what a request says is what reading it by itself gives; and both readers of the JSON decide alike."""
+"""Tests that a looked-up request is what reading it alone gives, and that both readers of the JSON decide alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a request by its form, and the first mistake of one that is none."""
+"""Tests what is a request by its form, and the first mistake of one that is none."""
 
 from __future__ import annotations
 

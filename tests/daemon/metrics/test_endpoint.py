@@ -1,4 +1,4 @@
-"""Whoever connects finds room, and nobody who hangs is waited for."""
+"""Tests that there is room for every scraper, and that one that hangs holds up nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models count themselves over workers that come and go."""
+"""Tests what models count themselves over workers that come and go."""
 
 from __future__ import annotations
 

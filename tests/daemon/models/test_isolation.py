@@ -1,4 +1,4 @@
-"""Which isolated workers are needed, and whether there may be one more."""
+"""Tests which isolated workers are needed, and whether there may be one more."""
 
 from __future__ import annotations
 

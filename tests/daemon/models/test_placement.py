@@ -1,4 +1,4 @@
-"""Which workers load a model."""
+"""Tests which workers load a model."""
 
 from __future__ import annotations
 

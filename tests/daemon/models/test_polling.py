@@ -1,4 +1,4 @@
-"""What a look at the repositories asks for, after another."""
+"""Tests what a look at the repositories asks for, after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is published of the daemon's readiness, and when."""
+"""Tests what is published of the daemon's readiness, and when."""
 
 from __future__ import annotations
 

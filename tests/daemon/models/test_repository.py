@@ -1,4 +1,4 @@
-"""What is found in repositories, good and bad; nothing an operator may have written there is an accident."""
+"""Tests what is found in repositories, good and bad; nothing an operator may have written there is an accident."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fronts are told of a version."""
+"""Tests what fronts are told of a version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who changed what is one line; what only reads is none; floods are cut with their number."""
+"""Tests that each change is one line that says who made it, that reads are none, and that floods are cut with their number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a new configuration comes into force while the daemon runs."""
+"""Tests what of a new configuration comes into force while the daemon runs."""
 
 from __future__ import annotations
 

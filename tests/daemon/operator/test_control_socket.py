@@ -1,4 +1,4 @@
-"""Where the operator's socket is, and who may have left one there."""
+"""Tests where the operator's socket is, and who may have left one there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensorctl shows of processes."""
+"""Tests what tensorctl shows of processes."""
 
 from __future__ import annotations
 

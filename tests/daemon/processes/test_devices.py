@@ -1,4 +1,4 @@
-"""Which devices get a worker, on hosts with and without GPUs."""
+"""Tests which devices get a worker, on hosts with and without GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who dies is replaced, later each time, while the slot is needed."""
+"""Tests that a child that dies is replaced, later each time, while its slot is needed."""
 
 from __future__ import annotations
 

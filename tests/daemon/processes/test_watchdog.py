@@ -1,4 +1,4 @@
-"""Who has overrun its time: a table of moments."""
+"""Tests which children have overrun their time: a table of moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which registrations may be, and which ask once more for what is there."""
+"""Tests which registrations may be, and which ask once more for what is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of regions: which are listed, and which of two of one name."""
+"""Tests what is told of regions: which are listed, and which of two of one name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a connection and a client may hold: their shares, and always one lease for who holds nothing."""
+"""Tests what a connection and a client may hold: their shares, and always one lease for who holds nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a front knows of the models: the last word on each version, and which one serves."""
+"""Tests what a front knows of the models: the last word on each version, and which one serves."""
 
 from __future__ import annotations
 

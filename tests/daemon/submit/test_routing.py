@@ -1,4 +1,4 @@
-"""Which worker gets a request; what is remembered of it holds until anything changes that it depends on."""
+"""Tests which worker gets a request, and that a remembered route holds until something it depends on changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a sequence is: with the worker whose page tells of it, and nowhere once that is dead."""
+"""Tests where a sequence is: with the worker whose page tells of it, and nowhere once that is dead."""
 
 from __future__ import annotations
 

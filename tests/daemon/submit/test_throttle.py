@@ -1,4 +1,4 @@
-"""Who does not take its answers gets no more of them made, and nobody else waits for that: the submitter with real lanes."""
+"""Tests, with real lanes, that a client that does not read its answers gets no more of them, while others go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model asks of its requests: of which datatype, what is refused, and how it comes to the function."""
+"""Tests what a model asks of its requests: of which datatype, what is refused, and how it comes to the function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where outputs go: into the record, into one lease, into the client's region; all or nothing."""
+"""Tests where outputs go: into the record, into one lease, into the client's region; all or nothing."""
 
 from __future__ import annotations
 
@@ -187,8 +187,10 @@ def region() -> Iterator[Region]:
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[list[tuple[BatchOutputs, dict[str, Array]]], int, int]:
-    """Two runs of one program whose outputs lie alike, each with its outputs as arrays; how many rows they have, and how many of
-    them a request has at most."""
+    """Draws two runs of one program whose outputs have the same layout, each with its outputs as arrays.
+
+    Returns them with their number of rows, and the most rows that a request has.
+    """
     rows, packed = draw(st.integers(1, 5)), draw(st.booleans())
     sizes = {"y": draw(st.integers(0, 3)), "n": draw(st.integers(0, 9)), "z": 1}
     names = draw(st.permutations(sorted(sizes)))[: draw(st.integers(1, 3))]

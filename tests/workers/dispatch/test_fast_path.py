@@ -1,4 +1,4 @@
-"""What is answered outside of Python is answered as ever; what changed meanwhile is noticed; everything else is left alone."""
+"""Tests that requests answered in C are answered as in Python, that changes are noticed, and that all others are left alone."""
 
 from __future__ import annotations
 

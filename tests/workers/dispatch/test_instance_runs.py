@@ -1,4 +1,4 @@
-"""What the threads of models are given, and when: one batch after the other, or some ahead where that makes no difference."""
+"""Tests what the threads of models are given, and when: one batch after the other, or some ahead where that changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the loop waits where the C part was not built."""
+"""Tests how the loop waits where the C part was not built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How requests are run depends on the model and on what comes together, never on how long anything took."""
+"""Tests that how requests are run depends on the model and on what comes together, never on how long anything took."""
 
 from __future__ import annotations
 

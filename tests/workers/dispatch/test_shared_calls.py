@@ -1,4 +1,4 @@
-"""Which way requests take depends on the model and on them: the same ones find the same way, however busy the machine is."""
+"""Tests that the way of requests depends only on the model and the requests, however busy the machine is."""
 
 from __future__ import annotations
 

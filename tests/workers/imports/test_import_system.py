@@ -1,4 +1,4 @@
-"""What a process is told once; what it does for models is in test_model_imports."""
+"""Tests how the import system is set up once in a process; test_model_imports tests what it does for models."""
 
 from __future__ import annotations
 

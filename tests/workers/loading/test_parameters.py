@@ -1,4 +1,4 @@
-"""Which leaves are a program's arguments, and which a part of it."""
+"""Tests which leaves are a program's arguments, and which a part of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a stepped model shows when it is loaded, and is said."""
+"""Tests that mistakes in a stepped model are found and named when it is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an author is told of an exception of their model."""
+"""Tests what an author is told of an exception of their model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which version a request finds, and when one that is replaced or unloaded is really gone."""
+"""Tests which version a request finds, and when one that is replaced or unloaded is really gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's page says of its sequences, in step with the table that has them."""
+"""Tests what a worker's page says of its sequences, in step with the table that has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which programs one thread is enough for, and a device that has one, in the same memory as the usual one."""
+"""Tests which programs one thread is enough for, and a device that has one, in the same memory as the usual one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What somebody else on the host has put, or may put, where our compiled code lies is never read."""
+"""Tests that files which another user of the host has put where our compiled code lies are never read."""
 
 from __future__ import annotations
 

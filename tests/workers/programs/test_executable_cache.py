@@ -1,4 +1,4 @@
-"""What a second start finds: whole executables of ours, for this platform. Where they lie is ``test_cache_directory``'s."""
+"""Tests what a second start finds in the cache: executables of ours, for this platform. test_cache_directory tests the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load is told of while it goes on, and what it comes to."""
+"""Tests what a load reports while it goes on, and what the report adds up to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a worker whose JAX has no pickler that ours can be made of."""
+"""Tests a worker whose JAX lacks the pickler that ours is made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program weighs is read from it, not from a clock."""
+"""Tests that a program's weight is read from the program, not measured with a clock."""
 
 from __future__ import annotations
 

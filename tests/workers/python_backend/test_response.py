@@ -1,4 +1,4 @@
-"""What a response says of itself to a model; what clients get of it is in tests/protocol/test_response_parameters."""
+"""Tests what a response says of itself to a model; what clients get of it is in tests/protocol/test_response_parameters."""
 
 from __future__ import annotations
 

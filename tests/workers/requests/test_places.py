@@ -1,4 +1,4 @@
-"""Where outputs go is known before anything is written, and what a program may write by itself harms nobody."""
+"""Tests that the places of outputs are known before anything is written, and that a program which writes there harms nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced request takes along from the worker."""
+"""Tests what a traced request takes along from the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an iteration has to ask, against a list of moments."""
+"""Tests what an iteration has to ask, against a list of moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a batch is due and who is in it: situations with the expected decision."""
+"""Tests when a batch is due and who is in it: situations with the expected decision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Until when requests of sequences wait: the earliest first, those that left are passed over, and none is kept for ever."""
+"""Tests until when requests of sequences wait: the earliest is first, those that left are skipped, none is kept for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who runs when instances share resources."""
+"""Tests who runs when instances share resources."""
 
 from __future__ import annotations
 

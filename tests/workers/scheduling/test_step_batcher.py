@@ -1,4 +1,4 @@
-"""Who has a slot and who is stepped: stories with the expected decisions, and chance."""
+"""Tests who has a slot and who is stepped: stories with the expected decisions, and chance."""
 
 from __future__ import annotations
 

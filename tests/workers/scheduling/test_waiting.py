@@ -1,4 +1,4 @@
-"""Who waits for whom: what is stuck is told from what only waits."""
+"""Tests who waits for whom, so that requests that are stuck are told from those that only wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which shapes are compiled, which one a request goes into, and what is cut off again."""
+"""Tests which shapes are compiled, which one a request goes into, and what is cut off again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is laid out of requests of any lengths, against what is written down plainly; and that programs have room for it."""
+"""Tests the layout of requests of any lengths against a plain version of it, and that programs have room for it."""
 
 from __future__ import annotations
 

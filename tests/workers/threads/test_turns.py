@@ -1,4 +1,4 @@
-"""Who may begin: in order, so many at a time, and beside those that take very long a few more."""
+"""Tests who may begin: in order, so many at a time, and a few more beside those that take very long."""
 
 from __future__ import annotations
 
