@@ -8,15 +8,20 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-_SOURCE = "tensord_client/_exchange.c"
+#: As ``tensord_client.native.SOURCES``.
+_SOURCES = ("tensord_client/_exchange.c", "tensord_client/_records.c", "tensord_client/_records.h")
+_CHECKSUM = 0
+for _source in _SOURCES:
+    _CHECKSUM = zlib.crc32((Path(__file__).parent / _source).read_bytes(), _CHECKSUM)
 
 setup(
     ext_modules=[
         Extension(
             "tensord_client._exchange",
-            [_SOURCE],
+            [name for name in _SOURCES if name.endswith(".c")],
+            depends=[name for name in _SOURCES if name.endswith(".h")],
             # Whoever imports it sees whether it is of the source beside it.
-            define_macros=[("SOURCE", f"{zlib.crc32((Path(__file__).parent / _SOURCE).read_bytes())}L")],
+            define_macros=[("SOURCE", f"{_CHECKSUM}L")],
             py_limited_api=True,
             optional=True,
             extra_compile_args=["-O2", "-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra"],

@@ -10,13 +10,9 @@
  *
  * What it knows of the lane it reads from the objects that Python reads it from. Until the receive it holds the interpreter's lock, so
  * nothing changes meanwhile.
- *
- * The records of all other answers are decoded here as well (msgpack.py).
  */
 
-#define Py_LIMITED_API 0x03090000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_records.h"
 
 #include <errno.h>
 #include <stdint.h>
@@ -383,190 +379,10 @@ static PyType_Slot slots[] = {
 
 static PyType_Spec spec = {"tensord_client._exchange.Exchange", sizeof(exchange_t), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
 
-/* ------------------------------------------------------------------------------------------------------------------ records */
-
-/* Arrays and maps in one another; records have fewer. */
-#define MAX_DEPTH 16
-
-typedef struct {
-    const unsigned char *at, *end;
-} reader_t;
-
-/* Reads a number of that many bytes. Returns 0, or -1: it is cut off. */
-static int read_number(reader_t *reader, int width, uint64_t *number) {
-    if (reader->end - reader->at < width)
-        return -1;
-    *number = 0;
-    for (int i = 0; i < width; i++)
-        *number = *number << 8 | *reader->at++;
-    return 0;
-}
-
-/* Returns the next so many bytes, or NULL: they are cut off. */
-static const char *read_part(reader_t *reader, uint64_t size) {
-    if (size > (uint64_t)(reader->end - reader->at))
-        return NULL;
-    const char *part = (const char *)reader->at;
-    reader->at += size;
-    return part;
-}
-
-static PyObject *read_value(reader_t *reader, int depth);
-
-static PyObject *read_text(reader_t *reader, uint64_t size) {
-    const char *part = read_part(reader, size);
-    return part == NULL ? NULL : PyUnicode_DecodeUTF8(part, (Py_ssize_t)size, NULL);
-}
-
-static PyObject *read_bytes(reader_t *reader, uint64_t size) {
-    const char *part = read_part(reader, size);
-    return part == NULL ? NULL : PyBytes_FromStringAndSize(part, (Py_ssize_t)size);
-}
-
-static PyObject *read_array(reader_t *reader, uint64_t count, int depth) {
-    /* Each element has a byte at least. */
-    if (depth == 0 || count > (uint64_t)(reader->end - reader->at))
-        return NULL;
-    PyObject *made = PyList_New((Py_ssize_t)count);
-    for (uint64_t i = 0; made != NULL && i < count; i++) {
-        PyObject *value = read_value(reader, depth - 1);
-        if (value == NULL || PyList_SetItem(made, (Py_ssize_t)i, value))
-            Py_CLEAR(made);
-    }
-    return made;
-}
-
-static PyObject *read_map(reader_t *reader, uint64_t count, int depth) {
-    if (depth == 0 || count > (uint64_t)(reader->end - reader->at))
-        return NULL;
-    PyObject *made = PyDict_New();
-    for (uint64_t i = 0; made != NULL && i < count; i++) {
-        PyObject *key = read_value(reader, depth - 1);
-        PyObject *value = key == NULL ? NULL : read_value(reader, depth - 1);
-        if (value == NULL || PyDict_SetItem(made, key, value))
-            Py_CLEAR(made);
-        Py_XDECREF(key);
-        Py_XDECREF(value);
-    }
-    return made;
-}
-
-static PyObject *read_float(reader_t *reader, int width) {
-    uint64_t bits;
-    if (read_number(reader, width, &bits))
-        return NULL;
-    if (width == 8) {
-        double number;
-        memcpy(&number, &bits, sizeof number);
-        return PyFloat_FromDouble(number);
-    }
-    uint32_t half = (uint32_t)bits;
-    float number;
-    memcpy(&number, &half, sizeof number);
-    return PyFloat_FromDouble((double)number);
-}
-
-static PyObject *read_signed(reader_t *reader, int width) {
-    uint64_t bits;
-    if (read_number(reader, width, &bits))
-        return NULL;
-    int unused = 64 - 8 * width;
-    return PyLong_FromLongLong((int64_t)(bits << unused) >> unused);
-}
-
-static PyObject *constant(PyObject *value) {
-    Py_INCREF(value);
-    return value;
-}
-
-/* Returns a value, or NULL, perhaps with an exception: Python's decoder judges it. */
-static PyObject *read_value(reader_t *reader, int depth) {
-    uint64_t number;
-    if (reader->at == reader->end)
-        return NULL;
-    unsigned char head = *reader->at++;
-    if (head < 0x80)
-        return PyLong_FromLong(head);
-    if (head >= 0xE0)
-        return PyLong_FromLong((long)head - 0x100);
-    if (head < 0x90)
-        return read_map(reader, head & 0x0F, depth);
-    if (head < 0xA0)
-        return read_array(reader, head & 0x0F, depth);
-    if (head < 0xC0)
-        return read_text(reader, head & 0x1F);
-    switch (head) {
-    case 0xC0:
-        return constant(Py_None);
-    case 0xC2:
-        return constant(Py_False);
-    case 0xC3:
-        return constant(Py_True);
-    case 0xC4:
-    case 0xC5:
-    case 0xC6:
-        return read_number(reader, 1 << (head - 0xC4), &number) ? NULL : read_bytes(reader, number);
-    case 0xCA:
-        return read_float(reader, 4);
-    case 0xCB:
-        return read_float(reader, 8);
-    case 0xCC:
-    case 0xCD:
-    case 0xCE:
-    case 0xCF:
-        return read_number(reader, 1 << (head - 0xCC), &number) ? NULL : PyLong_FromUnsignedLongLong(number);
-    case 0xD0:
-    case 0xD1:
-    case 0xD2:
-    case 0xD3:
-        return read_signed(reader, 1 << (head - 0xD0));
-    case 0xD9:
-    case 0xDA:
-    case 0xDB:
-        return read_number(reader, 1 << (head - 0xD9), &number) ? NULL : read_text(reader, number);
-    case 0xDC:
-    case 0xDD:
-        return read_number(reader, 2 << (head - 0xDC), &number) ? NULL : read_array(reader, number, depth);
-    case 0xDE:
-    case 0xDF:
-        return read_number(reader, 2 << (head - 0xDE), &number) ? NULL : read_map(reader, number, depth);
-    default:
-        return NULL;
-    }
-}
-
-PyDoc_STRVAR(unpack_text, "unpack_from(content, at, end)\n--\n\n"
-                          "Decodes a value of a bytes or bytearray. Returns it and where the next begins; None: Python is to judge it.");
-
-static PyObject *unpack_from(PyObject *module, PyObject *arguments) {
-    PyObject *content;
-    Py_ssize_t at, end;
-    (void)module;
-    if (!PyArg_ParseTuple(arguments, "Onn", &content, &at, &end))
-        return NULL;
-    int is_bytes = PyBytes_Check(content);
-    if (!is_bytes && !PyByteArray_Check(content))
-        Py_RETURN_NONE;
-    const char *memory = is_bytes ? PyBytes_AsString(content) : PyByteArray_AsString(content);
-    Py_ssize_t size = is_bytes ? PyBytes_Size(content) : PyByteArray_Size(content);
-    if (at < 0 || end < at || end > size)
-        Py_RETURN_NONE;
-    reader_t reader = {(const unsigned char *)memory + at, (const unsigned char *)memory + end};
-    PyObject *value = read_value(&reader, MAX_DEPTH);
-    if (value == NULL) {
-        PyErr_Clear();
-        Py_RETURN_NONE;
-    }
-    return Py_BuildValue("Nn", value, (Py_ssize_t)((const char *)reader.at - memory));
-}
-
-static PyMethodDef functions[] = {
-    {"unpack_from", unpack_from, METH_VARARGS, unpack_text},
-    {NULL, NULL, 0, NULL},
-};
+/* ------------------------------------------------------------------------------------------------------------------- module */
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "tensord_client._exchange", "One exchange of a prepared call, and records.", -1, functions, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "tensord_client._exchange", "One exchange of a prepared call, and records.", -1, record_functions, NULL, NULL, NULL, NULL,
 };
 
 static int intern(PyObject **name, const char *text) {
@@ -575,7 +391,7 @@ static int intern(PyObject **name, const char *text) {
 }
 
 PyMODINIT_FUNC PyInit__exchange(void) {
-    if (intern(&closing_name, "closing") || intern(&epoch_name, "epoch") || intern(&learned_name, "learned") ||
+    if (record_names() || intern(&closing_name, "closing") || intern(&epoch_name, "epoch") || intern(&learned_name, "learned") ||
         intern(&closures_name, "closures") || intern(&known_closures_name, "known_closures") || intern(&timeout_name, "timeout_ms") ||
         intern(&times_name, "times") || intern(&promote_name, "promote") || intern(&waiting_name, "waiting") || intern(&request_id_name, "request_id"))
         return NULL;

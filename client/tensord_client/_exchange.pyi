@@ -6,6 +6,16 @@ from tensord_client.results import Array
 SOURCE: int
 
 def unpack_from(content: bytes | bytearray | memoryview, at: int, end: int) -> tuple[Any, int] | None: ...
+def request(request_id: int, prepared: bytes, contents: list[bytes], own: bytes) -> bytes: ...
+def small_inputs(
+    inputs: dict[str, Array], limit: int, room: int, ndarray: type[Array]
+) -> tuple[tuple[Any, ...], list[bytes]] | None: ...
+def arrays(
+    answer: dict[str, Array],
+    outputs: tuple[tuple[str, tuple[int, ...], Any, int], ...],
+    contents: list[Any],
+    ndarray: type[Array],
+) -> bool: ...
 
 class Exchange:
     def __init__(

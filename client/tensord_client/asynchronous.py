@@ -123,7 +123,9 @@ class AsyncModel(Calls):
         Arguments are those of ``Model.prepare``; an array of ``out`` that cannot be used raises InvalidArgument at the first
         call.
         """
-        return AsyncPrepared(self._connection, self.call(inputs, outputs or tuple(out or ()), own, out), self.timeout)
+        call = self.call(inputs, outputs or tuple(out or ()), own, out)
+        call.layouts = {}
+        return AsyncPrepared(self._connection, call, self.timeout)
 
     def latest(self) -> AsyncLatest:
         """Makes an ``AsyncLatest``, which sends the newest of the inputs given to it, and returns the newest answer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict, Union
+from typing import Any, TypedDict, Union
 
 from tensord_client.results import Array, Parameter
 
@@ -35,6 +35,7 @@ class Call:
         "deadline",
         "detached",
         "inputs",
+        "layouts",
         "model",
         "outputs",
         "parameters",
@@ -107,6 +108,8 @@ class Call:
         self.streams = streams
         self.pure = pure
         self.detached = detached
+        #: What a connection has found out about the inputs of a call that is sent many times; None: the call is sent once.
+        self.layouts: dict[Any, Any] | None = None
 
     @property
     def is_bare(self) -> bool:

@@ -225,8 +225,15 @@ class LaneConnection:
         Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: the program holds as many answers as it may.
           Unavailable: no worker serves the model now, or shared memory is full.  NotFound: the model is not served.
         """
-        self.check_held()
-        pending = Pending(self, call, self.placement.place(call, self.model_of(call)))
+        if len(self._held) >= self.max_results:
+            raise ResultsHeld(len(self._held), self.max_results)
+        model = self.model_of(call)
+        placed = (
+            self.placement.place(call, model)
+            if call.layouts is None
+            else self.placement.place_again(call, model, call.layouts)
+        )
+        pending = Pending(self, call, placed)
         if not self._send(pending):
             pending.astray = True
         return pending
@@ -308,12 +315,6 @@ class LaneConnection:
         The worker ends the sequence once it has been idle for long enough.
         """
         self._sequences.pop((model, sequence_id), None)
-
-    def check_held(self) -> None:
-        """Raises ResultsHeld if the program holds as many answers in workers' memory as it may."""
-        held = len(self._held)
-        if held >= self.max_results:
-            raise ResultsHeld(held, self.max_results)
 
     def _send(self, pending: Pending) -> bool:
         """Sends a request on the best usable lane. Returns False: there is no usable lane.

@@ -5,22 +5,28 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-__all__ = ["Exchange", "unpack_from"]
+__all__ = ["SOURCES", "Exchange", "arrays", "request", "small_inputs", "unpack_from"]
+
+#: The part's source, beside this file in a checkout.
+SOURCES = ("_exchange.c", "_records.c", "_records.h")
 
 if TYPE_CHECKING:
-    from tensord_client._exchange import Exchange, unpack_from
+    from tensord_client._exchange import Exchange, arrays, request, small_inputs, unpack_from
 else:
     try:
-        from tensord_client._exchange import SOURCE, Exchange, unpack_from
+        from tensord_client._exchange import SOURCE, Exchange, arrays, request, small_inputs, unpack_from
     except ImportError:
-        Exchange = unpack_from = None
+        Exchange = arrays = request = small_inputs = unpack_from = None
     else:
         try:
-            with open(os.path.join(os.path.dirname(__file__), "_exchange.c"), "rb") as source:
-                # In a checkout: it may have been updated, and not built again.
-                import zlib
+            # In a checkout: it may have been updated, and not built again.
+            import zlib
 
-                if zlib.crc32(source.read()) != SOURCE:
-                    Exchange = unpack_from = None
+            found = 0
+            for name in SOURCES:
+                with open(os.path.join(os.path.dirname(__file__), name), "rb") as source:
+                    found = zlib.crc32(source.read(), found)
+            if found != SOURCE:
+                Exchange = arrays = request = small_inputs = unpack_from = None
         except OSError:  # no source lies beside an installed one
             pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tensord_client.results import Description
 from tensord_client.worker_lane import WorkerLane
 
@@ -24,6 +26,8 @@ class OpenedModel:
         #: Datatypes of the inputs by name, and the names of the outputs.
         self.datatypes: dict[str, str] = {each["name"]: each["datatype"] for each in description.metadata["inputs"]}
         self.output_names: list[str] = [each["name"] for each in description.metadata["outputs"]]
+        #: Encoded prepared requests of small tensors alone, by the names, dtypes and shapes of these (``placement``).
+        self.small: dict[tuple[Any, ...], bytes] = {}
 
     @property
     def lacks(self) -> bool:

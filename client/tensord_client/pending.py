@@ -6,17 +6,19 @@ A thread, a callback, or a task on an event loop waits for its answer.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import sys
 import threading
 import time
+import types
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensord_client import wire
+from tensord_client import native, wire
 from tensord_client.call import Call
 from tensord_client.datatypes import decode_strings, dtype_of, typestr
 from tensord_client.errors import (
@@ -44,39 +46,43 @@ _TAKEN = 1024
 _SENDINGS = 2
 #: Seconds between two looks at a request that another thread sends again.
 _ASIDE = 0.005
+#: What is known of an output whose bytes come in the answer's record: name, shape, dtype, byte size.
+Plan = tuple[str, tuple[int, ...], np.dtype, int]
 
 
 class Pending:
     """A request that was sent over a lane (the socket to one worker). ``await`` returns its answer as well."""
+
+    # What most requests never change is an attribute of the class.
+    lane: WorkerLane | None = None
+    request_id = 0
+    waiting = True
+    waiter: queue.SimpleQueue[None] | None = None
+    #: True: its lane ended or its worker refused it, and the thread that waits for the answer has to send it again.
+    astray = False
+    refusal: ServingError | None = None
+    #: True until a worker has refused it once.
+    _may_be_elsewhere = True
+    #: How often the request was sent.
+    sent = 0
+    _ended = False
+    _given_up = False
+    _had_response = False
+    #: Bytes of responses that were read and not acknowledged to the worker yet.
+    _taken = 0
+    _result: Answer | ServingError | None = None
+    _callbacks: Sequence[Callable[[Pending], object]] = ()
+    #: The future, and its event loop, that are told when something comes; None: no task waits.
+    _awaited: tuple[asyncio.Future[None], asyncio.AbstractEventLoop] | None = None
 
     def __init__(self, connection: LaneConnection, call: Call, placed: Placed) -> None:
         self._connection = connection
         self.call = call
         self.placed = placed
         self.own = own_fields(call)
-        self.lane: WorkerLane | None = None
-        self.request_id = 0
-        self.waiting = True
-        self.waiter: queue.SimpleQueue[None] | None = None
         #: Responses that were received and not read yet: an answer with its lease and its lane, or an error.
         self._arrived: deque[tuple[AnswerRecord, Lease | None] | ServingError] = deque()
-        #: True: its lane ended or its worker refused it, and the thread that waits for the answer has to send it again.
-        self.astray = False
-        self.refusal: ServingError | None = None
-        #: True until a worker has refused it once.
-        self._may_be_elsewhere = True
-        #: How often the request was sent.
-        self.sent = 0
-        self._ended = False
-        self._given_up = False
-        self._had_response = False
-        #: Bytes of responses that were read and not acknowledged to the worker yet.
-        self._taken = 0
-        self._result: Answer | ServingError | None = None
         self._lock = threading.Lock()
-        self._callbacks: list[Callable[[Pending], object]] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._future: asyncio.Future[None] | None = None
 
     # ------------------------------------------------------------------------------------------- from whoever reads
 
@@ -85,28 +91,26 @@ class Pending:
 
         A request that the worker refused may be sent again, to another worker.
         """
-        final = answer.prepared.final
-        lease = None
-        error: ServingError | None = None
-        try:
-            lease = lane.lease(answer)
-        except ServingError as failed:
-            error = failed
-        except ValueError as failed:
-            error = Internal(f"the worker's answer is malformed: {failed}")
-        if answer.code:
-            error = from_code(answer.code, answer.message)
-        if final and self._may_be_elsewhere and isinstance(error, (NotFound, Unavailable)) and self._asks_again():
-            # It was not executed. Perhaps the model is elsewhere by now.
-            self._may_be_elsewhere = False
-            self.refusal = error
-            self._stray()
-            return
+        prepared = answer.prepared
+        arrived: tuple[AnswerRecord, Lease | None] | ServingError = (answer, None)
+        if answer.code or answer.lease is not None:
+            arrived = _judged(lane, answer)
+            if (
+                prepared.final
+                and self._may_be_elsewhere
+                and isinstance(arrived, (NotFound, Unavailable))
+                and self._asks_again()
+            ):
+                # It was not executed. Perhaps the model is elsewhere by now.
+                self._may_be_elsewhere = False
+                self.refusal = arrived
+                self._stray()
+                return
         # What has come is there before its end is seen.
-        if not self._given_up and (error is not None or not answer.is_mark):
+        if not self._given_up and (not prepared.is_mark or answer.code):
             self._had_response = True
-            self._arrived.append((answer, lease) if error is None else error)
-        if final:
+            self._arrived.append(arrived)
+        if prepared.final:
             self._end(lane)
         self._notify()
 
@@ -147,7 +151,7 @@ class Pending:
         if self.lane is not None:
             self.lane.watched.discard(self.request_id)
         with self._lock:
-            by_itself = self._future is not None or bool(self._callbacks)
+            by_itself = self._awaited is not None or bool(self._callbacks)
         if by_itself:
             self._connection.send_again_soon(self)
         else:
@@ -191,7 +195,7 @@ class Pending:
             if self._ended:
                 return
             self._ended = True
-        if lane is not None:
+        if lane is not None and lane.watched:
             lane.watched.discard(self.request_id)
         if self.placed.slot is not None:
             self.placed.slot.give_back()
@@ -209,16 +213,16 @@ class Pending:
         waiter = self.waiter
         if waiter is not None:
             waiter.put(None)
-        with self._lock:
-            future, loop = self._future, self._loop
-            called = bool(self._callbacks) and self.done()
-        if future is not None and loop is not None:
-            if _runs_here(loop):
+        awaited = self._awaited
+        if awaited is not None:
+            future, loop = awaited
+            if sys.modules["asyncio"]._get_running_loop() is loop:
                 _set(future)
             else:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(_set, future)
-        if called:
+        # A callback that comes after the end is called by who brings it.
+        if self._callbacks and self.done():
             lane = self.lane
             if lane is None or lane.ended:
                 self.call_back()
@@ -270,7 +274,7 @@ class Pending:
         with self._lock:
             done = self.done()
             if not done:
-                self._callbacks.append(callback)
+                self._callbacks = (*self._callbacks, callback)
         if done:
             callback(self)
             return
@@ -284,7 +288,7 @@ class Pending:
         with self._lock:
             if not self.done():
                 return
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks, self._callbacks = self._callbacks, ()
         for callback in callbacks:
             callback(self)
 
@@ -294,12 +298,12 @@ class Pending:
         if lane is None:
             return
         with self._lock:
-            called, loop = bool(self._callbacks), self._loop
+            called, awaited = bool(self._callbacks), self._awaited
         if called:
             self._watch(lane)
-        if loop is not None:
+        if awaited is not None:
             with contextlib.suppress(RuntimeError):  # closed
-                loop.call_soon_threadsafe(lane.attach, loop)
+                awaited[1].call_soon_threadsafe(lane.attach, awaited[1])
 
     def _watch(self, lane: WorkerLane) -> None:
         lane.watch(self.request_id, self.call.deadline)
@@ -370,7 +374,7 @@ class Pending:
     def __await__(self) -> Generator[Any, None, Answer]:
         """Waits for the answer on the running event loop. Cancelling the task cancels the request."""
         if self._result is None:
-            self._result = (yield from self._next_async(None).__await__()) or _nothing(self.call)
+            self._result = (yield from self._next_async(None)) or _nothing(self.call)
         if isinstance(self._result, ServingError):
             raise self._result
         return self._result
@@ -388,40 +392,44 @@ class Pending:
         finally:
             self.cancel()
 
-    async def _next_async(self, timeout: float | None) -> Answer | ServingError | None:
-        # Whoever awaits has imported it, and a statement that imports costs more here than all the rest.
-        asyncio = sys.modules["asyncio"]
-        loop = asyncio.get_running_loop()
-        until = self._until(timeout)
+    @types.coroutine
+    def _next_async(self, timeout: float | None) -> Generator[Any, None, Answer | ServingError | None]:
+        """Awaits the next response. Arguments and results are those of ``_next``, but for ``timeout``, in seconds."""
+        arrived = self._arrived
+        until: float | None = None
+        loop: asyncio.AbstractEventLoop | None = None
         while True:
-            while self._arrived:
+            while arrived:
                 taken = self._take_arrived()
                 if taken is not None:
                     return taken
-            if self.done():
-                if self._arrived:
+            if self._ended or self._given_up:
+                if arrived:
                     continue
                 return None
-            self._acknowledge()
+            if loop is None:
+                # Whoever awaits has imported it, and a statement that imports costs more here than all the rest.
+                loop = sys.modules["asyncio"].get_running_loop()
+                until = self._until(timeout)
+            if self._taken:
+                self._acknowledge()
             future = loop.create_future()
-            with self._lock:
-                self._future, self._loop = future, loop
+            self._awaited = future, loop
             timer = None if until is None else loop.call_at(loop.time() + until - time.monotonic(), self.expire)
             try:
                 if self.astray:
                     self._connection.send_again_soon(self)
                 elif self.lane is not None:
                     self.lane.attach(loop)
-                if not (self._arrived or self.done()):
-                    await future
-            except asyncio.CancelledError:
+                if not (arrived or self._ended or self._given_up):
+                    yield from future
+            except sys.modules["asyncio"].CancelledError:
                 self.cancel()
                 raise
             finally:
                 if timer is not None:
                     timer.cancel()
-                with self._lock:
-                    self._future = None
+                self._awaited = None
 
     def __repr__(self) -> str:
         return f"<Pending {self.call.model} {self.request_id}{' done' if self.done() else ''}>"
@@ -447,6 +455,10 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
     answer.parameters = prepared.parameters
     if record.timing is not None:
         answer.timing = Timing(*record.timing)
+    if prepared.plan is None:
+        prepared.plan = _plan(prepared.outputs)
+    if prepared.plan and arrays(answer, prepared.plan, record.contents):
+        return answer
     contents = iter(record.contents)
     leased = False
     for output in prepared.outputs:
@@ -495,13 +507,47 @@ def _array(content: bytes, output: OutputTensor) -> Array:
     return np.frombuffer(bytearray(content), dtype_of(output.datatype)).reshape(output.shape)
 
 
+def _plan(outputs: Sequence[OutputTensor]) -> tuple[Plan, ...]:
+    """Returns what ``arrays`` needs to know of each output; empty: an output has a place in the request, or is BYTES."""
+    if any(output.placed or output.datatype == "BYTES" for output in outputs):
+        return ()
+    planned = [(output.name, output.shape, dtype_of(output.datatype)) for output in outputs]
+    return tuple([(name, shape, dtype, math.prod(shape) * dtype.itemsize) for name, shape, dtype in planned])
+
+
+def arrays(answer: Answer, outputs: tuple[Plan, ...], contents: list[Any]) -> bool:
+    """Puts an array of each output into an answer. Returns False: an output lies elsewhere, or has not the size of its shape.
+
+    Args:
+      outputs: (name, shape, dtype, byte size) of each output.
+      contents: the bytes of each in the answer's record, or their place.
+    """
+    if native.arrays is not None:
+        return native.arrays(answer, outputs, contents, np.ndarray)
+    for (name, shape, dtype, byte_size), content in zip(outputs, contents):
+        if type(content) is not bytes or len(content) != byte_size:
+            return False
+        answer[name] = np.ndarray(shape, dtype, bytearray(content))
+    return True
+
+
 def _nothing(call: Call) -> ServingError:
     return Internal(f"model '{call.model}' has answered with no response")
 
 
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    running: Any = sys.modules["asyncio"]._get_running_loop()
-    return running is loop
+def _judged(lane: WorkerLane, answer: AnswerRecord) -> tuple[AnswerRecord, Lease | None] | ServingError:
+    """Returns an answer with the lease that it came with, or the error that it is."""
+    lease = None
+    error: ServingError | None = None
+    try:
+        lease = lane.lease(answer)
+    except ServingError as failed:
+        error = failed
+    except ValueError as failed:
+        error = Internal(f"the worker's answer is malformed: {failed}")
+    if answer.code:
+        error = from_code(answer.code, answer.message)
+    return (answer, lease) if error is None else error
 
 
 def _set(future: asyncio.Future[None]) -> None:

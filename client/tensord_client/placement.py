@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
-from tensord_client import wire
+from tensord_client import native, wire
 from tensord_client.call import Call
 from tensord_client.datatypes import datatype_of, encode_strings
 from tensord_client.errors import InvalidArgument, Unavailable
@@ -79,6 +79,29 @@ class Placed:
 Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 
 
+class Layout:
+    """Says how each input of a call gets to the worker; it holds for every request with the same arrays, but for strings."""
+
+    __slots__ = ("copied", "has_strings", "hold", "inline", "kind", "outputs", "prepared", "segments", "tensors")
+
+    def __init__(self, call: Call) -> None:
+        self.tensors: list[Tensor] = []
+        #: Arrays that travel inside the request, and strings, encoded.
+        self.inline: list[np.ndarray | bytes] = []
+        #: Arrays that are copied into a slot, by name.
+        self.copied: list[tuple[str, np.ndarray]] = []
+        #: The segments that the arrays lie in.
+        self.segments: set[int] = set()
+        self.outputs: tuple[tuple[str, Place | None], ...] = ()
+        #: The kind that the request is of.
+        self.kind: Any = None
+        #: The encoded prepared request; empty: it names a slot, which has it.
+        self.prepared = b""
+        #: True: an input is BYTES, which are encoded when the layout is made.
+        self.has_strings = False
+        self.hold = [*call.inputs.values(), *call.places.values()]
+
+
 class Placement:
     """Puts the inputs of requests in place, in the shared memory of one connection. Thread-safe."""
 
@@ -94,52 +117,84 @@ class Placement:
 
         Raises: InvalidArgument: the request cannot be sent.  Unavailable: there is no room in shared memory now.
         """
-        tensors: list[Tensor] = []
-        contents: list[bytes] = []
-        copied: list[tuple[str, np.ndarray]] = []
-        segments: set[int] = set()
+        kind: tuple[Any, ...] | None = None
+        if not (call.outputs or call.places or call.parameters):
+            small = small_inputs(call.inputs, INLINE, _ALL_INLINE)
+            if small is not None:
+                kind, contents = small
+                prepared = model.small.get(kind)
+                if prepared is not None:
+                    return Placed(prepared, contents, (), None, ())
+        layout = self.lay_out(call, model)
+        if kind is not None and not layout.has_strings and all(array.dtype.isnative for array in call.inputs.values()):
+            if len(model.small) >= _MAX_KINDS:
+                model.small.clear()
+            model.small[kind] = layout.prepared
+        return self.fill(call, layout)
+
+    def place_again(self, call: Call, model: OpenedModel, layouts: dict[OpenedModel, Layout]) -> Placed:
+        """Puts the inputs of a call in place that is sent many times with the same arrays. Raises as ``place``.
+
+        ``layouts``: what earlier requests have found out, which is used and kept up to date.
+        """
+        layout = layouts.get(model)
+        if layout is None or layout.has_strings:
+            layout = self.lay_out(call, model)
+            # Another model was opened before, or by another process.
+            layouts.clear()
+            layouts[model] = layout
+        return self.fill(call, layout)
+
+    def lay_out(self, call: Call, model: OpenedModel) -> Layout:
+        """Decides how each input of a request gets to the worker. Raises InvalidArgument: the request cannot be sent."""
+        layout = Layout(call)
         room = _ALL_INLINE
         for name, array in call.inputs.items():
             datatype = input_datatype(name, array, model)
-            shape = array.shape
             place: Place | None = None
             if datatype == "BYTES":
+                layout.has_strings = True
                 content = encode_strings(array)
                 if len(content) <= min(INLINE, room):
                     room -= len(content)
-                    contents.append(content)
+                    layout.inline.append(content)
                 else:
-                    copied.append((name, np.frombuffer(content, np.uint8)))
+                    layout.copied.append((name, np.frombuffer(content, np.uint8)))
                     place = (-1, 0, len(content))
             else:
                 place = self.memory.locate(array)
                 if place is not None:
-                    note_segment(segments, place)
-                elif (byte_size := array.nbytes) <= INLINE and byte_size <= room:
-                    room -= byte_size
-                    contents.append(native(array).tobytes())
+                    note_segment(layout.segments, place)
+                elif array.nbytes <= min(INLINE, room):
+                    room -= array.nbytes
+                    layout.inline.append(array)
                 else:
-                    copied.append((name, array))
+                    layout.copied.append((name, array))
                     place = _IN_SLOT
-            tensors.append((name, datatype, shape, place))
-        outputs = self.outputs(call, model)
-        if call.places:
-            for _, wanted in outputs:
-                note_segment(segments, wanted)
-        hold = [*call.inputs.values(), *call.places.values()]
-        key = (call.model, call.version, tuple(tensors), outputs, _parameters(call))
-        if copied:
-            slot = self._slot(key, call, tensors, copied, outputs)
-            for name, array in copied:
-                np.copyto(slot.arrays[name], array)
-            return Placed(slot.prepared, contents, tuple(segments.union(slot.segments)), slot, hold)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = encode(call, tensors, outputs)
-            if len(self._prepared) >= _MAX_KINDS:
-                self._prepared.clear()
-            self._prepared[key] = prepared
-        return Placed(prepared, contents, tuple(segments), None, hold)
+            layout.tensors.append((name, datatype, array.shape, place))
+        layout.outputs = self.outputs(call, model)
+        for _, wanted in layout.outputs:
+            note_segment(layout.segments, wanted)
+        kind = layout.kind = (call.model, call.version, tuple(layout.tensors), layout.outputs, _parameters(call))
+        if not layout.copied:
+            prepared = self._prepared.get(kind)
+            if prepared is None:
+                prepared = encode(call, layout.tensors, layout.outputs)
+                if len(self._prepared) >= _MAX_KINDS:
+                    self._prepared.clear()
+                self._prepared[kind] = prepared
+            layout.prepared = prepared
+        return layout
+
+    def fill(self, call: Call, layout: Layout) -> Placed:
+        """Puts what the arrays hold now in place. Raises Unavailable, InvalidArgument: shared memory has no room for a copy."""
+        contents = [each if isinstance(each, bytes) else in_host_order(each).tobytes() for each in layout.inline]
+        if not layout.copied:
+            return Placed(layout.prepared, contents, tuple(layout.segments), None, layout.hold)
+        slot = self._slot(layout, call)
+        for name, array in layout.copied:
+            np.copyto(slot.arrays[name], array)
+        return Placed(slot.prepared, contents, tuple(layout.segments.union(slot.segments)), slot, layout.hold)
 
     def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
         """Returns (name, place) of each output that the request wants; place None: the output comes with the answer.
@@ -180,14 +235,8 @@ class Placement:
             for free in self._free.values():
                 free.clear()
 
-    def _slot(
-        self,
-        key: Any,
-        call: Call,
-        tensors: list[Tensor],
-        copied: list[tuple[str, np.ndarray]],
-        outputs: tuple[tuple[str, Place | None], ...],
-    ) -> Slot:
+    def _slot(self, layout: Layout, call: Call) -> Slot:
+        key = layout.kind
         with self._lock:
             free = self._free.get(key)
             if free is None:
@@ -200,17 +249,44 @@ class Placement:
             return free.pop()
         except IndexError:
             pass
-        arrays = {name: self.room(array) for name, array in copied}
+        arrays = {name: self.room(array) for name, array in layout.copied}
         places: dict[str, Place] = {}
         for name, array in arrays.items():
             place = self.memory.locate(array)
             assert place is not None
             places[name] = place
-        placed = [(name, datatype, shape, places.get(name, place)) for name, datatype, shape, place in tensors]
+        placed = [(name, datatype, shape, places.get(name, place)) for name, datatype, shape, place in layout.tensors]
         segments: set[int] = set()
         for lies in places.values():
             note_segment(segments, lies)
-        return Slot(arrays, encode(call, placed, outputs), tuple(segments), free)
+        return Slot(arrays, encode(call, placed, layout.outputs), tuple(segments), free)
+
+
+def small_inputs(inputs: Mapping[str, np.ndarray], limit: int, room: int) -> tuple[tuple[Any, ...], list[bytes]] | None:
+    """Returns the kind of a request whose inputs all travel inside of it, and their bytes; None: this is not seen at once.
+
+    The kind is the name, dtype and shape of each input in turn. An input that is a view of anything but an array is not looked
+    into: it may lie in shared memory.
+
+    Args:
+      limit: the most bytes of an input.
+      room: the most bytes of all together.
+    """
+    if native.small_inputs is not None and type(inputs) is dict:
+        return native.small_inputs(inputs, limit, room, np.ndarray)
+    kind: list[Any] = []
+    contents = []
+    for name, array in inputs.items():
+        if type(array) is not np.ndarray or array.nbytes > limit:
+            return None
+        base = array.base
+        if base is not None and (type(base) is not np.ndarray or base.base is not None):
+            return None
+        kind += name, array.dtype, array.shape
+        content = array.tobytes()
+        room -= len(content)
+        contents.append(content)
+    return None if room < 0 else (tuple(kind), contents)
 
 
 def _parameters(call: Call) -> tuple[Any, ...]:
@@ -234,7 +310,7 @@ def input_datatype(name: str, array: np.ndarray, model: OpenedModel) -> str:
     return datatype
 
 
-def native(array: np.ndarray) -> np.ndarray:
+def in_host_order(array: np.ndarray) -> np.ndarray:
     """Returns the array, or a copy in this host's byte order if it has another one."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
@@ -253,6 +329,17 @@ def own_fields(call: Call) -> bytes:
     Raises: InvalidArgument: one has no encoding.
     """
     deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
+    if not (
+        call.request_id
+        or call.priority
+        or call.timeout_us
+        or call.sequence_id
+        or call.sequence_start
+        or call.sequence_end
+        or call.replace_key
+        or deadline_ns
+    ):
+        return wire.BARE
     try:
         return wire.own_fields(
             call.request_id,

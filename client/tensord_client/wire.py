@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Union
 
-from tensord_client import msgpack
+from tensord_client import msgpack, native
 from tensord_client.msgpack import Malformed, pack
 
 WIRE_VERSION = 2
@@ -111,7 +111,7 @@ REQUEST_HEAD = b"\x9f\xa1q\xcf"
 def request(
     request_id: int,
     prepared: bytes,
-    contents: Sequence[bytes],
+    contents: list[bytes],
     own: bytes,
 ) -> bytes:
     """Encodes the record of one request.
@@ -122,6 +122,8 @@ def request(
       contents: the bytes of each input without a place, in order.
       own: what ``own_fields`` returned.
     """
+    if native.request is not None:
+        return native.request(request_id, prepared, contents, own)
     pieces = [REQUEST_HEAD, request_id.to_bytes(8, "big"), prepared, msgpack.array_head(len(contents))]
     for content in contents:
         pieces.append(msgpack.binary_head(len(content)))
@@ -131,7 +133,7 @@ def request(
 
 
 #: The encoded fields of a request whose fields all have their default values.
-_BARE = b"\xa0\xcf" + bytes(8) + b"\0\0\0\0\xc2\xc2" + bytes((TIMING, 0)) + b"\xa0"
+BARE = b"\xa0\xcf" + bytes(8) + b"\0\0\0\0\xc2\xc2" + bytes((TIMING, 0)) + b"\xa0"
 
 
 def own_fields(
@@ -152,7 +154,7 @@ def own_fields(
       priority, timeout_us, sequence_id, sequence_start, sequence_end, replace_key: as in ``Call``.
     """
     if not (client_id or priority or timeout_us or sequence_id or sequence_start or sequence_end or replace_key):
-        return _BARE if not deadline_ns else b"".join((_BARE[:2], deadline_ns.to_bytes(8, "big"), _BARE[10:]))
+        return BARE if not deadline_ns else b"".join((BARE[:2], deadline_ns.to_bytes(8, "big"), BARE[10:]))
     return b"".join(
         (
             msgpack.text(client_id),
@@ -201,7 +203,7 @@ class OutputTensor:
 class PreparedAnswer:
     """Holds the fields that all answers of one kind share: version, outputs, parameters, and whether the answer is the last."""
 
-    __slots__ = ("final", "outputs", "own_count", "parameters", "version")
+    __slots__ = ("final", "is_mark", "outputs", "own_count", "parameters", "plan", "version")
 
     def __init__(self, fields: list[Any]) -> None:
         """Reads the fields of a decoded record. Raises Malformed: they are no prepared answer."""
@@ -221,6 +223,14 @@ class PreparedAnswer:
             raise Malformed(f"a prepared answer is malformed: {error}") from error
         #: How many outputs have their contents in the answer's record or in leased memory.
         self.own_count = sum([not output.placed for output in self.outputs])
+        #: True: a record without an error is no response, and only says that no further response comes.
+        self.is_mark = bool(self.final and not (self.version or self.outputs))
+        #: (name, shape, dtype, byte size) of each output, for ``pending``; empty: they are not all numbers in the record.
+        self.plan: tuple[tuple[str, tuple[int, ...], Any, int], ...] | None = None
+
+
+#: The fields of an answer's record where they are absent.
+_ABSENT: list[Any] = ["c", 0, 0, [], None, "", "", None, None]
 
 
 class AnswerRecord:
@@ -228,7 +238,13 @@ class AnswerRecord:
 
     __slots__ = ("code", "contents", "lease", "message", "prepared", "request_id", "timing")
 
+    request_id: int
     prepared: PreparedAnswer
+    contents: list[Any]
+    lease: list[int] | None
+    code: str
+    message: str
+    timing: list[int] | None
 
     def __init__(self, fields: list[Any], known: dict[int, PreparedAnswer]) -> None:
         """Reads the fields of a decoded record. ``known``: the prepared answers by number.
@@ -236,10 +252,14 @@ class AnswerRecord:
         Raises: Malformed: the fields are no answer, or name a number that is not known.
         """
         count = len(fields)
-        if not 3 <= count <= 9:
+        if count < 9:
+            if count < 3:
+                raise Malformed(f"an answer has {count} fields")
+            fields = fields + _ABSENT[count:]
+        if count > 9:
             raise Malformed(f"an answer has {count} fields")
-        self.request_id: int = fields[1]
-        prepared = fields[2]
+        #: ``contents``: of the outputs that lie in no place of the request's, bytes, or ["a", segment, offset, byte size].
+        _, self.request_id, prepared, self.contents, self.lease, self.code, self.message, _, self.timing = fields
         if type(prepared) is int:
             found = known.get(prepared)
             if found is None:
@@ -247,19 +267,8 @@ class AnswerRecord:
             self.prepared = found
         else:
             self.prepared = PreparedAnswer(prepared)
-        #: Of the outputs that lie in no place of the request's: bytes, or ["a", segment, offset, byte size].
-        self.contents: list[Any] = fields[3] if count > 3 else []
-        self.lease: list[int] | None = fields[4] if count > 4 else None
-        self.code: str = fields[5] if count > 5 else ""
-        self.message: str = fields[6] if count > 6 else ""
-        self.timing: list[int] | None = fields[8] if count > 8 else None
         if len(self.contents) != self.prepared.own_count:
             raise Malformed(f"{len(self.contents)} tensors came in an answer prepared for {self.prepared.own_count}")
-
-    @property
-    def is_mark(self) -> bool:
-        """Returns whether this record is no response, and only says that no further response comes."""
-        return self.prepared.final and not (self.code or self.prepared.version or self.prepared.outputs)
 
     @property
     def byte_size(self) -> int:

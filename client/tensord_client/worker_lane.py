@@ -236,7 +236,7 @@ class WorkerLane:
         self,
         request: Waiting,
         prepared: bytes,
-        contents: Sequence[bytes],
+        contents: list[bytes],
         own: bytes,
         segments: Sequence[int],
         loop: Any = None,

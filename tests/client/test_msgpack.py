@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tensord_client import msgpack, native, wire
+from tensord_client import msgpack, native, pending, placement, wire
+from tensord_client.results import Answer
 
 from tensord.shm import messages
 from tensord.shm.messages import (
@@ -171,6 +173,68 @@ def test_records_are_decoded_in_c(record: Any) -> None:
 
 
 @given(
+    st.integers(1 << 32, (1 << 64) - 1),
+    st.binary(max_size=300),
+    st.lists(st.binary(max_size=300), max_size=20),
+    st.binary(),
+)
+def test_a_request_is_encoded_in_c_as_in_python(
+    request_id: int, prepared: bytes, contents: list[bytes], own: bytes
+) -> None:
+    assert native.request is not None
+    for made in (contents, [*contents, b"x" * 5000, b"y" * 70_000]):
+        found = native.request(request_id, prepared, made, own)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "request", None)
+            assert wire.request(request_id, prepared, made, own) == found
+
+
+_TABLE = np.arange(600, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "is_seen"),
+    [
+        ({}, True),
+        ({"a": _TABLE[:5].copy(), "b": np.zeros((2, 0, 3), np.int8)}, True),
+        ({"a": _TABLE[::-1]}, True),
+        ({"a": _TABLE.reshape(20, 30).T, "b": _TABLE[3:9]}, True),
+        ({"a": np.array(7.5), "b": np.array([b"ab"]), "c": _TABLE.astype(">f4")}, True),
+        ({"a": np.frombuffer(b"abcd", np.uint8)}, False),
+        ({"a": np.zeros(1025, np.float32)}, False),
+        ({str(number): np.zeros(1024, np.float32) for number in range(8)}, True),
+        ({str(number): np.zeros(1024, np.float32) for number in range(9)}, False),
+        ({"a": np.ma.array([1.0])}, False),
+        ({"a": [1.0]}, False),
+    ],
+)
+def test_small_inputs_are_seen_in_c_as_in_python(inputs: dict[str, Any], is_seen: bool) -> None:
+    found = placement.small_inputs(inputs, 4096, 32 << 10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "small_inputs", None)
+        assert placement.small_inputs(inputs, 4096, 32 << 10) == found
+    assert (found is not None) == is_seen
+    if found is not None:
+        assert found[1] == [array.tobytes() for array in inputs.values()]
+        assert found[0] == tuple(part for name, array in inputs.items() for part in (name, array.dtype, array.shape))
+
+
+@pytest.mark.parametrize("part", ["C", "Python"])
+def test_an_answers_arrays(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the program's own; bytes that are not as many as the shape needs, or lie elsewhere, are left to others."""
+    if part == "Python":
+        monkeypatch.setattr(native, "arrays", None)
+    outputs = (("a", (2, 3), np.dtype(np.int16), 12), ("b", (0,), np.dtype(np.float64), 0))
+    answer = Answer()
+    assert pending.arrays(answer, outputs, [bytes(range(12)), b""])
+    assert (answer["a"].shape, answer["b"].shape) == ((2, 3), (0,))
+    assert answer["a"].tobytes() == bytes(range(12))
+    answer["a"][:] = 1
+    for contents in ([bytes(11), b""], [bytes(13), b""], [bytes(12), ["a", 0, 0, 0]]):
+        assert not pending.arrays(Answer(), outputs, contents)
+
+
+@given(
     _NAMES,
     _NUMBERS,
     st.lists(st.tuples(_NAMES, _NAMES, _SHAPES, st.none() | _LEASES), max_size=3),
@@ -267,7 +331,7 @@ def test_an_answer_without_its_last_fields_has_their_defaults() -> None:
     }
     read = wire.AnswerRecord(fields, known)
     assert (read.contents, read.lease, read.code, read.timing) == ([b"x"], None, "", None)
-    assert not read.is_mark
+    assert not read.prepared.is_mark
 
 
 @pytest.mark.parametrize(
