@@ -20,7 +20,10 @@ from tensord.workers.python_backend import interface
 
 
 def prepare() -> None:
-    """Prepares the import system; models can import ``triton_python_backend_utils`` from now on. Idempotent."""
+    """Changes Python's import system so that each model's code imports its own modules, and ``triton_python_backend_utils``.
+
+    Idempotent.
+    """
     sys.modules["triton_python_backend_utils"] = interface
     sys.modules["c_python_backend_utils"] = interface
     if OwnModules in sys.meta_path:
@@ -45,7 +48,7 @@ def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callab
 
 
 class LoadedModels:
-    """Transfers the packages of loaded models to a started process: pickling lists them, unpickling makes them there."""
+    """Gives a process that a model's code starts the loaded models' packages: pickled here, unpickled it makes them there."""
 
     def __reduce__(self) -> tuple[Callable[..., LoadedModels], tuple[tuple[tuple[str, tuple[str, ...]], ...]]]:
         loaded = [imports for imports in map(ModelImports.of, list(sys.modules)) if imports is not None]

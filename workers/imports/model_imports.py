@@ -125,7 +125,7 @@ class ModelImports(Importer):
         return None if self._port is None else self._port.processes
 
     def join(self, port: ModelPort) -> None:
-        """Puts the port among the builtins of the model's code, so that the code is recognised wherever it runs."""
+        """Puts ``port`` among the builtins of the model's code, so that the worker can tell which model's code calls it."""
         self._port = self._builtins[PORT] = port
 
     def run(self, path: Path) -> ModuleType:
@@ -182,7 +182,10 @@ class ModelImports(Importer):
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> ModuleType:
-        """Implements ``__import__`` for import statements of the model's code."""
+        """Implements ``__import__`` for import statements of the model's code: finds its own modules first.
+
+        Then come the environment's. Raises ModuleNotFoundError with the module's short name.
+        """
         # An empty list is how C code asks (PyImport_Import): a library's code that runs on behalf of the model, say an
         # unpickler. It means the environment's modules, and what is not there is found by the model's plain names.
         by_library = type(fromlist) is list and not fromlist

@@ -67,7 +67,7 @@ class OwnFlags:
 
     @contextlib.contextmanager
     def code(self) -> Iterator[None]:
-        """Applies the model's settings in this thread during the block, and takes settings made there as the model's."""
+        """Applies the model's settings in this thread during the block; settings that code makes there become the model's."""
         former = getattr(_thread, "own", None)
         with contextlib.ExitStack() as stack:
             for name, value in self._values.items():

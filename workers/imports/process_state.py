@@ -35,7 +35,10 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 class ProcessState:
-    """Restores the process-wide state that models' code changes. To be used outside of ``OwnFlags.code`` blocks."""
+    """Restores process-wide state that models' code has changed (JAX's configuration, recursion limit, ``sys.path``...).
+
+    To be used outside of ``OwnFlags.code`` blocks.
+    """
 
     def __init__(self) -> None:
         self._known = False
@@ -45,7 +48,10 @@ class ProcessState:
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
-        """Restores the process-wide state before and after the block, in which the model ``who`` is loaded."""
+        """Restores the process-wide state at the start and the end of the block, in which the model ``who`` is loaded.
+
+        Changes found at the start are logged as those of models that run, changes found at the end as those of ``who``.
+        """
         with self._lock:
             if self._known:
                 self._put_back(" or ".join((*self._loading, "a model's code, at a request or in a thread of its own,")))

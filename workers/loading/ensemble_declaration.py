@@ -21,7 +21,10 @@ from tensord.workers.tensors.signature import Signature, signature
 
 
 def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
-    """Loads an ensemble. ``joined`` must add the properties of its members before it can serve."""
+    """Makes an ensemble from its configuration. ``joined`` must add the properties of its steps' models before it can serve.
+
+    Raises InvalidArgument, Unsupported: the configuration is wrong.
+    """
     model_config.complete(message)
     model_checks.check(message, whole=True)
     return LoadedModel(
@@ -57,7 +60,10 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
-    """Returns a loaded ensemble completed with the properties of its members. Raises NotFound if a member is not loaded."""
+    """Returns a loaded ensemble completed from its steps' models: whether they stream, keep state or are repeatable; labels.
+
+    Raises NotFound: one of the models is not loaded.
+    """
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]
     graph = loaded.ensemble

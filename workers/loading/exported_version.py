@@ -23,12 +23,12 @@ from tensord.workers.tensors.signature import Declared, signature
 
 
 def export_version(load: Load, device: jax.Device, folder: Path, platforms: str) -> None:
-    """Exports a model version into ``folder``.
+    """Writes a model version with a model.py as a new model into ``folder``: a jax.export program without Python.
 
     Args:
       platforms: comma-separated, as jax.export names them; "": the platform of the device.
 
-    Raises: ServingError: the version cannot be exported; the message says why in one sentence.
+    Raises: ServingError: the version cannot be exported or written; the message says why in one sentence.
     """
     message = model_config.from_bytes(load.config)
     folders = (Path(load.version_path), Path(load.model_path))

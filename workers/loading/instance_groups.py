@@ -117,9 +117,9 @@ class InstanceGroups:
         return any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Logs that a model's instances take turns. Raises Unsupported if they also need resources of the rate limiter.
+        """Logs that a model's instances run one at a time. Raises Unsupported if they also need resources of the rate limiter.
 
-        ``kind``: why they take turns, in words for the error, such as "a model with batch_sets".
+        ``kind``: the kind of model that makes them do so, for the error, such as "a model with batch_sets".
         """
         if self.limited:
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")
@@ -134,7 +134,7 @@ class InstanceGroups:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Starts a worker's instances. ``gpu``, ``limits`` and ``devices`` are those of ``InstanceGroups``."""
+    """Starts the instances of a worker's models. ``gpu``, ``limits`` and ``devices`` are those of ``InstanceGroups``."""
 
     gpu: int | None
     limits: Mapping[str, int] | None
@@ -146,7 +146,7 @@ class Starting:
     aside: Aside
 
     def groups(self, message: ModelConfig) -> InstanceGroups:
-        """Returns a model's instances. Raises InvalidArgument if an instance needs more of a resource than there is."""
+        """Returns the instances to start for a model. Raises InvalidArgument: one needs more of a resource than there is."""
         return InstanceGroups(message, self.gpu, self.limits, self.devices)
 
     def start(

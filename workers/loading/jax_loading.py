@@ -50,7 +50,10 @@ def run_samples(
 
 
 def indexed(apply: Callable[..., Any]) -> Apply:
-    """Wraps a function of stacked parameters, inputs and index as a function of (stacked parameters, index) and inputs."""
+    """Turns ``apply(stacked parameters, inputs, index)`` into a function of two arguments: (stacked parameters, index), inputs.
+
+    ``index``: the parameter set of each row.
+    """
 
     @functools.wraps(apply)
     def of_pair(parameters: tuple[Any, Any], inputs: dict[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ _log = logging.getLogger(__name__)
 
 
 class Loader:
-    """Loads model versions for one device."""
+    """Loads model versions for one device: runs their code, compiles their programs and starts their instances."""
 
     def __init__(
         self,
@@ -444,7 +444,7 @@ class Loader:
 
     @staticmethod
     def _completed(message: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns the configuration with the instance groups of a Load record, completed."""
+        """Returns a copy of the configuration that has the instance groups of the Load record, completed with defaults."""
         given, made = model_config.from_bytes(record.config), model_config.empty(message.name)
         made.CopyFrom(message)
         del made.instance_group[:]

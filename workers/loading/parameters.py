@@ -60,7 +60,10 @@ def warn_of_leaves(model: str, parameters: Any) -> None:
 
 
 def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> ParameterSets:
-    """Makes the parameter sets of a model that runs on the host. Its parameters may be any objects, and are not moved."""
+    """Makes the parameter sets of a model that runs on the host. Its parameters may be any objects, and are not moved.
+
+    ``room``: the memory that pushed parameters may use; None: there is none.
+    """
     try:
         leaves, structure = jax.tree.flatten(parameters)
         names = array_names(parameters)

@@ -62,11 +62,11 @@ class LoadTarget:
 
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:
-        """Makes the target of a process that is not the daemon's."""
+        """Makes the target for a process that is no worker of the daemon (``LocalWorker``); JAX's own cache is not turned on."""
         execution = Processor.opened(device, options.workers.single_thread_flops)
         return cls(options, device, gpu, cache, execution, room=DeviceRoom(options.workers.parameter_byte_size))
 
     @property
     def devices(self) -> list[jax.Device]:
-        """All devices of the worker; a model may run on several of them."""
+        """All devices of the worker process; one model may run on several of them."""
         return list(self.device.client.local_devices())

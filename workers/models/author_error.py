@@ -35,7 +35,7 @@ def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> st
 
 
 def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
-    """Describes a failure of loading a version, and says what to do where that is known.
+    """Returns the text for a failure of loading a version, with advice if a missing file lies in the version's folder.
 
     ``folders``: the version's and the model's folder.
     """
@@ -67,7 +67,7 @@ def bounded(text: str, limit: int) -> str:
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """Drops an error's traceback and causes, which frees arrays that their frames held, and returns the error."""
+    """Removes the traceback and causes from an error, which frees arrays that their frames held, and returns the error."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     gc.collect()
     return error

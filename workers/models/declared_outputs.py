@@ -22,7 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class DeclaredOutputs:
-    """Compares a version's outputs with its configuration; the version's instances share one object."""
+    """Checks the outputs that a version computes against its configuration, and reshapes them as clients expect them.
+
+    The version's instances share one object. A difference is logged once, or is an error with ``strict_outputs``.
+    """
 
     def __init__(self, message: ModelConfig, signature: Signature) -> None:
         """Reads the model's parameter ``strict_outputs``. Raises InvalidArgument: its value is no boolean."""
@@ -32,7 +35,10 @@ class DeclaredOutputs:
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output in the client's shape. Raises Internal: it is not as declared and ``strict_outputs`` is set."""
+        """Returns an output in the client's shape; one that is not as declared is returned as it is, with a warning in the log.
+
+        ``rows``: the rows of its request. Raises Internal: the output is not as declared and ``strict_outputs`` is set.
+        """
         spec = self._signature.outputs[name]
         if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
             array = array.astype(np.object_, copy=False)

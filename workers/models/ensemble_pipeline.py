@@ -39,7 +39,10 @@ class _Step(NamedTuple):
 
 
 class EnsemblePipeline:
-    """The pipeline that computes one set of outputs of one ensemble version. Used by the worker's loop only."""
+    """Computes one choice of outputs of one ensemble version, by running the programs of its steps directly one after another.
+
+    No requests to the ensemble's models are made. Used by the worker's loop only.
+    """
 
     #: Requests share batches, and no calls besides.
     grouped = None
@@ -72,7 +75,10 @@ class EnsemblePipeline:
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Returns the programs for 1, 2, ... ``most`` waiting rows; None: the steps have to run as requests to their models."""
+        """Returns the programs for 1, 2, ... ``most`` waiting rows; None: the steps have to run as requests to their models.
+
+        ``key``: the shapes of the requests' inputs, which are always the same here; ignored.
+        """
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:
@@ -112,7 +118,10 @@ class EnsemblePipeline:
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Counts runs in the statistics of the ensemble's models: for each all requests, and its share of the programs' time."""
+        """Counts runs of the pipeline in the statistics of the ensemble's models.
+
+        Each model is credited with all requests, and with the share of the time that its program took.
+        """
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):

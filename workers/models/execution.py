@@ -148,7 +148,10 @@ class Execution:
         return sender
 
     def caller(self, port: ModelPort) -> Caller:
-        """Makes the ``Caller`` that stands for this run while the model's code runs; for a warmup sample it has no requests."""
+        """Makes the object through which the model's code calls other models during this run, on behalf of the batch's requests.
+
+        For a warmup sample it has no requests.
+        """
         if self.responder is None:
             return Caller(port)
         return Caller(port, self.requests, self.whole or self)

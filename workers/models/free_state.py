@@ -29,7 +29,7 @@ from tensord.workers.tensors.state import InitialState
 
 
 class Unfit:
-    """The batching key of a request that cannot run, which equals no other key."""
+    """The batching key of a request that cannot run: it equals no other key, so the request shares no batch; with the error."""
 
     def __init__(self, error: InvalidArgument) -> None:
         #: Why the request cannot run.
@@ -37,7 +37,10 @@ class Unfit:
 
 
 def program_signature(described: Signature) -> Signature:
-    """Returns a signature that has the state among its inputs and outputs. Raises Unsupported: the model has ragged inputs."""
+    """Returns the signature with the sequences' state added to its inputs and outputs, as the compiled program has them.
+
+    Raises Unsupported: the model has ragged inputs.
+    """
     if described.ragged:
         name = described.states[0].name
         raise Unsupported(
@@ -86,9 +89,9 @@ class FreeState:
         self._byte_size = 0
 
     def attach(self, request: Request) -> None:
-        """Adds its sequence's state to a request's inputs, and sets the request's batching key accordingly.
+        """Adds the state of a request's sequence to the request's inputs, and sets its batching key to the shapes of them all.
 
-        If the state does not fit the inputs the key is an ``Unfit`` with the error.
+        If the state does not fit the inputs, the inputs stay as they are and the key is an ``Unfit`` with the error.
         """
         kept = None if request.controls.start else request.live.kept
         try:
@@ -101,7 +104,10 @@ class FreeState:
         request.keep(arrays)
 
     def _fitting(self, request: Request, kept: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Returns ``kept``, a sequence's state. Raises InvalidArgument: the request's inputs have other axis sizes."""
+        """Returns ``kept``, the state of the request's sequence, after a check that it fits the request's inputs.
+
+        Raises InvalidArgument: a named axis has one size in the inputs and another in the state.
+        """
         lengths = self._lengths(request.arrays)
         for spec in self._described.states:
             for axis, size in zip(spec.axes, kept[spec.name].shape[self._described.batches :], strict=True):
@@ -134,8 +140,9 @@ class FreeState:
         return found
 
     def keep(self, execution: Execution, live: Callable[[], Iterable[LiveSequence[Any]]]) -> None:
-        """Moves the new state from the results of a run to the sequences.
+        """Moves the new state from the results of a run to the sequences; the results then have only what clients get.
 
+        A sequence whose state would exceed the limit keeps its former state, and its request's result is Unavailable.
         ``live``: returns all sequences, to count their bytes.
         """
         results = execution.results

@@ -30,7 +30,10 @@ _END: Any = object()
 
 
 class GeneratorModel:
-    """One version of a generator model; its instances share the function and its parameters."""
+    """One version of a model whose function is a Python generator: each value that it yields is sent as a response.
+
+    The version's instances share the function and its parameters.
+    """
 
     def __init__(
         self,
@@ -136,7 +139,10 @@ class _Run:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Has the thread go on with a paused generator, once its client has acknowledged enough; called on the loop."""
+        """Tells the instance's thread to go on with the paused generator, as its client has acknowledged enough responses.
+
+        Called on the loop.
+        """
         assert self._resume is not None
         self._resume(self._rested)
 

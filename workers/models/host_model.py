@@ -25,7 +25,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class HostModel:
-    """One version of a host-side model; its instances share the function and its parameters."""
+    """One version of a model whose function runs on the host and is not compiled; its instances share function and parameters."""
 
     def __init__(
         self,

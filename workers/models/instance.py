@@ -56,7 +56,8 @@ class Instance:
     ) -> None:
         """``create`` makes the model, and ``warm`` is called with it before the instance counts as started, in the thread.
 
-        ``check``: raises if the model's device has failed. ``code``: makes a context for the thread (``OwnFlags.code``).
+        ``page``: where the thread notes what it runs. ``check``: raises if the model's device has failed.
+        ``code``: makes the context that the thread works in: JAX's settings as the model's code has made them.
         """
         self._code = code
         self._check = check

@@ -15,7 +15,10 @@ from tensord.workers.models.warmup import Sample
 
 @dataclass(frozen=True, slots=True)
 class InstanceMaker:
-    """Makes the instances of one load of a model, also for later loads that take over its code and instances."""
+    """What is needed to make an instance of a loaded model version.
+
+    Later loads that change only the number of instances use the same object, as they take over code and instances.
+    """
 
     #: Returns a function from an instance's name to the instance; the second argument is the compiled model, if it is one.
     create: Callable[[ModelConfig, JaxModel | None], Callable[[str], Instantiated]]

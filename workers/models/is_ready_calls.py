@@ -51,7 +51,10 @@ class IsReadyCalls:
             self._models.remove(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:
-        """Calls ``is_ready`` of every instance in a thread, then ``answered`` on the loop with whether all returned ``True``."""
+        """Calls ``is_ready`` of every instance in a thread, then ``answered`` on the loop with whether all returned ``True``.
+
+        ``answered`` gets False as well if one raises, or if the calls take more than five seconds.
+        """
         if self._thread is not None and not self._waiting:
             answered(False)
             return

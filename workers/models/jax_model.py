@@ -117,7 +117,10 @@ class JaxModel:
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
-        """Returns the programs for 1, 2, ... waiting rows of a key, to ``most`` (``MOST`` for grouped calls); None: no program.
+        """Returns the programs to run when 1, 2, ... ``most`` rows of a batching key wait; None: none is compiled for so many.
+
+        If one call can run several requests, it counts requests, not rows, to ``grouped_program.MOST`` of them.
+
 
         The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size. Nothing is compiled.
         """
@@ -154,7 +157,10 @@ class JaxModel:
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns output -> bytes if the places of one request's outputs should be found before the run; else None."""
+        """Returns output -> bytes if memory in the answer should be reserved for the outputs before the run, to be written there.
+
+        None: no memory should be reserved.
+        """
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
@@ -182,7 +188,9 @@ class JaxModel:
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
-        """Runs a batch and fills in its outputs. ``carry``: the sequence state of the instance that runs it; None: the loop's.
+        """Runs a batch and fills in its outputs.
+
+        ``carry``: the sequence state of the instance that runs the batch; None: that of the model, which the worker's loop runs.
 
         Raises: LookupError: no executable for the batch is compiled (call ``find`` first); StateLost: the run failed and the
         sequence state is lost with it.

@@ -79,7 +79,10 @@ class LoadedModel:
     users: dict[ModelVersion, None] = field(default_factory=dict)
 
     def join(self, request: Request) -> None:
-        """Adds inputs that the worker makes to a request. Raises InvalidArgument: they cannot be made from the request."""
+        """Sets a request's sequence controls, and adds to it those inputs that the worker makes, such as START or its priority.
+
+        Raises InvalidArgument: the inputs cannot be made from the request.
+        """
         if self.sequences is not None:
             self.sequences.join(request)
         if self.made_inputs:

@@ -255,7 +255,7 @@ class ModelVersion:
         return self.sequences.lose(instance, now_ns)
 
     def use(self, cache: ResponseCache) -> None:
-        """Lets the response cache answer requests to this version."""
+        """From now on looks up requests to this version in the response cache, and stores their answers there."""
         self.cache = cache
         self.native = False
         self.when_closed(lambda: cache.forget(self))
@@ -299,14 +299,14 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """Lets batches of shapes that were first compiled for a request be as large as the programs that exist by now."""
+        """Raises the limit of batches of shapes that are not configured to the largest program compiled for them by now."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:
                 self.planner.limit(shapes, executables.limit(shapes))
 
     def serve(self) -> None:
-        """Begins to serve: new sequences of this model and version number join this load of it from now on."""
+        """Begins to serve: from now on new sequences of this model and version number begin on this load, not on a former one."""
         if self._registered is not None and self.sequences is not None:
             self._registered.serve(self.sequences.table)
 
@@ -353,7 +353,10 @@ class ModelVersion:
         self._open_instances -= 1
 
     def _lets_go(self) -> bool:
-        """Ends the processes that the model's code has started and left running. Returns True once all have ended."""
+        """Ends the processes that the model's code has started and left running, unless a later load uses the code.
+
+        Returns True once all of them have ended, or if there are none to end.
+        """
         processes = None if self.loaded.users else self.loaded.imports.processes
         if processes is None:
             return True

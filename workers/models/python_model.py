@@ -82,9 +82,12 @@ class PythonModel:
         sequences: SequencePlan | None = None,
         readiness: IsReadyCalls | None = None,
     ) -> None:
-        """``sequences``: None: the model has no sequences.
+        """Creates the model's ``TritonPythonModel``. Raises whatever its constructor raises.
 
-        ``readiness``: None: the model has no ``is_ready`` function to call.
+        Args:
+          repository, instance, kind: the folder, the instance's name and its kind ("GPU"...), which ``initialize`` is given.
+          sequences: None: the model has no sequences.
+          readiness: where the model's ``is_ready`` is registered to be called; None: the model has none.
         """
         self._readiness = readiness
         self._port = port
@@ -223,7 +226,11 @@ class PythonModel:
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
-        """Returns the result of a request to a decoupled model; None: the model asked to have the request run again."""
+        """Returns the result of a request to a decoupled model after its run; the responses themselves go through senders.
+
+        ``STREAMED``: a sender answers; Internal: none does, and none was kept; None: the model asked to have the request run
+        again. ``asked``: the request as the model was given it.
+        """
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
         if self._sequences is not None and request.version is not None:
@@ -258,7 +265,10 @@ class PythonModel:
                     sender.fail(failed)
 
     def _result(self, request: Request, asked: interface.InferenceRequest, response: Any) -> Result | None:
-        """Returns the result of a request from the model's response; None: the model asked to have the request run again."""
+        """Converts the model's response to a request to its result; None: the model asked to have the request run again.
+
+        ``asked``: the request as the model was given it. Raises TypeError: the model returned something else than a response.
+        """
         if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
             return self._rescheduled(response)
         if asked.sender is not None:
@@ -286,7 +296,10 @@ class PythonModel:
             return error
 
     def _rescheduled(self, response: Any) -> Result | None:
-        """Returns None for a request that the model may have run again (an iterative sequence's), else the error for it."""
+        """Returns the result of a request that the model asked to have run again: None if it is allowed, else the error.
+
+        Only models with iterative sequences may ask, and ``response``, the model's response, must be None.
+        """
         if self._sequences is None or self._sequences.iterative is None:
             return Internal(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "

@@ -27,7 +27,7 @@ class RateLimiter:
     def add(self, instances: Iterable[Instance]) -> None:
         """Adds those instances that need resources and were not added before.
 
-        None may need more than the operator has configured.
+        The caller has checked that none needs more than the operator has configured.
         """
         for instance in instances:
             if instance.needs and instance not in self._known:
@@ -51,7 +51,10 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Returns whether an instance has the resources that it needs, until ``done``. If not, it waits for them."""
+        """Takes the resources that an instance needs, which it has until ``done``. Returns whether the instance has them now.
+
+        If not, it waits for them: ask again when ``moved`` is set.
+        """
         return self._resources.runs(instance) or self._resources.ask(instance)
 
     def done(self, instance: Instance, again: bool = False) -> None:

@@ -12,7 +12,10 @@ from tensord.workers.requests.result import Result
 
 
 class ResponseWriter:
-    """Passes the responses to one request to the worker's sender. ``answer`` converts a response to a result."""
+    """Passes the responses that a Triton Python model sends to one request on to the worker's ``ResponseSender``.
+
+    ``answer`` converts a response to a result.
+    """
 
     def __init__(
         self,
@@ -28,9 +31,9 @@ class ResponseWriter:
         sender.hold()
 
     def send(self, response: InferenceResponse | None, final: bool) -> None:
-        """Sends a response after all earlier ones; None: only that none follows.
+        """Sends a response after all earlier ones; None: only the mark that no response follows. ``final``: it is the last.
 
-        Waits until the client has acknowledged enough.
+        Waits while too many responses are not acknowledged by the client. Does nothing if the request has ended.
         """
         # One that was ended for the model sends to nobody.
         with contextlib.suppress(SenderClosed):
@@ -40,5 +43,8 @@ class ResponseWriter:
         return self._sender.is_cancelled or self._request.is_cancelled
 
     def give_up(self) -> None:
-        """Releases the worker's sender, because the model cannot send anything more."""
+        """Notes that the model has dropped its sender and can send nothing more through it.
+
+        If no other sender of the request is left, the request ends with an error.
+        """
         self._sender.let_go()

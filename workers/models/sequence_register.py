@@ -43,7 +43,7 @@ class SequenceRegister:
         self.live += 1
 
     def tell(self) -> None:
-        """Publishes changed counts of free slots.
+        """Writes the counts of free slots that have changed to the sequence page, where the front processes read them.
 
         To be called before answers are sent, as their clients may start new sequences.
         """
@@ -52,12 +52,12 @@ class SequenceRegister:
             each.publish_slots()
 
     def left(self) -> None:
-        """Removes ended sequences from the page, if there are any; to be called once all answers were sent."""
+        """Removes ended sequences from the sequence page, if there are any; to be called once all answers were sent."""
         if self.ended:
             self.settle()
 
     def settle(self) -> None:
-        """Removes ended sequences from the page; all their answers must have been sent."""
+        """Removes ended sequences from the sequence page; all their answers must have been sent."""
         self.ended = False
         self.page.settle()
 
@@ -80,13 +80,13 @@ class RegisteredSequences:
         self._table: SequenceTable[Any] | None = None
 
     def serve(self, table: SequenceTable[Any]) -> None:
-        """Publishes that new sequences join this load of the model version. ``table``: its sequences."""
+        """From now on publishes this load's free slots: new sequences of the version begin on it. ``table``: its sequences."""
         self._table = table
         self._register.serving[self._keys.slots] = self
         self._register.changed.add(self)
 
     def retire(self) -> None:
-        """Withdraws that new sequences join this load, because the version was unloaded or loaded again."""
+        """Removes this load's free slots from the page: it gets no new sequences, as the version was unloaded or loaded again."""
         self._table = None
         if self._register.serving.get(self._keys.slots) is self:
             del self._register.serving[self._keys.slots]

@@ -287,7 +287,9 @@ class VersionStatistics:
         self._count_batches(count, 1, 0, infer_ns, 0)
 
     def responded(self, sender: ResponseSender, result: Sent, now_ns: int, placed_ns: int) -> None:
-        """Counts a response that came at ``now_ns`` and was written at ``placed_ns``. None: only the mark that none follows.
+        """Counts a response that came at ``now_ns`` and was written at ``placed_ns``.
+
+        ``result``: None: it was only the mark that no response follows.
 
         Also updates the sender's count and time.
         """

@@ -128,7 +128,7 @@ class SteppedModel:
         return self._run(self.executables.inserts[key], (inputs, numbers), chosen)
 
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
-        """Computes a step for slots 0 to ``last`` or more, without masked ones.
+        """Computes a step for slots 0 to ``last``, and on to the next compiled size; the slots in ``masked`` take no part.
 
         ``chosen``: the parameter set to use; None: ``main``. Raises what ``insert`` raises.
         """

@@ -55,11 +55,11 @@ class Sample:
         self._key: Hashable = None
 
     def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:
-        """Adds the state of a new sequence to the sample's inputs. ``begun`` makes the state from inputs and number of rows."""
+        """Adds the state of a new sequence to the sample's inputs. ``begun`` makes the state from the inputs and their rows."""
         self._arrays |= begun(self._arrays, self.rows)
 
     def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> None:
-        """Runs the sample on a model. Raises InvalidArgument: the model failed. ``check``: raises if the device has failed."""
+        """Runs the sample ``count`` times. Raises InvalidArgument: the model failed. ``check``: raises if the device failed."""
         for _ in range(self.count):
             execution = Execution([self.request(model_name)], time.monotonic_ns())
             run(model, execution, check)
@@ -79,7 +79,7 @@ class Sample:
         self.run(runner, model_name, check)
 
     def request(self, model_name: str) -> Request:
-        """Returns the sample as a request that has no submitter and no model version."""
+        """Makes a request of the sample, which has no submitter and no model version."""
         nobody = cast(Any, None)
         prepared = PreparedRequest(model_name)
         own = RequestRecord(0, prepared)
@@ -91,7 +91,7 @@ class Sample:
 
 
 def prepared_samples(record: Load, message: ModelConfig, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
-    """Makes the warmup samples of a version that is being loaded. ``made_inputs``: inputs that the worker makes, not clients."""
+    """Makes the warmup samples of a version that is being loaded. ``made_inputs``: inputs that the worker adds to requests."""
     nobody = made_inputs.nobody
     made = {*nobody, *(name for name, spec in described.inputs.items() if spec.of_batch is not None)}
     return samples(message, described.without_inputs(made), Path(record.model_path), nobody)
@@ -103,7 +103,7 @@ def samples(
     """Makes the warmup samples of a completed configuration.
 
     Args:
-      folder: the model's, with ``warmup/``.
+      folder: the model's folder, which has the files in ``warmup/``.
       more: inputs that clients do not send, each of one row.
 
     Raises: InvalidArgument: a sample does not fit the model, or its file cannot be read.
@@ -144,9 +144,15 @@ def _sample(setting: Any, described: Signature, folder: Path, room: int, more: M
 
 
 def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], folder: Path, room: int) -> Array:
-    """Returns one input of a sample as the model takes it.
+    """Returns one input of a warmup sample as the model takes it.
 
-    Raises InvalidArgument: it does not fit, or is larger than ``room``.
+    Args:
+      what: the input's name in error messages.
+      given: the input in ``model_warmup``.
+      lead: the batch dimension, or ().
+      room: how many bytes the input may have.
+
+    Raises InvalidArgument: the input does not fit the model or ``room``, or its file cannot be read.
     """
     datatype, dims = datatypes.from_model_config(data_type_name(given)), tuple(given.dims)
     if datatype != spec.datatype or not spec.fits(dims):

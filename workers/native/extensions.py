@@ -21,5 +21,8 @@ PARTS = {
 
 
 def missing() -> tuple[str, ...]:
-    """A sentence for each part that is off, and what to do (``tensord.shm.extensions``)."""
+    """Returns a sentence for each C extension that is missing: what the worker does without it, and how to get it.
+
+    (): none is missing. See ``tensord.shm.extensions``.
+    """
     return extensions.missing(PARTS)

@@ -33,7 +33,9 @@ def call_of(
     decoupled: bool,
     timeline: RequestTimeline | None,
 ) -> ModelCall | InferenceResponse:
-    """Makes a call of another model, which is not begun, or returns the error response if its inputs are wrong.
+    """Makes a call of another model for an ``InferenceRequest``, not sent yet; or an error response if an input is there twice.
+
+    ``outputs``: the names of the outputs that are asked for. ``decoupled``: the called model may send any number of responses.
 
     Raises TritonModelException: no model may be called from the running code.
     """
@@ -65,7 +67,10 @@ def response_of(result: Result | None) -> InferenceResponse:
 
 
 def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIterator:
-    """Returns the value of ``InferenceRequest.exec`` once the first response to the call has come."""
+    """Returns the value of ``InferenceRequest.exec``: the response, or an iterator over the responses if the call is decoupled.
+
+    ``first``: the first response that has come, and whether it is the last.
+    """
     if call.refused and isinstance(first[0], ServingError):
         return one_response(_refusal(call, first[0]), call.streams)
     return ResponseIterator(call, first) if call.streams else response_of(first[0])
