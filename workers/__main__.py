@@ -116,9 +116,9 @@ def _outlive_signals() -> None:
 
 
 def _receive_start(channel: Channel) -> Start:
-    """Waits for the supervisor's first record, and turns on stack reports with the descriptor that comes with it.
+    """Waits for the supervisor's first record, Start, and returns it; stack reports go to the descriptor that comes with it.
 
-    Raises: ChannelClosed: the supervisor is gone.
+    Raises: ChannelClosed: the supervisor is gone; SystemExit: another record came.
     """
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)

@@ -46,7 +46,7 @@ class Apart:
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Answers an operation as if it had succeeded; every model is ready.
+        """Returns the result of an operation as if it had succeeded; every model is ready (b"true").
 
         Raises: Unavailable: the server does not load models on request.
         """

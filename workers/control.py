@@ -86,7 +86,7 @@ class _Running(NamedTuple):
 
 
 class Control:
-    """Acts on the supervisor's records for one worker."""
+    """Carries out what the supervisor tells one worker (loads, unloads, lanes, regions, calls), and sends it the answers."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Control:
         self._running: dict[tuple[str, int], deque[_Running]] = {}
 
     def handle(self, record: Any, fds: list[int]) -> None:
-        """Acts on a record from the supervisor, and closes descriptors that are not kept.
+        """Carries out a record from the supervisor, and closes those of its descriptors ``fds`` that are not needed any more.
 
         Raises InvalidArgument on an unexpected record.
         """
@@ -189,7 +189,10 @@ class Control:
         outcome: LoadedModel | Exception,
         cancellation: Cancellation,
     ) -> None:
-        """Sends the answer to a Load record to the supervisor; sends none if the device is lost."""
+        """Lets a loaded version serve, or holds it back if the record says so, and sends Loaded to the supervisor.
+
+        Loaded has the reason if the load failed or was cancelled. If the device is lost nothing is sent: the process ends.
+        """
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it
         if cancellation.cancelled:
@@ -279,7 +282,7 @@ class Control:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Refuses a call, or a client's lane, whose descriptor this process could not receive.
+        """Tells the supervisor that a call (Unavailable) or a client's lane (LaneClosed) is refused, as its descriptor was lost.
 
         Raises: InvalidArgument: the record is neither of them.
         """
@@ -305,7 +308,10 @@ class Control:
             self._channel.put(Reply(call.call_id))
 
     def _ask_ready(self, call: ControlCall, operation: ModelReady) -> None:
-        """Replies whether a model is ready. If the model itself decides this, it is asked first."""
+        """Replies to a call whether a model is ready. If the model has ``is_ready``, that is asked first, in another thread.
+
+        Raises NotFound: the model is not served here.
+        """
 
         def answered(ready: bool) -> None:
             self._channel.put(Reply(call.call_id, result=b"true" if ready else b"false"))
@@ -323,7 +329,7 @@ class Control:
         self._worker.profiler.take(operation.seconds, operation.folder, taken)
 
     def _sequences(self) -> list[dict[str, Any]]:
-        """Describes the sequences of each model version; sequences with a slot come first."""
+        """Returns a description of each live sequence, model version by model version; sequences with a slot come first."""
         now_ns = time.monotonic_ns()
         return [
             {"model": version.name, "version": version.version, **record}

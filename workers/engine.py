@@ -41,7 +41,7 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Turns a loaded model into a model version; its instances take part in the rate limiter while the version lives."""
+        """Makes the model version of a loaded model, and adds its instances to the rate limiter until the version closes."""
         version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.ended_instances))

@@ -106,7 +106,7 @@ class Answers:
 
 
 class LocalWorker:
-    """Serves models on one device, in the caller's process; any thread may call any method."""
+    """Serves models on one device in the caller's process, without a daemon; any thread may call any method."""
 
     def __init__(self, options: Options, device: jax.Device) -> None:
         import_system.prepare()

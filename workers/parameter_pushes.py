@@ -51,7 +51,7 @@ class _Staged(NamedTuple):
 
 
 class ParameterPushes:
-    """Carries out operations on the parameter sets of a worker's models; belongs to the worker's loop."""
+    """Makes, stages, commits, aborts and drops parameter sets of a worker's models; belongs to the worker's loop."""
 
     def __init__(self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers) -> None:
         """``thread``: makes, stages and frees parameters; used for nothing else."""
@@ -64,7 +64,7 @@ class ParameterPushes:
         self._staged: dict[int, list[_Staged]] = {}
 
     def carry_out(self, operation: ParameterOperation, fds: list[int], answer: Answer) -> None:
-        """Carries out an operation, and calls ``answer`` now or later.
+        """Carries out an operation, and calls ``answer`` with its result or its error, now or later.
 
         Args:
           fds: descriptors that came with the operation; those that are kept are removed from this list.
@@ -172,7 +172,7 @@ class ParameterPushes:
         self._thread.do(stage, done)
 
     def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
-        """Returns the leaves in the sealed memory of ``fd``, checked to fit the model.
+        """Returns the leaves in the sealed memory of ``fd``, checked to fit the model; None for leaves that cannot be pushed.
 
         Args:
           what: names the pushed set in errors.

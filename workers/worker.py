@@ -250,7 +250,7 @@ class Worker:
         return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Waits for events, and returns those that are not yet handled: (descriptor, epoll events)."""
+        """Waits for events, and handles datagrams that came. Returns the events that are left: (descriptor, epoll events)."""
         now_ns, next_ns = time.monotonic_ns(), self._next_ns
         until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
         if self._stop_ns:
@@ -307,7 +307,7 @@ class Worker:
             self._receive_control()
 
     def _receive(self, submitter: SubmitterLink[Request], datagram: Datagram | None = None) -> None:
-        """Handles what came on a lane, and closes the lane if that is malformed.
+        """Receives and carries out what a submitter sent on its lane; closes the lane if that is malformed or the submitter gone.
 
         ``datagram``: a datagram that was received already; None: it is to be received.
         """
@@ -345,7 +345,7 @@ class Worker:
         return self._lines <= _MAX_LINES
 
     def _receive_all(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Handles the datagrams that have arrived on a lane, up to a bound.
+        """Receives the datagrams that have arrived on a lane, up to a bound, and carries out their records.
 
         Raises: ChannelClosed: the submitter is gone.  InvalidArgument: a record is malformed.
         """
@@ -520,7 +520,7 @@ class Worker:
             self._control_writing = writing
 
     def _watch(self, fd: int, writing: bool) -> None:
-        """Watches a descriptor for input; while ``writing`` is set, also for room to write (EPOLLOUT)."""
+        """Has epoll report input on a descriptor, and if ``writing`` also when it can be written to (EPOLLOUT)."""
         self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if writing else 0))
 
     @property
@@ -537,7 +537,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Turns a loaded model into a model version. Gives each instance a slot on the status page as long as it lives."""
+        """Makes the model version of a loaded model. Gives each instance a slot on the status page as long as it lives."""
         for instance in loaded.instances:
             # Those of the version before it have one.
             instance.status_slot = instance.status_slot or (self._free_slots.pop() if self._free_slots else SLOTS)

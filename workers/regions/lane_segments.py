@@ -25,7 +25,10 @@ _MAX_REFUSED = 256
 
 
 class LaneSegments(ArenaMap):
-    """The segments of one client's lane. A front has a request arena instead."""
+    """The memory segments that one client has announced on its lane; only records of this lane can name them (``@<number>``).
+
+    A front has a request arena instead.
+    """
 
     def __init__(self, table: RegionTable, limits: LaneLimits) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class LaneSegments(ArenaMap):
         self.byte_size += byte_size
 
     def refuse(self, segment: int) -> None:
-        """Notes that the descriptor of a segment could not be received.
+        """Notes that the descriptor of a segment could not be received: requests that name the segment fail with Unavailable.
 
         Raises InvalidArgument if too many segments were refused.
         """

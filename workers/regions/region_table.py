@@ -28,7 +28,7 @@ _POPULATE_PRIVATE = 64 << 20
 
 
 class RegionTable:
-    """The client regions of one worker, by name; only the worker's loop uses this table."""
+    """Opens, finds and closes the client regions of one worker, by name; only the worker's loop uses this table."""
 
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
@@ -114,7 +114,7 @@ class RegionTable:
         return region
 
     def leave_private(self, region: Region) -> None:
-        """Closes a lane's region once no request uses it. The lane cannot name the region any more."""
+        """Closes a region that ``open_private`` made, once no request uses it. The caller has removed its name from the lane."""
         self.private_byte_size -= region.byte_size
         self.leaving.append(region)
         self.settle()
@@ -239,7 +239,7 @@ class RegionTable:
         return found
 
     def settle(self) -> None:
-        """Closes unregistered and replaced regions that no request uses; called in each iteration while there are any."""
+        """Closes unregistered and replaced regions that no request uses; the loop calls this while there are any."""
         if not self.leaving:
             return
         for region in [region for region in self.leaving if not region.leases]:

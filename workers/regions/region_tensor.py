@@ -16,7 +16,7 @@ from tensord.workers.devices.cuda_tensor import CudaTensor
 
 
 class RegionTensor:
-    """Stands for an array among a request's inputs: it has shape and dtype, and its bytes are read later."""
+    """Stands for an array among a request's inputs: its bytes are read from a snapshot region when the batch is gathered."""
 
     __slots__ = ("_offset", "_region", "dtype", "nbytes", "shape")
 

@@ -40,7 +40,7 @@ _ID, _OTHER_ID = 0x8000000000000000, 0xFF00000000000000
 class PlannedOutput(NamedTuple):
     """Says where the bytes of one output are in the buffers of a run, and where they go. Row n begins at ``start + n * step``.
 
-    An output in a lease begins at ``start`` of the lease; its program writes all its rows there.
+    An output in a lease of the response arena begins at ``start`` of the lease; its program writes all its rows there.
     """
 
     #: Which of the run's contents.
@@ -54,7 +54,7 @@ class PlannedOutput(NamedTuple):
 
 
 class AnswerPlan(NamedTuple):
-    """Says how the answers to one kind of request are made from the outputs of a run: everything but the bytes."""
+    """Says how answers to requests with the same prepared request are made from a run's outputs: everything but the bytes."""
 
     #: As the record has it: its number, or all of it where it has none.
     said: int | PreparedAnswer
@@ -69,7 +69,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of this plan, whose answers refer to the prepared answer ``numbered`` by its number."""
+        """Returns a copy of the plan whose answers have the number of their constant part (``numbered``) instead of that part."""
         return self._replace(said=numbered.number, numbered=numbered)
 
     def write(self, request: Request, made: BatchOutputs, row: int) -> AnswerRecord | None:
@@ -105,7 +105,8 @@ class AnswerPlan(NamedTuple):
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
     """Plans how requests like this one are answered: each output goes into the record, or into a region that the request names.
 
-    Returns: None if the outputs are too large for a record, or if one is wanted as classes or does not fit into its region.
+    Returns: None if the outputs are too large for a record, if one is wanted as class labels
+    (classification), or if one does not fit into its region.
     """
     rows, wishes = request.rows, request.outputs
     if rows * layout.row_byte_size > inline_byte_size:
@@ -129,7 +130,10 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
 
 
 class AnswerRows:
-    """Encodes answers to many requests that share one prepared answer; ``name`` sets the requests."""
+    """Encodes answers to many requests that share one prepared answer (the constant part of an answer, sent once).
+
+    ``name`` sets the requests, then ``records`` makes their answers.
+    """
 
     def __init__(self, number: int, sizes: Sequence[int]) -> None:
         """``number``: the number of the prepared answer. ``sizes``: the bytes of each output."""
@@ -139,7 +143,7 @@ class AnswerRows:
         self._rows = self._sample[None]
 
     def name(self, request_ids: Sequence[int]) -> None:
-        """Sets the requests that the next records answer, in order."""
+        """Sets the ids of the requests that the next call of ``records`` answers, in order."""
         self._rows = np.tile(self._sample, (len(request_ids), 1))
         self._rows[:, self._id_at : self._id_at + 8] = np.array(request_ids, ">u8").view(np.uint8).reshape(-1, 8)
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class LaneOwner(Budget):
-    """Counts the bytes that the lanes of one user hold in this worker. Owned by the worker's loop."""
+    """Counts the bytes of answers to one user's clients that this worker holds, on all of their lanes, and bounds them.
+
+    Owned by the worker's loop.
+    """
 
     def __init__(self, name: str, max_byte_size: int) -> None:
         super().__init__(max_byte_size)

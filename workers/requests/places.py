@@ -22,7 +22,7 @@ _INLINE_TENSORS = 8
 
 
 class Places:
-    """The places that the outputs of one request are written to; ``find`` makes them."""
+    """The places that the outputs of one request go to: its record, the response arena, or regions; ``find`` chooses them."""
 
     __slots__ = ("addresses", "in_regions", "lease", "offered", "offsets", "sizes", "written")
 
@@ -79,7 +79,7 @@ class Places:
         return Slice(self.lease.place.segment, self.lease.place.offset + at, self.sizes[name])
 
     def memory(self, name: str) -> memoryview | None:
-        """Returns the memory that an output is written to, or None if it goes into the record or into unmapped memory.
+        """Returns the memory that an output is written to; None: it goes into the record, a snapshot region or GPU memory.
 
         Raises InvalidArgument: the place is not wholly inside its region.
         """
@@ -106,7 +106,10 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Hands the lease over to the submitter, which gives it back later. Returns its key; None: there is no lease."""
+        """Leaves the lease to the submitter, who is sent its key in the answer and gives it back later. Returns the key.
+
+        None: there is no lease.
+        """
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 

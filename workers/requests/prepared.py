@@ -108,9 +108,10 @@ class CheckedInputs(dict[Inputs, Checked]):
 
 
 class Preparation:
-    """A prepared request of one submitter, with the results of validating it and the plans of its answers.
+    """A prepared request (the constant part of many requests) of one submitter, with the results of validating it.
 
-    The results hold for one load of a model version. Once the model's name stands for another load, they are found anew.
+    It also has the plans of its answers. Results and plans hold for one load of a model version. Once the model's name stands
+    for another load, they are found anew.
     """
 
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
@@ -137,7 +138,10 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Stores the results of validating a request that uses this preparation, and forgets all plans of answers."""
+        """Stores the results of validating a request that uses this preparation, for later ones, and forgets its plans.
+
+        ``load``: the load of the version that they hold for. ``checked``: None: it differs from request to request.
+        """
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None
         self.plans = {}
@@ -567,7 +571,7 @@ def _slice(region: SnapshotRegion | CudaRegion, place: RegionSlice) -> LateTenso
 
 
 def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: Checked) -> None:
-    """Gives the inputs in ``named`` whose bytes are fetched later (``LateTensor``) their dtype and shape."""
+    """Replaces each input in ``named`` whose bytes are fetched later (``LateTensor``) by one with the right dtype and shape."""
     for tensor, dtype in zip(prepared.inputs, checked.dtypes, strict=True):
         content = named[tensor.name]
         if isinstance(content, LateTensor):

@@ -60,7 +60,7 @@ class Question(NamedTuple):
     def of(
         cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: object = None
     ) -> Question:
-        """Makes the question that these input tensors ask a load of a model version.
+        """Makes the question for a request with these input tensors to a load of a model version.
 
         Refers to the tensors' memory, and copies nothing.
 
@@ -136,7 +136,10 @@ class ResponseCache:
         return entry.answer
 
     def insert(self, question: Question, answer: Mapping[str, Array]) -> Insertion:
-        """Stores a copy of an answer, and removes the least recently used entries until there is room for it."""
+        """Stores a copy of an answer, and removes the least recently used entries until there is room for it.
+
+        Returns KEPT, or why it was not stored: KNOWN (it is there already) or TOO_LARGE (for an empty cache).
+        """
         known = self._entries.get(question.digest)
         if known is not None and known.question.same(question):
             return Insertion.KNOWN

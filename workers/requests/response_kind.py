@@ -20,7 +20,7 @@ Described = tuple[tuple[str, str, tuple[int, ...]], ...]
 def describe(
     result: Mapping[str, Array], wanted: Collection[str], most: int, strings: bool
 ) -> tuple[Described, tuple[bytes, ...]] | None:
-    """Returns name, datatype and shape of each output of a response, and the bytes of each.
+    """Returns (name, datatype, shape) of each requested output of a response, and the bytes of each.
 
     Args:
       wanted: names of the requested outputs; empty: all.
@@ -75,7 +75,7 @@ class ResponseKind:
 
 
 class ResponsesAlike:
-    """Encodes responses of one kind to one request."""
+    """Encodes responses to one request that have the same output datatypes and shapes (``ResponseKind``)."""
 
     __slots__ = ("_count", "_head", "_parts", "byte_size", "kind")
 

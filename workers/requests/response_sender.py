@@ -34,7 +34,7 @@ NOT_COMPLETED = "the model ended without completing its response"
 
 
 class SenderClosed(Exception):
-    """Raised when a model sends a response to a request after the final mark."""
+    """Raised when a model sends a response to a request after the final mark: the mark that no response follows."""
 
 
 #: A response on its way; None: only the mark that there is no further one.
@@ -50,7 +50,7 @@ class Taker(Protocol):
     max_ahead: int
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponsesAlike | None:
-        """Returns an encoder for responses with the same outputs as ``result``; for any thread.
+        """Returns an encoder for responses whose outputs have the datatypes and shapes of those in ``result``; for any thread.
 
         Returns None if such responses cannot be encoded in the sending thread.
         """
@@ -59,7 +59,7 @@ class Taker(Protocol):
         """Receives a response of a sender, in the order in which it sends them, from any thread.
 
         Args:
-          result: the response; None: only the final mark.
+          result: the response; None: only the mark that no response follows.
           final: whether this is the last response.
           byte_size: bytes that count as not taken by the client until ``settle`` is called.
           wake: whether to wake the loop; False if it is about to be woken anyway.
@@ -171,7 +171,7 @@ class ResponseSender:
         """Sends a response, or with ``final`` and None only the mark that there is no further one.
 
         Args:
-          result: the outputs in the client's shapes, a dict that may be changed from now on; or an error, which is no final mark.
+          result: the outputs in the client's shapes, a dict that may be changed from now on; or an error; more may follow.
           wait: whether to wait while the client is slow; None: wait unless this thread runs an event loop. If ``send`` does not
             wait, a client that is far too slow has its request ended with an error.
         Raises: SenderClosed: the final mark was sent before.
@@ -299,7 +299,7 @@ class ResponseSender:
     # ------------------------------------------------------------------------------------------------------------ the loop's
 
     def ahead(self, byte_size: int) -> None:
-        """Counts bytes that the loop itself has sent to the client."""
+        """Counts bytes that the loop itself has sent to the client as not yet taken by it."""
         self._posted += byte_size
 
     @property
@@ -345,7 +345,7 @@ class ResponseSender:
         call()
 
     def end(self) -> None:
-        """Notes that the final mark was sent, or that nobody is there to receive it. Wakes a waiting ``send``."""
+        """Notes that the last response was sent, or that nobody is there to receive it. Wakes a waiting ``send``."""
         self.ended = True
         self.wake()
 
@@ -355,7 +355,7 @@ class ResponseSender:
 
 
 def _own(result: dict[str, Array]) -> int:
-    """Replaces arrays that somebody may write to by copies, because they are placed later. Returns the bytes of all arrays."""
+    """Replaces arrays that the model may still write to by copies, as they are sent later. Returns the bytes of all arrays."""
     size = 0
     for name, array in result.items():
         size += array.nbytes

@@ -48,7 +48,7 @@ class BlockedAnswer(Generic[R]):
 class SubmitterLink(Generic[R]):
     """Connects a worker with one submitter: its lane, its requests in flight, and the answers that wait for room.
 
-    ``peer`` is the submitter's incarnation; request ids are unique per submitter.
+    ``peer`` is the number that the supervisor gave the submitter's process; request ids are unique per submitter.
     """
 
     __slots__ = (
@@ -136,7 +136,9 @@ class SubmitterLink(Generic[R]):
         self.closed = False
 
     def learn(self, record: Prepare, preparation: Preparation) -> None:
-        """Stores a prepared request under the number that the submitter gave it, in place of an earlier one.
+        """Stores a prepared request (the constant part of many requests) under the submitter's number for it.
+
+        An earlier one with this number is replaced.
 
         Raises: InvalidArgument: the number is out of bounds, or a client's prepared requests take too many bytes.
         """
@@ -152,7 +154,7 @@ class SubmitterLink(Generic[R]):
 
     @property
     def returns(self) -> int:
-        """Counts the leases given back to this lane's response arena; for a client, to any arena of the same user."""
+        """How many leases were given back so far to this lane's response arena; for a client, to any arena of the same user."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     def count_waiting(self) -> None:
@@ -169,7 +171,7 @@ class SubmitterLink(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the kind of small responses with such outputs; makes it if it is new.
+        """Returns the ``ResponseKind`` of small responses with these output datatypes and shapes; makes it if it is new.
 
         ``final``: whether no further responses follow.
         """
@@ -184,7 +186,10 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the kind of small responses with such outputs that others follow, or None if it is new. For any thread."""
+        """Returns the ``ResponseKind`` of small responses with such outputs that others follow; None: there is none yet.
+
+        For any thread.
+        """
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:

@@ -62,7 +62,7 @@ class Span:
 
 
 class RequestTimeline:
-    """The timeline of one sampled request: its moments, tensors, spans, and the timelines of requests made for it."""
+    """The timeline of one request that is traced: its moments, tensors, spans, and the timelines of requests made for it."""
 
     __slots__ = (
         *("_characters", "_children", "_count", "_has_responded", "_moments", "_spans", "_tensors"),
@@ -157,7 +157,7 @@ class RequestTimeline:
 
 
 def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Returns a new timeline for a request that is sampled.
+    """Makes the timeline of a request that is traced, with the moment at which it was queued.
 
     Args:
       own: the request's record.
@@ -171,7 +171,7 @@ def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> R
 
 
 def timeline_end(parameters: tuple[str, int] | None) -> bytes:
-    """Returns the encoded fields behind the moments of a ``Timeline``, for a request that made no requests and opened no spans.
+    """Returns the encoded fields of a ``Timeline`` that follow its moments, for a request without further requests and spans.
 
     Args:
       parameters: name and version of the pushed parameter set that the request ran with; None: none was pushed.

@@ -33,7 +33,7 @@ class PackedTensor(NamedTuple):
 
 
 class Packing:
-    """Lays the tensors of a request side by side, in one row for each dtype, instead of one array for each tensor.
+    """Packs a request's tensors into one array (row) for each dtype, in which they lie side by side.
 
     FP32    | a: 3 elements | b: 2 elements |
     INT64   | n: 1 element |
@@ -129,7 +129,10 @@ def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
 
 
 def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
-    """Returns a run's outputs as bytes with their layout, or None if they are too large to be copied twice."""
+    """Returns a run's outputs as bytes with their layout, so that answers can be cut out of them as bytes.
+
+    None: they have more than ``LIMIT`` bytes, and are to be cut as arrays, so that nothing large is copied twice.
+    """
     if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > LIMIT:
         return None
     return BatchOutputs(layout, [content if isinstance(content, bytes) else content.tobytes() for content in contents])

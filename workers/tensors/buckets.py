@@ -52,7 +52,7 @@ def check_sizes(what: str, sizes: object, limit: int = 1 << 31) -> tuple[int, ..
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The shape buckets of one model version."""
+    """The batch sizes and axis sizes that inputs of one model version are padded to, so that few programs are needed."""
 
     signature: Signature
     #: Ascending and ending with max_batch_size; (1,) for a model without a batch dimension.
@@ -104,7 +104,10 @@ class Buckets:
         return rows, tuple(shapes)
 
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
-        """Returns the bucket, in units of elements, that ``count`` units of a ragged input go into."""
+        """Returns the size, in units (``ragged.unit``), that a ragged input of ``count`` units is padded to.
+
+        ``rows``: the rows of the batch after padding; the size of an input none of whose dims varies.
+        """
         if -1 not in spec.model_dims:
             return rows
         sizes = self.axes.get(_ragged_axis(spec) or "", ())
@@ -187,7 +190,7 @@ def _most_of(spec: TensorSpec) -> str:
 
 
 def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[slice, ...]:
-    """Returns the slices that remove the padding from an output, without the batch dimension.
+    """Returns the slices, one for each dim but the batch dimension, that remove the padding from an output of this shape.
 
     ``lengths``: axis name -> its size in the request.
     """

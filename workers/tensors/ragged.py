@@ -81,7 +81,7 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
 def batch_input(
     spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[Request]
 ) -> Array:
-    """Makes a batch input, which describes the requests of a batch.
+    """Makes a batch input: an array that describes the requests of a batch, such as how many elements each has.
 
     Args:
       spec: the batch input.
@@ -116,7 +116,7 @@ def batch_input(
 
 
 def cut(output: Array, source: TensorSpec, requests: Sequence[Request]) -> list[Array]:
-    """Cuts an output like the ragged input ``source``. Returns the part of each request, in the shape of its input."""
+    """Cuts a batch's output into one part for each request, of the shape of the request's ragged input ``source``."""
     content = np.asarray(output).reshape(-1)
     parts: list[Array] = []
     at = 0
@@ -190,7 +190,7 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, message: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns a signature with batch inputs, and with outputs that are cut like an input, added from a checked configuration.
+    """Returns the signature completed from a checked configuration: with batch inputs, and outputs that are cut like inputs.
 
     Args:
       segments: name of a SEGMENT_IDS input -> the ragged input that it describes.

@@ -29,7 +29,7 @@ WIDE = {"INT64", "UINT64", "FP64"}
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """Says what a batch input describes. A batch input is made from the requests in a batch, not sent by clients."""
+    """Says what a batch input holds: an array that the worker makes from a batch's ragged input, such as element counts."""
 
     #: A kind of Triton's ``BatchInput``, or ``SEGMENT_IDS``.
     kind: str
@@ -180,9 +180,9 @@ class Declared:
 
 
 def _meant(text: str) -> str:
-    """Suggests the right declaration to an author who wrote numpy's name of a datatype.
+    """Returns a suggestion ("did you mean ...?") for a declaration with numpy's name of a datatype, such as "float32[3]".
 
-    Returns "" if nothing can be suggested.
+    "": nothing can be suggested.
     """
     name, bracket, dims = text.replace(" ", "").partition("[")
     datatype: str | None = name.upper()

@@ -22,7 +22,10 @@ from tensord.shm.errors import Internal, InvalidArgument
 
 
 def name_of(keys: Any, kind: str) -> str:
-    """Returns the name of the array at the end of a path of keys. ``kind``: "input" or "output"."""
+    """Returns the name of an array in a tree: the keys on the path to it (JAX's), joined by dots; ``input_0`` for a lone number.
+
+    ``kind``: "input" or "output".
+    """
     name = jax.tree_util.keystr(keys, simple=True, separator=".")
     return f"{kind}_{name or 0}" if re.fullmatch(r"\d*", name) else name
 

@@ -19,10 +19,13 @@ _BESIDE = 3
 
 
 class Turns:
-    """A fair semaphore that does not count holders that take very long; any number of threads may use it."""
+    """Lets a bounded number of jobs of any threads run at a time, first come, first served.
+
+    A job that takes very long does not count, so that another may run beside it: up to three more.
+    """
 
     def __init__(self, count: int, long_seconds: float) -> None:
-        """Lets ``count`` jobs run at a time. ``long_seconds``: how long a step of a job counts; 0: without a limit."""
+        """Lets ``count`` jobs run at a time, without those that have been at one step for ``long_seconds``; 0: all jobs count."""
         self._count = count
         self._long = long_seconds
         self._changed = threading.Condition()
@@ -62,7 +65,7 @@ class Turns:
                 self._changed.notify_all()
 
     def _until_free(self) -> float | None:
-        """Returns the seconds until the next job may begin even if no job ends; None: not before a job ends."""
+        """Returns the seconds until the next job may begin even if no job ends; 0: now; None: not before a job ends."""
         if len(self._under_way) < self._count:
             return 0.0
         if not self._long or len(self._under_way) >= self._count + _BESIDE:

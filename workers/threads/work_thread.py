@@ -61,7 +61,7 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Has the loop call a function, while the job that calls this goes on."""
+        """Has the loop call a function; to be called by a job, which goes on without waiting for the function."""
         self._inbox.post(call)
 
     def step_aside(self) -> None:
