@@ -79,7 +79,7 @@ _MAX_SEQUENCES = 1000
 
 
 class _Running(NamedTuple):
-    """A load that is not answered yet."""
+    """A load that the supervisor has not got an answer to yet: its cancellation, and the function that begins it."""
 
     cancellation: Cancellation
     begin: Callable[[], None]

@@ -86,7 +86,7 @@ _LOG_WINDOW_NS = 10_000_000_000
 
 
 class Worker:
-    """A worker on an open device; ``run`` returns when the supervisor has said stop, or is gone."""
+    """Loads and serves models on one open device, in a loop (``run``) that ends when the supervisor says stop, or is gone."""
 
     def __init__(
         self,

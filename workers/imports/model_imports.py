@@ -182,9 +182,9 @@ class ModelImports(Importer):
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> ModuleType:
-        """Implements ``__import__`` for import statements of the model's code: finds its own modules first.
+        """Imports a module for an import statement of the model's code: its own modules come first, then the environment's.
 
-        Then come the environment's. Raises ModuleNotFoundError with the module's short name.
+        Raises ModuleNotFoundError: neither has it; the message has the module's short name.
         """
         # An empty list is how C code asks (PyImport_Import): a library's code that runs on behalf of the model, say an
         # unpickler. It means the environment's modules, and what is not there is found by the model's plain names.

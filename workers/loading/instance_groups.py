@@ -43,7 +43,7 @@ def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """An instance that is to be started."""
+    """An instance that is to be started: its name, its place in its group, and what it needs to run."""
 
     name: str
     #: The number of its group, and its number there.

@@ -31,12 +31,13 @@ from tensord.workers.tensors.state import initial_state
 def run_samples(
     jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs each warm-up sample once on a jitted model.
+    """Runs each warm-up sample on a jitted model, before the model serves.
 
     Args:
       prepared: the samples.
       own: the device for the calling thread; it is closed afterwards.
       check: raises DeviceLost if the device failed.
+    Raises: InvalidArgument: a sample failed.
     """
     if jitted.free_state is not None:
         for sample in prepared:

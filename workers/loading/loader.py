@@ -121,7 +121,7 @@ class Loader:
         self._starting = Starting(target.gpu, limits, len(self._devices), inbox, page, self._check, aside)
 
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
-        """Loads a model version. ``tell`` and ``cancellation`` are those of ``LoadProgress``.
+        """Loads a model version. ``tell``: is told of each program that is compiled next (number, total, compiled so far).
 
         Raises: ServingError: loading failed; the message is one sentence, and details are in the log.  Cancelled: it was
         cancelled.

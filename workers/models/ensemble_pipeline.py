@@ -169,7 +169,7 @@ class EnsemblePipeline:
 
 
 class EnsemblePipelines:
-    """Finds and caches the pipelines of all ensembles of a worker."""
+    """Finds and caches pipelines for all ensembles of a worker: their steps' programs, run directly one after another."""
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
@@ -180,7 +180,10 @@ class EnsemblePipelines:
     def find(
         self, version: ModelVersion, graph: EnsembleGraph, requests: Sequence[Request]
     ) -> tuple[EnsemblePipeline, PipelineProgram] | None:
-        """Returns the pipeline and its program for a batch, or None if the steps have to run as requests to their models."""
+        """Returns the pipeline and its program for a batch of requests to an ensemble (``graph``: its steps).
+
+        None: the steps have to run as requests to their models.
+        """
         if version.loaded.streams or any(tensor not in requests[0].arrays for tensor in version.signature.inputs):
             return None
         if self._changes != self._models.changes or len(self._known) >= _LIMIT:
@@ -206,7 +209,7 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether a request names a parameter set, or asks which one it was computed with."""
+    """Returns whether a request's steps must run as requests: it names a parameter set, or asks which one was used."""
     parameters = request.prepared.parameters
     return SET_PARAMETER in parameters or bool(parameters.get(TELLING_PARAMETER))
 

@@ -138,7 +138,7 @@ class Execution:
         self.cut = None
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns the response sender by which the model answers a request; the request's result must be ``STREAMED`` then."""
+        """Returns the response sender by which the model answers a request; its entry in ``results`` must be ``STREAMED``."""
         self.by_senders = True
         if self.responder is None:
             return ResponseSender(request, Nobody(), self.began_ns)
@@ -181,7 +181,10 @@ class RunnableModel(Describing, Protocol):
 
 
 def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) -> None:
-    """Runs a batch; every request has a result or an error afterwards. ``check``: raises if the model's device has failed."""
+    """Runs a batch; if that fails, runs its requests one by one where that is safe. Each has a result or error then.
+
+    ``check``: raises if the model's device has failed.
+    """
     try:
         model.execute(execution)
     except BaseException as error:  # also sys.exit() in a model: it must cost its request an answer, not the thread

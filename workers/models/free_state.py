@@ -29,7 +29,7 @@ from tensord.workers.tensors.state import InitialState
 
 
 class Unfit:
-    """The batching key of a request that cannot run: it equals no other key, so the request shares no batch; with the error."""
+    """The batching key of a request that cannot run, with the reason. It equals no other key: the request shares no batch."""
 
     def __init__(self, error: InvalidArgument) -> None:
         #: Why the request cannot run.
@@ -71,7 +71,7 @@ def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any
 
 
 class FreeState:
-    """The state, of varying size, of one model version's sequences."""
+    """Gives requests the state of their sequences, and takes the new state from results, for states whose sizes vary."""
 
     def __init__(self, described: Signature, buckets: Buckets, initial: InitialState, limit: int) -> None:
         """

@@ -121,7 +121,6 @@ class JaxModel:
 
         If one call can run several requests, it counts requests, not rows, to ``grouped_program.MOST`` of them.
 
-
         The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size. Nothing is compiled.
         """
         if self.grouped is not None:
@@ -183,7 +182,7 @@ class JaxModel:
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
         """Returns whether a program's outputs are the answer to a single request, with nothing to cut off.
 
-        ``bucket``: its rows.
+        ``bucket``: the program's rows.
         """
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
@@ -231,7 +230,7 @@ class JaxModel:
 
     @property
     def full_sizes(self) -> frozenset[int] | None:
-        """The batch sizes that need no padding; None: no batch size needs any."""
+        """The numbers of rows for which batches get no padding; empty: inputs may be padded too; None: a batch is one request."""
         if self._pads:
             return frozenset()
         return frozenset(self._buckets.batch) if self._signature.batches else None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The parts of a model version that the loader has loaded, for the worker's loop."""
+    """What the loader hands to the worker's loop for one model version: signature, model, instances, rules of its queue..."""
 
     name: str
     version: int

@@ -44,7 +44,7 @@ AgendaPart: TypeAlias = "ModelVersion | Callable[[int], object]"
 
 
 class VersionState(enum.Enum):
-    """The states of a loaded model version."""
+    """The states of a loaded model version: it takes requests, only finishes those that it has, or is closed."""
 
     #: It takes requests.
     SERVING = enum.auto()
@@ -234,7 +234,10 @@ class ModelVersion:
         return held
 
     def _hold_steps(self, former: ParameterSet, new: ParameterSet, now: ParameterSet | None, moves: bool) -> bool:
-        """Decides which parameters stepped requests that have begun with ``former`` go on with, as ``_hold_sequences`` does."""
+        """Decides which parameters stepped requests that have begun with ``former`` go on with, as ``_hold_sequences`` does.
+
+        ``new``: the parameters that requests name in their answers if they change over.
+        """
         if self.steps is None:
             return False
         held = False
@@ -299,7 +302,7 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """Raises the limit of batches of shapes that are not configured to the largest program compiled for them by now."""
+        """Lets batches of shapes that are not configured grow to the size of the largest program compiled for them by now."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:

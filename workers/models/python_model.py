@@ -85,7 +85,7 @@ class PythonModel:
         """Creates the model's ``TritonPythonModel``. Raises whatever its constructor raises.
 
         Args:
-          repository, instance, kind: the folder, the instance's name and its kind ("GPU"...), which ``initialize`` is given.
+          repository, instance, kind: the folder, the instance's name, and "CPU" or "GPU", which ``initialize`` is given.
           sequences: None: the model has no sequences.
           readiness: where the model's ``is_ready`` is registered to be called; None: the model has none.
         """
@@ -120,7 +120,7 @@ class PythonModel:
         readiness: IsReadyCalls | None,
         message: ModelConfig,
     ) -> Callable[[str], PythonModel]:
-        """Returns a function from an instance's name to the new instance.
+        """Returns a function that makes an instance, given its name. ``kind``: "CPU" or "GPU", which the model is told.
 
         Raises InvalidArgument: a model parameter is invalid.
         """
@@ -138,7 +138,7 @@ class PythonModel:
             self._readiness.join(self._is_ready)
 
     def _is_ready(self) -> object:
-        """Calls the model's ``is_ready``, in any thread. Raises whatever the model raises."""
+        """Returns what the model's ``is_ready`` returns; called in any thread. Raises whatever the model raises."""
         with self._port.code(), calling(Caller(self._port, phase=CallerPhase.APART)):
             said = self._model.is_ready()
             return asyncio.run(said) if inspect.iscoroutine(said) else said
@@ -228,8 +228,8 @@ class PythonModel:
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
         """Returns the result of a request to a decoupled model after its run; the responses themselves go through senders.
 
-        ``STREAMED``: a sender answers; Internal: none does, and none was kept; None: the model asked to have the request run
-        again. ``asked``: the request as the model was given it.
+        ``STREAMED``: a sender answers, now or later; Internal: the model kept no sender, so nothing will answer; None: the
+        model asked to have the request run again. ``asked``: the request as the model was given it.
         """
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
@@ -248,9 +248,10 @@ class PythonModel:
         caller: Caller,
         error: BaseException | None,
     ) -> None:
-        """Ends the requests of an ``execute`` coroutine that has ended; called in the coroutines' thread.
+        """Ends the requests that an ``execute`` coroutine leaves unanswered, with an error; called in the coroutines' thread.
 
-        ``error``: the exception that the coroutine raised, or None.
+        ``asked``: the requests as the model was given them. ``error``: the exception that the coroutine raised (then no request
+        is answered any more), or None (then those for which the model keeps a sender may be).
         """
         caller.close()
         if self._port.ran is not None:

@@ -16,7 +16,7 @@ from tensord.workers.scheduling.sequence_table import SequenceTable
 
 
 class SequenceRegister:
-    """The live sequences of one worker. This class alone writes the worker's shared sequence page."""
+    """Counts and bounds the live sequences of one worker; this class alone writes the worker's shared sequence page."""
 
     def __init__(self, page: SequencePage, most: int) -> None:
         self.page = page

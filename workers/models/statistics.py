@@ -42,7 +42,7 @@ class Duration:
         self.ns += ns
 
     def to_dict(self) -> dict[str, int]:
-        """Returns the count and the ns as an entry of Triton's statistics extension."""
+        """Returns the count and the nanoseconds as an entry of Triton's statistics extension."""
         return {"count": self.count, "ns": self.ns}
 
 

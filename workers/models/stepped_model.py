@@ -34,7 +34,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class DeviceRun(NamedTuple):
-    """An insertion or a step of a stepped model that was given to the device."""
+    """An insertion or a step of a stepped model that the device was given to compute; ``read`` returns its results."""
 
     made: Any
     #: Arrays that the device may still read.
@@ -51,7 +51,10 @@ class DeviceRun(NamedTuple):
 
 
 class SteppedModel:
-    """One version of a stepped model and the state of its slots on the device. Used by the worker's loop."""
+    """One version of a model that computes many requests at once, a step at a time, with the state of its slots on the device.
+
+    Each request has a slot until it ends. Used by the worker's loop.
+    """
 
     def __init__(
         self,
@@ -109,7 +112,9 @@ class SteppedModel:
     def insert(
         self, requests: Sequence[Request], slots: Sequence[int], chosen: ParameterSet | None = None
     ) -> DeviceRun:
-        """Inserts requests of one batching key into slots. ``chosen``: the parameter set to use; None: ``main``.
+        """Begins to compute requests of one batching key, which take these slots; the returned run has one row for each.
+
+        ``chosen``: the parameter set to use; None: ``main``.
 
         Raises: StateLost: the insertion failed and the state of all slots is lost. Any other error leaves all slots unchanged.
         """

@@ -76,7 +76,7 @@ COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HIS
 
 
 class MetricFamily:
-    """The metrics of one name. They are shown as long as the model's code holds this object and the model is served."""
+    """The metrics of one name. The daemon shows them as long as the model's code holds this object and the model is served."""
 
     COUNTER: ClassVar = MetricKind.COUNTER
     GAUGE: ClassVar = MetricKind.GAUGE

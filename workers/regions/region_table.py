@@ -64,7 +64,7 @@ class RegionTable:
           fd: a descriptor that another worker has checked, or that is sealed; None: this worker opens the object by its key.
         Returns: the region and its access, "guarded", "snapshot" or "sealed".
         Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: the object is refused, or cannot be mapped.
-          Unavailable: the process has too many open files; the rest is kept for requests.
+          Unavailable: the process has too many open files; the last few are reserved for requests.
         """
         access = record.access
         try:
@@ -97,7 +97,7 @@ class RegionTable:
         Takes the descriptor over, also when the memory is refused.
 
         Raises: InvalidArgument: the descriptor is not a writable memfd of ordinary pages and fixed size, or has another size.
-          Unavailable: no more can be mapped now, or the process has too many open files; the rest is kept for requests.
+          Unavailable: no more can be mapped now, or the process has too many open files; the last few are reserved for requests.
         """
         try:
             check_sealed(name, fd)

@@ -36,7 +36,7 @@ _UNTOLD: Mapping[str, Parameter] = {}
 
 
 class Request(Sequenced):
-    """A validated request of a client."""
+    """A request of a client that was found valid, with its inputs, from its arrival in the worker to its last answer."""
 
     __slots__ = (
         "_added",

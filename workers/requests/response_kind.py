@@ -133,7 +133,7 @@ class EncodedResponses:
         self.taken = False
 
     def join(self, record: bytes) -> bool:
-        """Adds a record.
+        """Adds the record of one more response; called by the sending thread.
 
         Returns False if the loop may have missed the record, so that these responses have to be put to the loop again.
         """

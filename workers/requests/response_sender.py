@@ -212,7 +212,7 @@ class ResponseSender:
     def finish(self, wake: bool) -> None:
         """Sends the mark that there is no further response, unless it was sent.
 
-        ``wake``: False where the model's function returns now.
+        ``wake``: whether to wake the loop; False: the model's function returns now, which wakes it.
         """
         with self._lock:
             if not self._closed:
@@ -225,7 +225,7 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Counts one holder less. A request without holders ends with an error, unless its model is to run on it again."""
+        """Undoes one ``hold``. A request without holders ends with an error, unless its model is to run on it again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)
@@ -233,7 +233,7 @@ class ResponseSender:
             self.fail(Internal(NOT_COMPLETED))
 
     def released(self, again: bool) -> bool:
-        """Notes that the model's function has returned. Returns whether a holder may still answer the request.
+        """Notes that the model's function has returned. Returns whether a caller of ``hold`` may still answer the request.
 
         Args:
           again: whether the model is to run on the request again.

@@ -104,7 +104,7 @@ class RequestTimeline:
         return True
 
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
-        """Notes a run of the request, whose outputs are not placed yet.
+        """Adds a run of the request to the timeline, whose outputs are not written yet; at level TENSORS also inputs and outputs.
 
         ``moments``: when it began, had its inputs, had computed; in ns.
         """
@@ -116,7 +116,7 @@ class RequestTimeline:
                 self._tensors += [_described(activity, name, array) for name, array in arrays.items()]
 
     def responded(self, now_ns: int) -> None:
-        """Notes the first response of a model with several; ignores the others."""
+        """Adds the moment of the first response of a model that sends several; later responses are ignored."""
         if not self._has_responded:
             self._has_responded = True
             self._moments.append((trace_stamps.RESPONSE_START, now_ns))
