@@ -91,9 +91,10 @@ class Models:
             self._given.drop_unused(request.name, self.lifecycle.folders(request.name))
 
     async def _load_found(self, name: str, config: str) -> None:
-        """Loads a model of a repository.
+        """Loads the model ``name`` from its repository, because a client asked for it.
 
-        A client's configuration, given now or with an earlier load of the same files, replaces its own.
+        ``config``: the client's configuration in JSON, used in place of config.pbtxt; "": that of an earlier load of the same
+        files, if a client gave one, else config.pbtxt. Raises InvalidArgument, Internal or Unsupported: the load failed.
         """
         found = await asyncio.to_thread(repository.find, self._paths(), name)
         given = config or self._overrides.of(found)
@@ -381,7 +382,7 @@ class Models:
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
     def drain(self, draining: bool) -> None:
-        """Makes the daemon not ready while it is being drained (True), or lets its models decide again (False)."""
+        """Makes the daemon not ready while it is being drained (True), or as ready as its models are again (False)."""
         self._readiness.draining = draining
         self._check_readiness()
 
@@ -403,7 +404,7 @@ class Models:
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
-        """Handles the death of a worker process: tells the front processes that it serves nothing, and ends or repeats its loads.
+        """Tells the fronts that a dead worker serves nothing any more, and gives up its loads or leaves them to its replacement.
 
         Args:
           incarnation: the number that only this worker process had.
@@ -415,20 +416,20 @@ class Models:
         self._begin([*left, *self.lifecycle.stranded(usable)])
 
     def worker_dismissed(self, incarnation: int) -> None:
-        """Handles the end of a worker process that was stopped because no model needs it."""
+        """Marks versions as not served by a worker that was stopped because no model needs it; no load is blamed for its end."""
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
-        """Loads a model's version on those workers that should serve it and failed to load it before."""
+        """Loads a version again on the workers that failed to load it for lack of pushed parameters, which are there now."""
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Notes how far a worker is with the load of a model."""
+        """Stores how far a worker is with a load, and publishes that to the fronts as part of the daemon's readiness."""
         self._readiness.loads(incarnation, at)
         self._check_readiness()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
-        """Handles a worker's answer to a Load record."""
+        """Logs whether a worker has loaded a version (its answer to a Load record), and tells the fronts if it serves now."""
         self._readiness.loads(incarnation, None)
         if answer.cancelled:
             _log.info("the load of model '%s' version %d was given up: %s", answer.name, answer.version, answer.reason)
@@ -440,7 +441,7 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Handles a worker's answer to an Unload record."""
+        """Logs that a worker has unloaded a version, and ends the unload if no other worker has yet to answer."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
@@ -450,7 +451,7 @@ class Models:
         return [*states, self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
-        """Carries out the lifecycle's instructions, in order."""
+        """Carries out the lifecycle's instructions in order: sends records, publishes states, sets outcomes, starts timers."""
         for instruction in instructions:
             match instruction:
                 case Send(worker, record):

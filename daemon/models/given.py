@@ -28,7 +28,7 @@ _MAX_DEPTH = 8
 
 
 class NotKept(Exception):
-    """Says that a client's files cannot be kept; ``cause`` is the error that says why."""
+    """Raised if the files of a model that a client sent cannot be written to the disk; ``cause`` is the error that says why."""
 
     def __init__(self, cause: ServingError) -> None:
         super().__init__(cause.message)

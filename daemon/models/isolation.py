@@ -24,9 +24,9 @@ def wanted(lifecycle: Lifecycle, options: Workers) -> dict[str, float]:
 
 
 def own(found: FoundModel, options: Workers) -> dict[str, float]:
-    """Returns the devices of the workers that serve only this placed model, each with its fraction of a GPU's memory.
+    """Returns the devices of the workers that serve only this model, each with its fraction of a GPU's memory (0 to 1).
 
-    Empty: the model is not isolated.
+    The model's devices must be set already (``found.devices``). Empty: the model is not isolated.
     """
     devices = [device for device in found.devices if model_of(device) == found.name]
     if not devices:

@@ -33,7 +33,7 @@ MAX_RETRY = 300.0
 
 
 class Lifecycle:
-    """State machine of all models: each event is a method that returns the instructions to carry out.
+    """State machine of all models: each event is a method that returns instructions, which ``Models`` carries out.
 
     ``known``: the names that the repository has now; loaded models need not be among them.
     """
@@ -191,7 +191,10 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
-        """Ends the model's running load or unload if every worker has answered."""
+        """Ends the model's running load or unload, with a Settled instruction for its outcome, if every worker has answered.
+
+        After a load, the versions that were replaced are unloaded before it ends.
+        """
         operation = model.running
         if operation is None:
             return []
@@ -282,7 +285,7 @@ class Lifecycle:
         return self._send_load(free[0][1], version)
 
     def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
-        """Handles the end of a worker process that can touch no shared memory any more.
+        """Marks versions as not served by a worker that has ended, and gives up its loads or leaves them to its replacement.
 
         Args:
           how: the end of a sentence about the worker, such as "died".
@@ -321,7 +324,10 @@ class Lifecycle:
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
-        """Handles a worker's answer to a Load record."""
+        """Marks a version as served by a worker that has loaded it, or as failed there. Returns what to send and publish.
+
+        A version that is not wanted any more is unloaded. The model's running load ends if this was the last answer.
+        """
         version = self.version(answer.name, answer.version)
         if version is None or worker not in version.loading:
             return []
@@ -364,7 +370,7 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Handles a worker's answer to an Unload record."""
+        """Marks a version as unloaded on a worker that says so; the last such answer ends the unload. Returns what to publish."""
         version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []

@@ -34,7 +34,7 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each
     """Returns the devices whose workers load a model; for an isolated model, the devices of the workers that serve only it.
 
     Args:
-      rate_limited: whether the resources of the rate limiter are counted.
+      rate_limited: whether the rate limiter is on: models that share its resources then go to the workers that count them.
       each: how many GPUs each worker has; the worker's device is the first of them.
 
     Raises InvalidArgument: the model names GPUs that no worker has, or two of its settings ask for different single workers.
@@ -120,7 +120,7 @@ def _first(gpu: int, each: int) -> str:
 def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the devices on which a model's rate-limiter resources are counted, chosen from the devices ``chosen``.
 
-    For a resource of the whole host one worker of all; else one worker of each GPU and one of the CPU.
+    If one of the resources is global, that is one worker of all; else it is one worker of each GPU and one of the CPU.
     """
     needs = _needs(message)
     if len(chosen) < 2 or not needs:

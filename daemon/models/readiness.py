@@ -102,7 +102,7 @@ def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[st
 
 
 class ReadinessCheck:
-    """Publishes whether the daemon is ready whenever that changes, and until then how far its loads are.
+    """Publishes to the fronts whether the daemon is ready, whenever that changes, and how far loads are while it is not.
 
     Belongs to the supervisor's loop.
     """
@@ -126,14 +126,17 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets which models should be served, at the start or after a reload. ``required``: as in ``repository.required``."""
+        """Sets which models must be served before the daemon is ready, at the start or after a reload.
+
+        ``required``: the models named by the option ``repository.required``; if there are any, only they count.
+        """
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)
         self._begun = True
 
     def loads(self, worker: int, at: Loading | None) -> None:
-        """Notes what a worker is loading now; None: the worker has answered the load, or is gone."""
+        """Stores what a worker loads now, which ``check`` publishes; None: the worker has answered the load, or is gone."""
         if at is None:
             self._loading.pop(worker, None)
         else:

@@ -63,7 +63,8 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 def fingerprints(path: Path, config: bytes, content: bytes) -> tuple[str, str]:
     """Computes two digests of the files that can be reached from a model's folder.
 
-    The first one includes ``config`` and changes with any file; the second one includes ``content`` and ignores ``config.pbtxt``.
+    The first one changes with any file and with ``config``, the whole configuration. The second one ignores config.pbtxt, and
+    changes with ``content``, the configuration without the numbers of instances.
 
     Raises OSError: the folder cannot be read.
     """
@@ -232,7 +233,7 @@ def _all_folders(repositories: Sequence[Path]) -> list[Path]:
 
 
 def find(repositories: Sequence[Path], name: str) -> FoundModel:
-    """Reads the model with this name. One that is in no repository, or in two, has an empty path and an error."""
+    """Reads the model of this name. If it is in no repository, or in two, the result has an empty path and an ``error``."""
     # Only a well-formed name may become part of a path.
     if NAME.fullmatch(name):
         places = [path / name for path in repositories if (path / name).is_dir()]
@@ -423,7 +424,7 @@ class Repositories:
     async def scan(self, options: Repository) -> dict[str, FoundModel]:
         """Reads the repositories that ``options`` names, and returns their models by name.
 
-        Raises InvalidArgument: a repository cannot be read, and ``exit_on_error`` is not False.
+        Raises InvalidArgument: a repository cannot be read; with ``options.exit_on_error`` False that is only logged.
         """
         paths, kept = [Path(path) for path in options.paths], dict[str, FoundModel]()
         if options.exit_on_error is False:
