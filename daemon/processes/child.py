@@ -53,7 +53,7 @@ _STACK_SECONDS = 0.2
 
 
 class Child:
-    """Owns a child process, its pidfd and its control channel."""
+    """Starts, calls, stops and kills one child process of the supervisor; owns its pidfd and its control channel."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Child:
             self._connection.send(record, *fds)
 
     def stop(self, grace_ns: int) -> None:
-        """Asks the process to finish its work within ``grace_ns`` nanoseconds and exit."""
+        """Sends the process a Stop record: it is to finish its work within ``grace_ns`` nanoseconds and exit."""
         self.stopping = True
         self.send(Stop(max(0, grace_ns)))
 
@@ -249,7 +249,7 @@ class Child:
 
     @property
     def cause(self) -> str:
-        """Names why the process died, as metrics do: "memory", "hung", "version", "exit", or a signal's name."""
+        """Returns why the process died, as a label of metrics: "memory", "hung", "version", "exit", or a signal's name."""
         if self.out_of_memory:
             return "memory"
         if self._killing:
@@ -271,9 +271,9 @@ class Child:
 
 
 class FrontProcess(Child):
-    """A front process, which serves one protocol to clients.
+    """A front process, which serves one protocol to clients, as the supervisor sees it.
 
-    It acknowledges each edition of the state that the supervisor publishes.
+    Each record that the supervisor publishes to the fronts gets a higher number, the edition; fronts acknowledge editions.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class FrontProcess(Child):
         self.send(StatePublished(edition))
 
     def acknowledge(self, edition: int) -> None:
-        """Handles the front's acknowledgement that it uses the published state of this edition."""
+        """Stores that the front uses the published state up to this edition, and wakes those who wait for it."""
         self.acknowledged = max(self.acknowledged, edition)
         if edition >= self._asked:
             self.owes_since_ns = 0
@@ -390,7 +390,7 @@ class WorkerProcess(Child):
         return self._begun[0] if self._begun else None
 
     def load_answered(self, name: str, version: int) -> None:
-        """Notes that the worker has ended a load of this model's version, well or not (a Loaded record)."""
+        """Stops counting a load of this version as running, because the worker reported its success or failure (Loaded)."""
         if (name, version) in self.owed:
             self.owed.remove((name, version))
         self._begun = [begun for begun in self._begun if begun[:2] != (name, version)]
@@ -435,15 +435,15 @@ def front_name(protocol: str, row: int) -> str:
 
 
 class MissingParts:
-    """Logs which parts the child processes of one kind lack; once for all of them, as they have the same installation."""
+    """Logs which optional parts (in C, or of JAX) the workers or the fronts lack, once for all, as they run the same files."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """Stores ``what``, the beginning of the line in the log. Nothing counts as logged yet."""
+        """Stores ``what``, with which each warning begins, before the names of the parts. Nothing counts as logged yet."""
         self._what = what
         self._said: tuple[str, ...] = ()
 
     def say(self, missing: tuple[str, ...]) -> None:
-        """Logs which parts a child lacks, as it reported, unless the same was logged before."""
+        """Logs a warning with the parts that a child reported as missing, unless the same was logged before."""
         if missing and missing != self._said:
             self._said = missing
             _log.warning("%s: %s", self._what, "; ".join(missing))

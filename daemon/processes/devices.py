@@ -30,7 +30,7 @@ _PLUGINS = "jax_plugins"
 
 
 class MissingDevice(Exception):
-    """GPUs or CPU cores were asked for that do not exist or may not be used."""
+    """Raised if the options ask for GPUs or CPU cores that do not exist or may not be used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ class Fronts:
     # ---------------------------------------------------------------------------------------------------------- telling
 
     def publish(self, record: Record, *fds: int) -> None:
-        """Sends a record to every front process, as a new edition of the published state."""
+        """Sends a record to every front process, as a new edition of the published state; ``settled`` waits until all use it."""
         self.publish_each(lambda front: front.send(record, *fds))
 
     def publish_each(self, send: Callable[[FrontProcess], None]) -> None:
@@ -256,14 +256,15 @@ class Fronts:
         return self._counters[protocol].answers(int(row), protocol)
 
     def dropped_traces(self, name: str) -> int:
-        """Counts the traces that the fronts of that name have dropped."""
+        """Returns how many traces the front slot of this name ("http-0") has dropped."""
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol].dropped_traces(int(row))
 
     def prepared_requests(self, name: str) -> tuple[int, int, int]:
         """Returns three counts of prepared requests in the front slot of this name ("http-0").
 
-        They are the prepared requests that have a number now, that were ever given one, and that were ever evicted.
+        A prepared request is the constant part of many requests, which is sent to a worker once and then named by a number. The
+        counts: those that have a number now, that were ever given one, and that were ever evicted.
         """
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol].prepared_requests(int(row))

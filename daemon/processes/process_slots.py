@@ -33,7 +33,10 @@ _MAX_START_DEATHS = 5
 
 
 class ProcessSlots:
-    """Keeps the history of each slot for a child process, and starts replacements of dead processes."""
+    """Replaces dead child processes, each after a delay, and counts deaths and replacements by slot.
+
+    A slot ("worker-0", "http-1") is the place of one child process: the process in it may change.
+    """
 
     def __init__(self, options: Expert, supervisor: Supervisor) -> None:
         self._options = options
@@ -70,7 +73,7 @@ class ProcessSlots:
             self._deaths[dead.name, dead.cause] += 1
 
     def forget(self, name: str) -> None:
-        """Forgets the history of a slot that does not exist any more."""
+        """Removes the counts and delays of a slot that does not exist any more."""
         for key in [key for key in self._deaths if key[0] == name]:
             del self._deaths[key]
         self._histories.pop(name, None)
@@ -138,7 +141,7 @@ class Backoff:
         self.deaths = 0
 
     def died(self, lived_ns: int, served: bool) -> float:
-        """Notes a death; returns how many seconds to wait before the replacement starts.
+        """Counts a death of the slot's process; returns how many seconds to wait before the replacement starts.
 
         ``lived_ns``: how long the process ran. ``served``: the process had been ready; clients' requests wait for its
         replacement, so the delay stays short.

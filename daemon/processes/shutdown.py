@@ -32,7 +32,7 @@ class DaemonPhase(enum.Enum):
 
 
 class Shutdown:
-    """Knows whether the daemon has to stop, and waits until its child processes are dead; ``child_died`` reports each."""
+    """Knows whether the daemon has to stop, and waits until its child processes are dead, each reported by ``child_died``."""
 
     def __init__(self) -> None:
         #: Set when the daemon has to stop.
@@ -45,7 +45,7 @@ class Shutdown:
         self._death = asyncio.Event()
 
     def signalled(self) -> None:
-        """Handles SIGTERM or SIGINT: the first asks the daemon to stop, the second to kill at once what still runs."""
+        """Makes the daemon stop, after the first SIGTERM or SIGINT; after the second it kills its child processes at once."""
         if self.requested.is_set():
             self._hurry.set()
         self.requested.set()
@@ -56,7 +56,7 @@ class Shutdown:
         self.requested.set()
 
     def child_died(self) -> None:
-        """Notes that a child process has died, and that its owner's table no longer lists it."""
+        """Wakes ``finish`` and ``bury``: a child process has died, and its owner has removed it from its table."""
         self._death.set()
 
     async def hurried(self, seconds: float) -> None:

@@ -65,7 +65,7 @@ class Pauses:
         self._late: deque[tuple[int, int]] = deque(maxlen=_MAX_PAUSES)
 
     def looked(self, due_ns: int, now_ns: int) -> None:
-        """Notes that a check which was due at ``due_ns`` was made at ``now_ns``."""
+        """Stores a pause from ``due_ns``, when a check was due, to ``now_ns``, when it was made, if that is long."""
         if now_ns - due_ns > _LATE_NS:
             self._late.append((due_ns, now_ns))
 
@@ -111,9 +111,9 @@ class Watchdog:
         self._pauses = Pauses()
 
     async def run(self) -> None:
-        """Checks all child processes again and again until cancelled.
+        """Checks all child processes again and again until cancelled, and kills each that exceeds a time limit.
 
-        Feeds the service manager's watchdog while none is overdue.
+        Tells the service manager's watchdog that the daemon is alive, while no child exceeds one.
         """
         fed, due_ns = 0.0, time.monotonic_ns()
         while True:

@@ -42,7 +42,7 @@ _LOOK_SECONDS = 0.05
 
 
 class WorkerPool:
-    """Owns the worker processes. Calls the supervisor when a worker joins, answers, asks, is dismissed or dies."""
+    """Starts, replaces and stops the worker processes. Tells the supervisor when one is ready, has died, or sent a record."""
 
     def __init__(self, program: str, supervisor: Supervisor) -> None:
         """Creates a pool without workers. ``program``: the module that workers run, as for ``python -m``."""
