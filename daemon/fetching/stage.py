@@ -56,7 +56,10 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Stage:
-    """The stage of one model that is being fetched. It is locked from its creation; use it as a context manager to unlock it."""
+    """A locked folder next to a model's folder, in which a model is downloaded and checked before it replaces the served one.
+
+    Use it as a context manager, which unlocks it at the end; no other process can fetch the model until then.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Creates and locks the stage. ``folder``: the model's folder in its repository, which need not exist.
@@ -96,7 +99,7 @@ class Stage:
         return plan.same(_read(self.folder / RECORD))
 
     def fill(self, source: Source, plan: Plan, max_byte_size: int) -> Iterator[int]:
-        """Fetches the bytes that are missing in the stage; yields how many bytes of the plan's are there so far.
+        """Fetches the bytes that are missing in the stage; yields how many bytes of the plan's files are there so far.
 
         Raises InvalidArgument: the model is too large; Unavailable: a file could not be read, or has changed meanwhile; OSError:
         a file cannot be written.
@@ -186,7 +189,7 @@ class Stage:
         self.clear()
 
     def clear(self) -> None:
-        """Removes the stage, with the lock in it."""
+        """Removes the stage's folder with all that was fetched, and the lock in it."""
         shutil.rmtree(self._path, ignore_errors=True)
 
     def _check_room(self, begun: Sequence[tuple[File, int]], max_byte_size: int) -> None:
@@ -229,7 +232,7 @@ def _begun(place: Path, byte_size: int) -> int:
 
 
 def _opened(place: Path, byte_size: int) -> IO[bytes]:
-    """Opens a file for writing, at the end of the bytes that exist already."""
+    """Opens a file for writing behind the bytes that exist already; it is emptied if it has more than ``byte_size`` of them."""
     begun = _begun(place, byte_size)
     place.parent.mkdir(parents=True, exist_ok=True)
     opened = open(place, "r+b" if begun else "wb")  # noqa: SIM115

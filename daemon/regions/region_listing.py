@@ -46,7 +46,7 @@ def status(
 
 
 def _described(request: Registration) -> dict[str, str | int]:
-    """Describes a region for clients. A CUDA handle is left out, because it would let any client open the memory."""
+    """Returns a region's fields as clients see them. A CUDA handle is left out: it would let any client open the memory."""
     if isinstance(request, RegisterCudaRegion):
         return {"name": request.name, "device_id": request.device_id, "byte_size": request.byte_size}
     return {"name": request.name, "key": request.key, "offset": request.offset, "byte_size": request.byte_size}
@@ -84,7 +84,7 @@ async def records(
 
 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
-    """Asks a worker how many tensors of requests are in regions. Empty if the worker is gone.
+    """Asks a worker how many tensors of requests are in region ``name``, or in every region (""). Empty: the worker is gone.
 
     Returns, by name: tensors in the region that has the name now, and tensors in unregistered regions that had it.
     """

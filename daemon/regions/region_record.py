@@ -21,7 +21,7 @@ Registration = RegisterSystemRegion | RegisterCudaRegion
 
 
 class RegionState(enum.Enum):
-    """States of a registered region."""
+    """States of a region: being registered on the workers, registered, being renewed, or being unregistered."""
 
     #: Workers are registering it. It is not listed yet.
     REGISTERING = "registering"
@@ -35,7 +35,7 @@ class RegionState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class RegisteredRegion:
-    """A region of shared memory that a client has registered."""
+    """A region of shared memory that a client has registered: its owner, state, descriptor, and the workers that have it."""
 
     kind: str
     request: Registration
@@ -69,7 +69,7 @@ class RegisteredRegion:
             self.fd = -1
 
     def record(self, workers: list[str], leases: int) -> dict[str, Any]:
-        """Describes the region completely, for operators.
+        """Returns all that is known of the region as JSON values, for operators.
 
         Args:
           workers: the names of the workers that have it.

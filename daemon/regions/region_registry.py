@@ -159,7 +159,7 @@ class RegionRegistry:
             region.watch = EndWatch(end, lambda: self._reclaim(region))
 
     def _reclaim(self, region: RegisteredRegion) -> None:
-        """Unregisters a region whose process or connection has ended, as ``regions.reclaim`` asks."""
+        """Unregisters a region because its owner's process or connection has ended (option ``regions.reclaim``)."""
         if region.state is RegionState.REGISTERED:
             what = "process" if self._options.reclaim == "owner" else "connection of process"
             _log.info("region '%s' goes: the %s %d has ended", region.request.name, what, region.peer.pid)
@@ -259,7 +259,7 @@ class RegionRegistry:
             await _tell(worker, UnregisterRegion(region.kind, name))
 
     def worker_left(self, incarnation: int) -> None:
-        """Notes that a worker has died, and so has no regions any more."""
+        """Removes a dead worker from the list of workers that each region is registered on."""
         for region in self._regions.values():
             region.holders.discard(incarnation)
 

@@ -29,7 +29,7 @@ Exemplar = tuple[str, float, float]
 
 
 class Exemplars:
-    """Keeps the exemplars of a front, by model version and bucket.
+    """Keeps, for one front, the last traced request in each bucket of each model version's histograms: its exemplar.
 
     Args:
       buckets: upper bounds of the histograms, in seconds.
@@ -40,7 +40,10 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[Bucket, Exemplar]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Notes a traced request that was answered without an error. ``moments``: CLOCK_MONOTONIC ns of each stamp, by name."""
+        """Makes a traced request, which was answered without an error, the exemplar of each bucket that its durations fall into.
+
+        ``moments``: CLOCK_MONOTONIC ns of each stamp, by name.
+        """
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= _MAX_VERSIONS:
             del self._versions[next(iter(self._versions))]
@@ -52,7 +55,10 @@ class Exemplars:
                 found[kind, bisect_left(self._buckets, seconds)] = trace_id, seconds, now
 
     def told(self) -> list[tuple[str, int, list[tuple[int, int, str, float, float]]]]:
-        """Returns all exemplars, as the answer to ``TraceExemplars``: model, version, and kind, bucket and exemplar of each."""
+        """Returns the exemplars of each model version, to be sent to the supervisor as the answer to ``TraceExemplars``.
+
+        Each is: the kind of duration (``tensord.shm.durations``), the number of the bucket, and the three fields of ``Exemplar``.
+        """
         return [
             (model, version, [(*bucket, *exemplar) for bucket, exemplar in found.items()])
             for (model, version), found in self._versions.items()

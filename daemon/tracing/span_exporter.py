@@ -55,7 +55,7 @@ def installed() -> bool:
 
 
 class SpanCounts:
-    """Counts what became of spans. The supervisor's loop and the thread that sends spans write two of the counts each."""
+    """Counts spans: queued and dropped ones, written by the supervisor's loop; sent and failed ones, by the sending thread."""
 
     def __init__(self) -> None:
         #: Spans that were queued, and those that were dropped because too many waited.
@@ -65,11 +65,11 @@ class SpanCounts:
 
     @property
     def waiting(self) -> int:
-        """Counts the spans that are queued or being sent."""
+        """Returns how many spans are queued or being sent."""
         return self.queued - self.sent - self.failed
 
     def outcomes(self) -> dict[str, int]:
-        """Returns the spans by what became of them."""
+        """Returns how many spans were sent, failed to be sent, or were dropped: the keys "sent", "failed" and "dropped"."""
         return {"sent": self.sent, "failed": self.failed, "dropped": self.dropped}
 
 
@@ -91,13 +91,13 @@ class SpanExporter:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         class QuickResource(Resource):
-            """Hashes by identity: the library's own hash writes all attributes as JSON, once for each span that is sent."""
+            """A Resource hashed by identity: the library's hash writes all attributes as JSON, once for each span sent."""
 
             def __hash__(self) -> int:
                 return id(self)
 
         class CountedExporter(OTLPSpanExporter):
-            """Counts what it sends. Its thread is the processor's."""
+            """Sends spans, and counts those that arrived or failed. Runs in the thread of BatchSpanProcessor."""
 
             def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
                 result = SpanExportResult.FAILURE
@@ -134,7 +134,13 @@ class SpanExporter:
                 self._request(own, parent, ended, offset)
 
     def _request(self, own: SpanContext, parent: SpanContext | None, ended: EndedTrace, offset: int) -> None:
-        """Makes the span of a client's request. ``offset``: ns to add to CLOCK_MONOTONIC to get the time since 1970."""
+        """Queues the span of a client's request, as ``export`` does.
+
+        Args:
+          own: the ids of the span.
+          parent: the ids of the client's span; None: the request began the trace.
+          offset: ns to add to CLOCK_MONOTONIC to get the time since 1970.
+        """
         began_ns, ended_ns = ended.began_ns + offset, max(ns for _, ns in ended.moments) + offset
         attributes, server = _named(ended.attributes), self._trace.SpanKind.SERVER
         self._end(own, parent, f"infer {ended.model}", began_ns, ended_ns, attributes, ended.error, server)
@@ -142,7 +148,10 @@ class SpanExporter:
     def _parts(
         self, own: SpanContext, moments: Sequence[tuple[str, int]], timeline: Timeline | None, offset: int
     ) -> None:
-        """Makes the spans of a request's parts, and of requests that the model made for it. ``offset``: as in ``_request``."""
+        """Queues the spans of a request's parts, such as "compute", and of the requests that its model made of other models.
+
+        ``own``: the ids of the request's span. ``moments``: CLOCK_MONOTONIC ns of each stamp. ``offset``: as in ``_request``.
+        """
         at = {name: ns + offset for name, ns in moments}
         run = own
         for name, begins, ends in _PARTS:

@@ -79,7 +79,7 @@ def _number(setting: str, text: str, least: int, largest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Holds the values of all trace settings of a scope; ``level`` is a sum of ``LEVELS``."""
+    """Values of all trace settings of one model, or of all models; ``level`` is a sum of ``LEVELS``: 1 timestamps, 2 tensors."""
 
     level: int
     rate: int

@@ -216,7 +216,10 @@ class Trace:
         self.error = ""
 
     def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:
-        """Makes the request a span of a trace. ``parent``: the client's span; None: the request begins a new trace."""
+        """Makes the request a span, which is handed to ``spans`` when the request has ended.
+
+        ``parent``: the client's span; None: the request begins a new trace. ``began_ns``: when it began, CLOCK_MONOTONIC.
+        """
         self._spans, self._parent, self._began_ns = spans, parent, began_ns
         self._own = SpanIds.within(parent)
         self.context = self._own.trace_id, self._own.span_id
@@ -231,11 +234,11 @@ class Trace:
         self._stamps.append((ns or time.monotonic_ns(), name))
 
     def responded(self, version: int) -> None:
-        """Notes a response that others follow. ``version``: which one has answered; 0: it is an error."""
+        """Stores which model version sent a response that is not the last one; 0: the response is an error, nothing is stored."""
         self._version = version or self._version
 
     def completed(self, version: int, timeline: Timeline | None) -> None:
-        """Adds the worker's part of the trace, and the end of the request.
+        """Adds the timestamps that the worker has reported to the trace, and a timestamp for the end of the request.
 
         ``version``: the model version that answered; 0: none did. ``timeline``: the worker's part; None: there is none.
         """
