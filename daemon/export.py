@@ -19,13 +19,15 @@ from tensord.shm.errors import InvalidArgument
 
 
 def export(model: FoundModel, options: Options, device: Device, folder: Path, platforms: str) -> None:
-    """Exports the newest version of a model that would be served. What the model's code prints goes to stderr.
+    """Writes the newest version of a model as a new model without Python code: a program of jax.export and its parameters.
+
+    What the model's code prints goes to stderr.
 
     Args:
       device: what the model is loaded on.
-      folder: where the exported model is written.
+      folder: the new model's folder, which is made if it is missing.
       platforms: the platforms that it shall run on, such as "cpu,cuda"; "": that of ``device``.
-    Raises: InvalidArgument: the model cannot be exported; the message says why.
+    Raises: InvalidArgument: the model cannot be exported, or the folder has a version 1 or cannot be written.
     """
     if model.problem:
         raise InvalidArgument(f"model '{model.name}': {model.problem}")

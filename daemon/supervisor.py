@@ -104,7 +104,8 @@ class Supervisor:
         programs: Programs = Programs(),
         first_signals: FirstSignals | None = None,
     ) -> None:
-        """
+        """Creates the parts of the daemon, and starts nothing yet.
+
         Args:
           reread: reads the configuration again, after SIGHUP; raises ConfigurationError if it cannot be used.
           spawned: the first workers, already started. The supervisor owns them once its sockets are bound.
@@ -341,7 +342,7 @@ class Supervisor:
         self._models.worker_dismissed(worker.incarnation)
 
     def worker_answered(self, worker: WorkerProcess, record: Loading | Loaded | Unloaded) -> None:
-        """Handles what a worker reports of a model: the progress of its load, or the end of its load or unload."""
+        """Passes a worker's report of a load's progress or end, or of an unload's end, to ``Models`` or ``Parameters``."""
         if isinstance(record, Loading):
             self._models.loading(worker.incarnation, record)
         elif isinstance(record, Loaded):
@@ -350,7 +351,7 @@ class Supervisor:
             self._models.unloaded(worker.incarnation, record.name, record.version)
 
     def worker_ended_lane(self, worker: WorkerProcess, lane: LaneClosed) -> None:
-        """Handles a worker's report that it has released everything that belonged to a client's lane."""
+        """Tells ``ClientLanes`` that a worker has released everything that belonged to a client's lane."""
         self._lanes.lane_ended(worker, lane.peer)
 
     async def _answer(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
@@ -377,7 +378,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def worker_died(self, worker: WorkerProcess, device: Device) -> None:
-        """Handles the death of a worker: tells fronts, models, regions and client lanes, and has a replacement started."""
+        """Tells fronts, models, regions and client lanes that a worker has died, and has a replacement started."""
         self._slots.look(worker)
         self._regions.worker_left(worker.incarnation)
         self._lanes.worker_left(worker)
@@ -404,7 +405,7 @@ class Supervisor:
             self._slots.forget(name)
 
     def front_died(self, front: FrontProcess) -> None:
-        """Handles the death of a front: has a replacement started, unless the daemon stops."""
+        """Has a replacement started for a front that has died, unless the daemon stops."""
         self._slots.look(front)
         self._slots.died(front, lambda: self.fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
@@ -468,7 +469,7 @@ class Supervisor:
         self._notifier.status(self._summary())
 
     def drain_models(self, draining: bool) -> None:
-        """Makes the daemon report that it is not ready, because it is drained (True), or ends that (False)."""
+        """Makes the daemon not ready, because it is being drained (True), or as ready as its models are again (False)."""
         self._models.drain(draining)
 
     def refuse_requests(self, refuses: bool) -> None:

@@ -54,7 +54,7 @@ class ClientConnection:
 
 @dataclass(slots=True)
 class _Lane:
-    """A lane that its worker has not completely closed yet."""
+    """A client's lane to a worker, from its opening until the worker reports that it is completely closed."""
 
     worker: WorkerProcess
     owner: str
@@ -265,7 +265,7 @@ class ClientLanes:
         return sum(device in wanted for device in workers.slots.values())
 
     def _end(self, number: int) -> None:
-        """Takes a lane away from its client, and tells the lane's worker to close it."""
+        """Removes a lane from its client's connection, and sends its worker the record that makes it close the lane."""
         lane = self._lanes[number]
         self._take(lane)
         lane.worker.send(LaneClosed(number))
@@ -279,14 +279,14 @@ class ClientLanes:
     # --------------------------------------------------------------------------------------------------------- changes
 
     def lane_ended(self, worker: WorkerProcess, number: int) -> None:
-        """Handles a worker's report that it has completely closed a lane."""
+        """Stops counting a lane that its worker reports as completely closed, and wakes clients that wait for one."""
         lane = self._lanes.get(number)
         if lane is not None and lane.worker is worker:
             self._forget(number)
             self._wake()
 
     def worker_left(self, worker: WorkerProcess) -> None:
-        """Forgets the lanes of a worker that has died."""
+        """Stops counting the lanes of a worker that has died, and wakes clients that wait for a worker."""
         for number in [number for number, lane in self._lanes.items() if lane.worker is worker]:
             self._forget(number)
         self._wake()
@@ -299,7 +299,7 @@ class ClientLanes:
             del self._owned[lane.owner]
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Notes a new state of a model version."""
+        """Stores a model's new state, and wakes clients that wait for it; ignores the daemon's readiness."""
         if isinstance(record, Readiness):
             return
         if isinstance(record, ModelState):

@@ -22,7 +22,10 @@ _BATCH = 64
 
 
 class ControlChannel:
-    """Owns a control channel. ``on_close`` is called once, when the peer is gone or sent invalid data; not after ``close``."""
+    """Sends and receives records on the control channel between the supervisor and a child process, on the running loop.
+
+    ``on_close`` is called once, when the peer is gone or sent invalid data; not after ``close``.
+    """
 
     def __init__(
         self, channel: Channel, on_record: Callable[[Any, list[int]], None], on_close: Callable[[], None]
@@ -70,7 +73,7 @@ class ControlChannel:
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
-        """Handles the last records of a peer that is gone, and closes the channel."""
+        """Calls ``on_record`` with the last records of a peer that is gone, and closes the channel."""
         if not self._closed:
             self._readable()
         self.close()

@@ -31,7 +31,7 @@ def uncounted(refusal: Refusal) -> None:
 
 
 class Refusals:
-    """Counts and logs the requests that one front refuses; belongs to the front's loop."""
+    """Counts the requests that one front refuses, and logs them as sums, once a minute at most. Belongs to the front's loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: OnRefusal = uncounted) -> None:
         self._loop = loop
@@ -44,13 +44,13 @@ class Refusals:
         self._timer_ns = 0
 
     def note(self, model: str, refusal: Refusal) -> None:
-        """Counts and logs one refused request. ``model``: "" where it is not known yet."""
+        """Counts one refused request, also for the next line in the log. ``model``: "" where it is not known yet."""
         self._count(refusal)
         self._log.note(model, refusal.value, time.monotonic_ns())
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Logs one request that was answered with this error code and message because of a mistake of the client."""
+        """Counts, for the next line in the log, a request answered with this error because of a mistake of the client."""
         self._mistakes.note(model, code, time.monotonic_ns(), message)
         self._settle_later()
 
@@ -65,7 +65,7 @@ class Refusals:
         return given_room
 
     def close(self) -> None:
-        """Writes the last lines about refusals to the log."""
+        """Logs the refusals that were counted since the last line in the log, and stops the timer for later lines."""
         if self._timer is not None:
             self._timer.cancel()
         for log in (self._log, self._mistakes):

@@ -80,7 +80,10 @@ class SharedCounters:
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns three counts of a row's prepared requests: those with a number now, ever given one, and ever evicted."""
+        """Returns three counts of a row's prepared requests: those with a number now, ever given one, and ever evicted.
+
+        A prepared request is the constant part of many requests, sent to a worker once and then named by its number.
+        """
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
@@ -95,7 +98,7 @@ class SharedCounters:
         return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
 
     def dropped_traces(self, row: int) -> int:
-        """Counts the traces that the fronts of that row have dropped."""
+        """Returns how many traces the fronts in this row have ever dropped."""
         return self._words[row * _WORDS + _TRACES]
 
     def clear(self, row: int) -> None:
@@ -130,7 +133,7 @@ class FrontCounters:
         self._connections[self._row] = connections
 
     def note_number(self, numbered: int, evicted: int) -> None:
-        """Counts a prepared request that was given a number.
+        """Counts a prepared request (the constant part of many requests) that was given the number by which workers know it.
 
         ``numbered``: how many have a number now; ``evicted``: how many lost theirs to make room for this one.
         """

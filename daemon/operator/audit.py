@@ -34,7 +34,7 @@ _MAX_TEXT = 200
 
 
 class Audit:
-    """Writes the audit lines of one daemon to the log, at a limited rate."""
+    """Logs each control operation that can change something, and which client asked for it, at a limited rate."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock

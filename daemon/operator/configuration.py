@@ -23,7 +23,10 @@ _RELOADABLE = ("repository.paths", "repository.load", "repository.required", "lo
 
 
 class Configuration:
-    """Holds the options in force. ``reread`` reads all configuration sources again and raises ConfigurationError."""
+    """Holds the options in force, for the supervisor.
+
+    ``reread``: reads all configuration sources again; raises ConfigurationError if they cannot be used.
+    """
 
     def __init__(self, configured: Configured, reread: Callable[[], Configured]) -> None:
         self.options = configured.options
@@ -51,11 +54,9 @@ class Configuration:
         return new
 
     def take(self, new: Configured) -> int:
-        """Puts the repository's options of a new configuration into force.
+        """Puts the keys of a new configuration into force that need no restart: ``repository.paths``, ``load`` and ``required``.
 
-        Returns how many keys of it differ from those in force.
-
-        Changed keys that need a restart are logged.
+        Logs the changed keys that need a restart. Returns how many keys differ from those that were in force.
         """
         changed = layers.changed_keys(self.options, new.options)
         fixed = [key for key in changed if not _is_reloadable(key)]
@@ -76,11 +77,11 @@ class Configuration:
         return len(changed)
 
     def refused(self) -> None:
-        """Notes that a reload of the configuration was refused."""
+        """Stores that the last reload of the configuration was refused, for ``tensorctl status`` and metrics."""
         self.reloaded = False
 
     def take_log(self, new: Log) -> None:
-        """Puts new log options into force."""
+        """Replaces the log options of ``options``; the caller applies them to the processes."""
         self.options = msgspec.structs.replace(self.options, log=new)
 
     async def described(self) -> dict[str, Any]:

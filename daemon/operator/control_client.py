@@ -25,9 +25,10 @@ class Refused(Exception):
 
 
 def ask(path: Path | None, environment: Mapping[str, str], question: Mapping[str, Any]) -> Any:
-    """Sends a question to a daemon and returns the answer's result.
+    """Sends a command of tensorctl to a daemon and returns its result, as decoded JSON.
 
-    ``path``: the daemon's control socket; None: the socket is looked for.
+    ``path``: the daemon's control socket; None: it is looked for in the default folders. ``question``: the fields of
+    ``OperatorQuestion``.
 
     Raises Unreachable: not exactly one daemon answers; Refused: the daemon answered with an error.
     """
@@ -63,7 +64,7 @@ def _connected(path: Path) -> socket.socket:
 
 
 def _found(environment: Mapping[str, str]) -> socket.socket:
-    """Connects to the only daemon that answers in the first folder where any does.
+    """Looks for control sockets in the default folders, in order, and connects to the only daemon that answers in one.
 
     Raises Unreachable: none answers, or several do.
     """

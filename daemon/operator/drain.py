@@ -28,7 +28,7 @@ _LANES_POLL_SECONDS = 0.05
 
 
 class DrainPhase(enum.Enum):
-    """Phases of draining the daemon."""
+    """Phases in which the daemon is taken out of service: still accepting requests, refusing them, and none left in flight."""
 
     #: Nothing is drained.
     NONE = "none"
@@ -41,7 +41,10 @@ class DrainPhase(enum.Enum):
 
 
 class Drain:
-    """Drains the daemon, and ends a drain. Belongs to the supervisor's loop."""
+    """Takes the daemon out of service without stopping it, and puts it back. Belongs to the supervisor's loop.
+
+    The daemon is not ready at once, refuses new requests after ``supervisor.drain_time``, and answers those in flight.
+    """
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -54,7 +57,7 @@ class Drain:
         return self.phase in (DrainPhase.REFUSING, DrainPhase.DRAINED)
 
     def begin(self) -> None:
-        """Begins to drain the daemon; does nothing if that has begun already."""
+        """Makes the daemon not ready, and starts the task that later refuses requests. A second call does nothing."""
         if self.phase is not DrainPhase.NONE:
             return
         seconds = self._supervisor.options.supervisor.drain_time
@@ -93,7 +96,11 @@ class Drain:
         self._supervisor.drain_models(False)
 
     async def _drain(self, seconds: float) -> str:
-        """Carries the drain out. Returns "", or a sentence about requests still in flight after ``supervisor.exit_timeout``."""
+        """Waits, has new requests refused, and waits until none is in flight.
+
+        ``seconds``: how long requests are still accepted. Returns "", or a sentence about the processes that still had
+        requests in flight after ``supervisor.exit_timeout``.
+        """
         await self._supervisor.fronts.settled()
         await asyncio.sleep(seconds)
         self.phase = DrainPhase.REFUSING

@@ -43,7 +43,7 @@ _OPERATOR = Peer("operator")
 
 
 class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """A command of tensorctl with its arguments."""
+    """A command of tensorctl with its arguments, as it is sent over the control socket in JSON."""
 
     command: str
     name: str = ""

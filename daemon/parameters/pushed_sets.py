@@ -41,7 +41,7 @@ class Content:
 
     @property
     def is_kept(self) -> bool:
-        """Returns whether these parameters can still be given to a worker that replaces another."""
+        """Returns whether the memory or file of these parameters is known, from which a worker's replacement gets them."""
         return not self.number or self.memory >= 0 or self.file is not None
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Content:
             os.close(memory)
 
     def describe(self) -> dict[str, Any]:
-        """Describes these parameters for ``GET /v2/models/M/parameters``."""
+        """Returns the number, size, time and client of the push as JSON values, for ``GET /v2/models/M/parameters``."""
         if self.pushed_by is None:
             return {"number": self.number, "kept": "repository"}
         return {
@@ -77,7 +77,7 @@ def words_of(peer: Peer) -> str:
 
 @dataclass(slots=True, eq=False)
 class PushedSet:
-    """One parameter set of a model version: the parameters in force, those before them, and its highest number."""
+    """One parameter set of a model version: the parameters in force, those before them, and the highest number of a push."""
 
     newest: Content
     #: What it held before; None: nothing that could be put into use again.
@@ -106,16 +106,17 @@ class PushedSets:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Returns, for each model version, how many parameter sets were pushed into it, and the number of its set ``main``."""
+        """Returns, for each model version, how many sets it has, and the number of the push in force in ``main``; 0: none."""
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()
         }
 
     def put(self, key: VersionKey, name: str, content: Content) -> None:
-        """Puts new parameters of a set into force, and owns their memory from then on.
+        """Stores new parameters of a set as those in force, and owns their memory from then on.
 
-        The parameters that were in force stay as the set's former ones. Memory that exceeds the limit is not kept.
+        The parameters that were in force stay as the set's former ones. Beyond the limit former parameters lose their memory, the
+        oldest first, and then the new ones.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)
@@ -130,7 +131,7 @@ class PushedSets:
         self._take(content)
 
     def revert(self, key: VersionKey, name: str) -> None:
-        """Puts the set's former parameters into force again, and drops the newest ones."""
+        """Stores the set's former parameters as those in force again, and drops the newest ones."""
         there = self._sets[key][name]
         assert there.former is not None
         self._drop(there.newest)

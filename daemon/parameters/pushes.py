@@ -259,7 +259,7 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Brings pushed parameters to every worker, and puts them into force. Returns them as they are kept.
+        """Brings pushed parameters to every worker, and puts them into force. Returns what ``sets`` stores of them.
 
         Raises ServingError: the push was refused, and nothing has changed.
         """
@@ -381,7 +381,10 @@ class Parameters:
         """Stages parameters on every worker, puts them into force (``put``), and has every worker commit them.
 
         Args:
-          memory: the parameters; -1: the workers use what they kept of them.
+          stage: sent to each worker, with the memory.
+          memory: a descriptor of the parameters' memory; -1: the workers use the former parameters, which they still have.
+          move_sequences: whether sequences and stepped requests that have begun go on with the new parameters.
+          put: stores the parameters as those in force, once every worker has them.
           check: raises if these parameters are not wanted any more.
 
         Raises _NoWorker: all workers died before; ServingError: a worker refused the parameters. Nothing has changed then.
@@ -475,7 +478,7 @@ class Parameters:
     def sent(self, worker: int, load: Load) -> Load:
         """Returns the Load record as it is to be sent to a worker.
 
-        If the worker must get pushed parameters before it serves, the record is marked ``held``.
+        If parameters were pushed into the version, the record is marked ``held``: the worker serves it only after ServeLoaded.
         """
         key = load.name, load.version
         if not (self.sets.of(key) or key in self._changing):
@@ -498,11 +501,11 @@ class Parameters:
         self._tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets a worker that has died."""
+        """Forgets which loads of a dead worker waited for pushed parameters before they could serve."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Handles a worker's answer to a Load; reports it to the models once the worker also has the pushed parameters."""
+        """Reports a worker's answer to a Load to ``Models``, once the worker also has the version's pushed parameters."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)
@@ -513,7 +516,7 @@ class Parameters:
             self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
-        """Gives a worker the parameters that were pushed into a version, and passes on the worker's answers to its loads."""
+        """Gives a worker the parameters that were pushed into a version, and then reports its answers to Loads to ``Models``."""
         waiting = self._restoring[worker.incarnation, key]
         try:
             while waiting:
@@ -568,7 +571,7 @@ class Parameters:
         return failed
 
     def _pass_on(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Reports a worker's answer to a Load to the models, and allows the worker to serve what it loaded."""
+        """Reports a worker's answer to a Load to ``Models``, and allows the worker to serve the version that it loaded."""
         held = worker.incarnation, (answer.name, answer.version)
         if worker.alive:
             if held in self._held and not answer.reason:
@@ -584,7 +587,7 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------------------- others
 
     def describe(self) -> dict[str, Any]:
-        """Describes the pushed parameter sets, for ``tensorctl status``."""
+        """Returns the bytes of all pushed sets, their limit, and each version's number of sets, for ``tensorctl status``."""
         versions = [
             {"model": name, "version": version, "sets": count, "number": number}
             for (name, version), (count, number) in sorted(self.sets.by_version().items())
