@@ -35,7 +35,7 @@ _MAX_ALONE = 15
 
 
 class Acceptor:
-    """Owns this process's descriptors of the listening sockets, and accepts connections on them.
+    """Accepts connections on the listening sockets, of which it owns this process's descriptors, and leaves some to other fronts.
 
     Args:
       open_: opens an accepted socket for its client, named as ``Peer.owner`` does; the protocol counts it in ``counters``.
@@ -174,7 +174,7 @@ class AcceptLimit:
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """Notes that ``taken`` connections were accepted, of at most ``room`` that were tried for."""
+        """Sets the attribute ``room``, the limit for the next iteration, after ``taken`` of at most ``room`` connections came."""
         if taken < room:
             self.room = 1
             self._alone = min(2 * self._alone + 1, _MAX_ALONE) if taken <= 1 else 0

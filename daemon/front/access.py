@@ -53,12 +53,12 @@ CALLS: Mapping[str, str] = {
 
 
 class Restricted(Unavailable):
-    """Raised when a call needs a key that the client did not send. Over HTTP it has a status of its own, 403."""
+    """Raised when a call needs a key that the client did not send. It becomes HTTP status 403, or UNAVAILABLE over gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Checks the header with the key that a call needs."""
+    """Lets a restricted call pass only if the request has a certain header with a certain value, the key."""
 
     #: The header's name in lower case.
     header: bytes
@@ -66,7 +66,7 @@ class Rule:
     message: str
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Checks a request's headers, with names in lower case; of repeated ones the first counts.
+        """Checks that a request's headers, with names in lower case, have the rule's key; of repeated ones the first counts.
 
         Raises Restricted: the key is missing or wrong.
         """
@@ -80,10 +80,10 @@ class Rule:
 
 
 class Access:
-    """Holds the access rules of one protocol, by group of calls."""
+    """Knows which calls of one protocol need a key in a header: rules by group of calls, such as "inference"."""
 
     def __init__(self, restrictions: Mapping[str, Restriction], sentence: str, prefix: str = "") -> None:
-        """Makes a rule for each restricted group.
+        """Makes a rule for each restricted group of calls (a key of ``restrictions``).
 
         ``sentence``: the error text; the quoted name of the header is added. ``prefix``: what the header's name begins with.
         """
@@ -102,10 +102,16 @@ class Access:
 
 
 def http_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Makes the access rules for HTTP: the header's name is the configured key."""
+    """Makes the access rules for HTTP: a restricted call must have the header ``Restriction.key`` with ``Restriction.value``.
+
+    ``restrictions``: group of calls, such as "inference" -> the header that they need.
+    """
     return Access(restrictions, "This API is restricted, expecting header")
 
 
 def grpc_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Makes the access rules for gRPC: the metadata's name is the configured key with a prefix."""
+    """Makes the access rules for gRPC: a restricted call must have the metadata ``triton-grpc-protocol-`` + ``Restriction.key``.
+
+    ``restrictions``: group of calls, such as "inference" -> key and value of the metadata that they need.
+    """
     return Access(restrictions, "This protocol is restricted, expecting header", "triton-grpc-protocol-")

@@ -45,10 +45,10 @@ _CLIENTS = frozenset(
 
 
 class Answered:
-    """Counts the answers of one front and writes its access log. ``protocol``: "http" or "grpc"."""
+    """Counts the answers that one front has sent, by code, writes its access log, and remembers its last errors."""
 
     def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
-        """Begins to count. ``access``: one good answer in so many is logged; 0: nothing is logged."""
+        """Begins to count. ``protocol``: "http" or "grpc". ``access``: 1 good answer in so many is logged, and errors; 0: neither."""
         self._words, self._good = counters.codes
         self._protocol = protocol
         self._places = {code: self._good + number for number, code in enumerate(CODES[protocol])}
@@ -70,7 +70,7 @@ class Answered:
             self._next = self._words[self._good] + access if access else _NEVER
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
-        """Counts a good answer to an inference request.
+        """Counts a good answer to an inference request, and writes every n-th one to the access log, if it is on.
 
         ``version``: the model version that answered; ``answer``: the bytes to send.
         """
@@ -113,7 +113,7 @@ class Answered:
                 self._left_out += 1
 
     def recent(self) -> list[dict[str, object]]:
-        """Describes the last errors for operators, the latest last."""
+        """Returns the last errors that this front has sent, the latest last, each as JSON values for operators."""
         names = ("time", "code", "error", "model", "id", "client", "trace_id")
         return [{"protocol": self._protocol, **dict(zip(names, row, strict=True))} for row in self._recent]
 

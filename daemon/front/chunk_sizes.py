@@ -41,7 +41,7 @@ class _Phase(enum.Enum):
 
 
 class ChunkSizes:
-    """Follows the framing of one chunked body.
+    """Finds the end of one chunked HTTP body and checks its limits, without decoding it.
 
     Args:
       max_body: the most bytes of the body, without its framing.
@@ -63,7 +63,9 @@ class ChunkSizes:
         self._spent = 0
 
     def take(self, data: bytes, at: int, end: int) -> int:
-        """Follows the framing in ``data[at:end]``. Returns where the body ended, or ``end``.
+        """Looks for the end of the body in ``data[at:end]``, its next bytes. Returns the index behind its end.
+
+        Returns ``end`` if the body goes on (``ended`` is False), or if the bytes are not chunked: the HTTP parser refuses them.
 
         Raises ChunkRefused: the body, its chunk extensions or its trailers are too large.
         """

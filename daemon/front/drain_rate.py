@@ -9,7 +9,7 @@ SILENCE_SECONDS = 2.0
 
 
 class DrainRate:
-    """Measures how fast a client takes the bytes that wait for it, and starts anew whenever the client took enough."""
+    """Measures, period by period, how fast a client receives the bytes that wait for it."""
 
     __slots__ = ("_left", "_since")
 
@@ -20,6 +20,8 @@ class DrainRate:
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
         """Returns whether the client took at most ``rate`` bytes a second on average over the last ``seconds`` or more.
+
+        If it took more, the next period begins now.
 
         Args:
           since: when bytes began to wait for the client; 0: none wait.

@@ -62,9 +62,9 @@ MAX_FILES_BYTE_SIZE = 128 << 20
 
 
 class Endpoints:
-    """Implements the endpoints of both protocols other than inference.
+    """Carries out the requests of both protocols other than inference, mostly by calls of the supervisor.
 
-    JSON results are the supervisor's bytes, not parsed here.
+    Results in JSON are the bytes that the supervisor sent, and are not parsed here.
     """
 
     def __init__(self, table: ModelStates, calls: ControlCalls, options: Options) -> None:
@@ -186,9 +186,11 @@ class Endpoints:
     # -------------------------------------------------------------------------------------------- parameters
 
     async def push_parameters(self, wanted: PushParameters, peer: Peer, memory: int = -1) -> bytes:
-        """Puts new parameters into a model. Returns a JSON object. Raises ServingError: they do not fit, or cannot be put.
+        """Replaces a set's parameters by pushed ones. Returns {"model", "version", "set", "number", "byte_size"} as JSON.
 
         ``memory``: the file descriptor of the memory that they arrived in; -1: ``wanted`` names another source.
+
+        Raises ServingError: the parameters do not fit the model, or no worker can take them now.
         """
         return await self._calls.ask(wanted, peer, memory)
 

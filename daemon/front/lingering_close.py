@@ -31,7 +31,7 @@ MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """Closes the connections of one front gently, and keeps those that are still waiting for their clients to close.
+    """Closes connections so that clients get all answers: ends the sending side, waits for the client to close, then closes.
 
     Args:
       min_rate: the bytes a second that a client must take at least.
@@ -43,7 +43,7 @@ class LingeringClose:
         self._lingering: dict[Lingering, None] = {}
 
     def see_out(self, transport: asyncio.Transport) -> None:
-        """Closes a connection gently, once its protocol has finished the current step.
+        """Ends a connection's sending side in the loop's next iteration, and closes it once the client has closed or is late.
 
         The protocol's ``connection_lost`` is called, and it gets no more data. All bytes that it wrote must be with the kernel,
         or with the transport (TLS).
@@ -66,13 +66,13 @@ class LingeringClose:
         former.connection_lost(None)
 
     def check(self, now: float) -> None:
-        """Closes the connections that have lingered long enough; called about once a second. ``now``: monotonic seconds."""
+        """Closes the connections whose clients receive too slowly; called about once a second. ``now``: monotonic seconds."""
         for lingering in list(self._lingering):
             if lingering.is_late(now, self._min_rate):
                 lingering.cut()
 
     def forget(self, lingering: Lingering) -> None:
-        """Removes a connection that is closed."""
+        """Stops waiting for the client of a connection that is closed."""
         self._lingering.pop(lingering, None)
 
     def __len__(self) -> int:

@@ -36,7 +36,7 @@ class IdleConnection(Protocol):
 
 
 class LongestIdle:
-    """Closes the connection of one front that has been idle longest.
+    """Makes room for a new connection by closing the one of this front that has been idle longest.
 
     Args:
       connections: all connections of the front, as they come and go.
@@ -80,7 +80,7 @@ class LongestIdle:
 
 
 def described(connection: IdleConnection, account: Account | None, now: float) -> dict[str, Any]:
-    """Describes a connection for operators: its client, the bytes of the arenas that it holds, and seconds since it was used."""
+    """Returns a connection's client, bytes of the arenas that it holds, and seconds since it was used, as JSON for operators."""
     return {
         "owner": "" if account is None else account.client.owner,
         "idle_s": round(max(0.0, now - connection.used_at), 1) if connection.asks_nothing else None,

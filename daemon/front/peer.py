@@ -25,7 +25,7 @@ _MAX_GROUPS = 1024
 
 @contextlib.contextmanager
 def _opened(fd: int) -> Iterator[socket.socket]:
-    """Opens a plain socket on a connection's descriptor, inside the block: asyncio's sockets answer less than the kernel does."""
+    """Yields a plain socket, open in the ``with`` block, for a connection's descriptor: asyncio's sockets lack some options."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         yield sock
 
@@ -59,7 +59,7 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
-    """Opens, inside the block, a descriptor that becomes readable when a client's regions are to be removed; -1: they stay.
+    """Yields a descriptor, open in the ``with`` block, that becomes readable when a client's regions are to end; -1: they stay.
 
     ``reclaim``: the option ``regions.reclaim``. If the kernel gives no descriptor of the client's process, the end of its
     connection is used instead. Raises Unavailable: no descriptors are left.
@@ -82,7 +82,7 @@ def _is_unix(fd: int) -> bool:
 
 @contextlib.contextmanager
 def process_of(fd: int) -> Iterator[int]:
-    """Opens, inside the block, a pidfd of the process that connected; -1: this is no unix socket, or the kernel does not say."""
+    """Yields a pidfd, open in the ``with`` block, of the process that connected; -1: no Unix socket, or not known."""
     process = _pidfd(fd)
     try:
         yield process

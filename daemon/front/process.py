@@ -73,7 +73,7 @@ _MAX_CONNECTIONS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Holds the listening sockets of a front, and its index among the fronts that share them."""
+    """Holds a front's listening sockets, the counters that it shares with other fronts, and its index (``row``) among these."""
 
     listeners: tuple[socket.socket, ...]
     counters: SharedCounters
@@ -81,7 +81,7 @@ class Place:
 
 
 class Front(ABC):
-    """Runs a front's process; base class of the fronts of all protocols. ``run`` is its whole life."""
+    """Base class of the HTTP and gRPC fronts: takes the supervisor's records, serves clients from ``open`` to ``drain``."""
 
     #: Exists from Start on.
     tracer: Tracer
@@ -136,7 +136,7 @@ class Front(ABC):
 
     @abstractmethod
     def connections(self) -> Iterator[dict[str, Any]]:
-        """Yields a description of each open connection, for operators."""
+        """Yields each open connection as JSON values for operators (``longest_idle.described``)."""
 
     @abstractmethod
     def is_busy(self) -> bool:
@@ -149,7 +149,7 @@ class Front(ABC):
         return self._submitter
 
     def _record(self, record: Any, fds: list[int]) -> None:
-        """Handles a record from the supervisor, of any kind."""
+        """Applies a record from the supervisor: passes it on to the submitter, table, tracer or log that it concerns."""
         match record:
             case Start():
                 stack_report.enable(*fds)
@@ -196,7 +196,7 @@ class Front(ABC):
                     self.answered.log_every(settings.access)
 
     async def _answer(self, call: ControlCall) -> None:
-        """Answers a call that the supervisor made to this front."""
+        """Sends the reply to a call of the supervisor: a JSON list, or b"" once the front is idle; else the error Unsupported."""
         if isinstance(call.operation, ConnectionRecords):
             records = list(itertools.islice(self.connections(), _MAX_CONNECTIONS))
             self._connection.send(Reply(call.call_id, result=msgspec.json.encode(records)))

@@ -33,7 +33,7 @@ _PIECES = 512
 
 
 class Watch(Protocol):
-    """Describes the interface of what tells a transport that its socket has bytes to read, or room to write."""
+    """The interface of ``SocketWatch``, which tells a transport that its socket has bytes to read, or room to write."""
 
     loop: asyncio.AbstractEventLoop
     #: Whether a client that has shut down its sending side counts as gone while bytes that it sent are still unread.
@@ -47,9 +47,9 @@ class Watch(Protocol):
 
 
 class SocketTransport(asyncio.Transport):
-    """Carries one client connection as an asyncio transport.
+    """An asyncio transport for one client connection, which costs less than asyncio's own.
 
-    ``watch`` calls ``begin`` once, and ``ready`` with epoll's events.
+    ``watch`` calls ``begin`` once, and ``ready`` whenever epoll reports events of the socket.
     """
 
     __slots__ = (
@@ -104,7 +104,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
-        """Handles the events that epoll reports for the socket, unless there is only something to read."""
+        """Sends, reads, or ends the connection, as the socket's epoll events say; for input alone ``read`` is enough."""
         if self._unsent and events & ~_IN:
             self._send_rest()
         if self.reading:
@@ -119,7 +119,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for((_OUT if self._unsent else 0) | (_BROKEN if self._ended else _LEFT))
 
     def _left_unread(self, events: int) -> None:
-        """Handles that the client has closed the connection, or its sending side, while reading is paused."""
+        """Ends the connection, or watches on, after the client has closed it, or its sending side, while reading is paused."""
         if events & _BROKEN:
             self._fail(ConnectionResetError("the client has gone"))
         elif self._watch.heeds_end:
@@ -232,7 +232,7 @@ class SocketTransport(asyncio.Transport):
                 self._keep(pieces, sent)
 
     def _keep(self, pieces: Iterable[bytes | bytearray | memoryview], sent: int) -> None:
-        """Keeps the bytes that the socket has not taken, to send them later. ``sent``: how many it has taken."""
+        """Stores bytes to send them later, and pauses the protocol. ``sent``: how many the socket has accepted already."""
         self._unsent = deque(memoryview(piece) for piece in pieces)
         self._drop(sent)
         self._look_for(self._watched | _OUT)

@@ -22,7 +22,7 @@ _MOST = 256
 
 
 class SocketWatch:
-    """Watches the client sockets of one front; owns the epoll instance. Created and used in a running loop; ``close`` ends it.
+    """Reads and writes the client sockets of one front when epoll reports them ready. Used in a running loop until ``close``.
 
     Args:
       heeds_end: whether a client that has ended its sending side counts as gone, while bytes that it sent are still unread.

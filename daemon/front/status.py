@@ -24,17 +24,17 @@ _TABLE: dict[str, tuple[int, str]] = {
 
 
 class BodyTooLarge(InvalidArgument):
-    """Raised when an HTTP request body exceeds its limit. Has a status of its own, 413, because no error code stands for that."""
+    """Raised when an HTTP request body exceeds its limit; the response has status 413, not the 400 of InvalidArgument."""
 
     status = 413
 
     def __init__(self, found: str, limit: int) -> None:
-        """Words the error. ``found``: what is known of the body's size, as a clause: "has more than 10 bytes"."""
+        """Makes the error's sentence. ``found``: its clause about the body, "has more than 10 bytes". ``limit``: in bytes."""
         super().__init__(f"the request body {found}, at most {limit} are allowed")
 
     @property
     def refusal(self) -> tuple[int, str]:
-        """Returns HTTP status and text of the response."""
+        """Returns the HTTP status (413) and the text of the response that refuses the request."""
         return self.status, self.message
 
 

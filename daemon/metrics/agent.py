@@ -45,11 +45,11 @@ def line(draining: bool, unreadiness: str, busy: float) -> bytes:
 
 
 class Agent:
-    """Answers agent-checks on a listening socket.
+    """Answers HAProxy's agent-checks on a listening socket: each connection gets one line about the daemon's state and load.
 
     Args:
       state: returns whether the daemon is being drained, and why it is not ready ("": it is ready).
-      look: asks the workers for their busy times, and notes these in the BusyPart.
+      look: asks the workers for their busy times, and adds these to the BusyPart.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Agent:
 
 
 class _Answer(asyncio.Protocol):
-    """Sends one line to a client, and ends the connection when the client does, or after a short time."""
+    """Sends the line of an agent-check to a client, and closes the connection when the client does, or after a short time."""
 
     def __init__(self, line: Callable[[], bytes]) -> None:
         self._line = line

@@ -22,12 +22,12 @@ class BusyPart:
         self._workers = self._running = 0
 
     def look(self, now_ns: int, busy_ns: int, workers: int, running: int = 0) -> None:
-        """Notes the workers' busy time as it is at ``now_ns``.
+        """Stores the workers' busy time as it is at ``now_ns``; ``value`` compares it with that of a few seconds before.
 
         Args:
           busy_ns: how long all runs of all workers took that have ended so far.
           workers: how many workers there are.
-          running: how many workers have a run that has lasted longer than the window.
+          running: how many workers have a run that has lasted longer than ``WINDOW_NS``.
         """
         while len(self._looks) > 1 and now_ns - self._looks[1][0] >= WINDOW_NS:
             self._looks.popleft()

@@ -60,7 +60,7 @@ class _OfSlot:
         self._answers: Counter[str] = Counter()
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Notes the counters that a worker of this slot reports."""
+        """Stores the counters that a worker of this slot reports, in addition to the last ones of the workers before it."""
         if incarnation != self.incarnation:
             self._before = self._sum
             self._answers_before += self._answers
@@ -93,7 +93,7 @@ _Exemplar = tuple[tuple[str, int, str, int, int], tuple[str, float, float]]
 
 
 def _latest(told: Iterable[_Exemplar]) -> dict[tuple[str, int, str, int, int], tuple[str, float, float]]:
-    """Returns the latest exemplar of each histogram bucket, from the exemplars of all fronts."""
+    """Returns the latest exemplar of each histogram bucket, from those of all fronts; an exemplar is a traced request."""
     found: dict[tuple[str, int, str, int, int], tuple[str, float, float]] = {}
     for bucket, exemplar in told:
         if bucket not in found or found[bucket][2] < exemplar[2]:
@@ -102,7 +102,7 @@ def _latest(told: Iterable[_Exemplar]) -> dict[tuple[str, int, str, int, int], t
 
 
 class Collection:
-    """Collects what the metrics show of the whole daemon, and keeps the counters of worker processes that have ended."""
+    """Gathers what the metrics show from all parts of the daemon, and stores the counters of worker processes that have ended."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Collection:
         traces: TraceSettings,
         spans: SpanCounts | None,
     ) -> None:
-        """``spans``: what became of those for the collector of traces; None: there is no collector."""
+        """Begins without counters of workers. ``spans``: counts of spans for a trace collector; None: there is no collector."""
         self._workers = workers
         self._fronts = fronts
         self._slots = slots
@@ -193,7 +193,7 @@ class Collection:
         )
 
     async def look(self, busy: BusyPart) -> None:
-        """Asks the workers for their busy times, and notes these in ``busy``."""
+        """Asks the workers for their busy times, and adds these to ``busy``."""
         workers = self._workers.ready()
         await asyncio.gather(*(self._ask(worker) for worker in workers))
         served = [
@@ -210,7 +210,7 @@ class Collection:
         return {key: loaded.footprint for key, loaded in described.items() if loaded is not None}
 
     async def _ask(self, worker: WorkerProcess) -> bool:
-        """Asks a worker for its counters and notes them.
+        """Asks a worker for its counters, and stores them for the next snapshot.
 
         Returns False if the worker did not answer in time, or not in the known format.
         """
@@ -232,7 +232,7 @@ class Collection:
         return True
 
     async def _exemplars(self, front: FrontProcess) -> list[_Exemplar]:
-        """Asks a front for its exemplars. Returns an empty list if the front did not answer in time."""
+        """Asks a front for its exemplars (a traced request for each bucket). Returns none if it does not answer in time."""
         try:
             async with asyncio.timeout(_PATIENCE):
                 answer, fds = await front.call(TraceExemplars())

@@ -33,11 +33,11 @@ _TIMEOUT = 20.0
 
 
 class Endpoint:
-    """Serves metrics and a page for browsers on a listening socket.
+    """Serves the metrics at /metrics, and the status page for browsers at /, on a listening socket.
 
     Args:
       snapshot: called with whether traced requests are wanted as examples; gathers what the metrics show.
-      describe: gathers what the page shows.
+      describe: gathers what the status page shows.
     """
 
     def __init__(
@@ -101,7 +101,10 @@ class Endpoint:
             writer.transport.abort()
 
     def prepare(self) -> asyncio.Future[Any] | None:
-        """Imports what scrapes need, while the files are still those that this process began with. None: there are no metrics."""
+        """Begins to import the modules that a scrape needs, while their files are still those that this process began with.
+
+        Returns a future of the end of the import; None: metrics are not served.
+        """
         if self._importing is None and self._server is not None:
             loop = asyncio.get_running_loop()
             self._importing = loop.run_in_executor(self._thread, importlib.import_module, _SCRAPE)

@@ -31,7 +31,7 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ScrapeRequest:
-    """A parsed HTTP request, as far as a scrape needs it."""
+    """A parsed HTTP request to the metrics port: method, path, what its Accept header asks for, and whether it takes gzip."""
 
     method: bytes
     #: The path without the query.
@@ -52,14 +52,14 @@ class ScrapeAnswer:
 
 
 def refusal(status: int, reason: str, *headers: tuple[str, str]) -> ScrapeAnswer:
-    """Makes an error answer with a JSON body, as the HTTP front makes them."""
+    """Makes an error answer with the JSON body {"error": reason}. ``headers``: names and values of further headers."""
     return ScrapeAnswer(
         status, msgspec.json.encode({"error": reason}), (("Content-Type", "application/json"), *headers)
     )
 
 
 class ScrapeExchange:
-    """Reads one HTTP request from a connection, and encodes the answer."""
+    """Reads one HTTP request to the metrics port from a connection, and encodes the answer to it."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
@@ -95,7 +95,7 @@ class ScrapeExchange:
         return self._asked
 
     def _take(self, data: bytes) -> None:
-        """Parses received bytes of the request.
+        """Parses received bytes of the request; b"" means that the client closed its side. Bytes behind its end are ignored.
 
         Raises BadRequest: the head is invalid or too large, or the client closed early; ChunkRefused or HttpParserError: the body
         is invalid.

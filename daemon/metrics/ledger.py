@@ -54,7 +54,7 @@ class Ledger:
         self._ended: dict[Key, _Ended] = {}
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Notes the counters that a worker reports."""
+        """Replaces a worker's counters by those that it reports now; those of versions that it has unloaded go to the sum."""
         before = self._workers.get(incarnation, {})
         now = {(version.name, version.version): version for version in figures.versions}
         self._workers[incarnation] = now
@@ -100,6 +100,6 @@ class Ledger:
 
 
 def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
-    """Adds a worker's counts of parameter sets to (sets evicted from the device, runs that had to wait for their set)."""
+    """Returns ``before``, (sets evicted from the device, runs that waited for their set), plus a worker's counts of these."""
     found = version.parameters
     return before if found is None else (before[0] + found.evictions, before[1] + found.misses)

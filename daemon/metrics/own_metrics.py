@@ -39,7 +39,7 @@ class OwnMetricsLedger:
         self._ended: dict[str, OwnMetrics] = {}
 
     def update(self, incarnation: int, worker: str, families: Sequence[OwnMetrics]) -> None:
-        """Notes the metrics of its models that a worker reports. ``worker``: the name of its slot."""
+        """Replaces the metrics of a worker's models by those that it reports now. ``worker``: the name of its slot."""
         self._workers[incarnation] = worker, families
 
     def keep(self, incarnations: Set[int], served: Set[tuple[str, int]]) -> None:
@@ -60,7 +60,7 @@ class OwnMetricsLedger:
     def families(self, apart: bool) -> list[OwnFamily]:
         """Returns all metrics that models define themselves.
 
-        ``apart``: label each gauge with its worker's name, as there are several.
+        ``apart``: label each gauge with its worker's name, because there are several workers; else gauges are summed.
         """
         found: dict[str, tuple[OwnMetrics, list[MetricFigures]]] = {}
         for worker, families in [*self._workers.values(), ("", tuple(self._ended.values()))]:

@@ -118,7 +118,7 @@ HEADERS = (
 
 
 def render(status: Mapping[str, Any]) -> bytes:
-    """Returns the page as HTML.
+    """Returns the status page of the daemon as HTML.
 
     Args:
       status: what ``tensorctl status`` shows, with ``standings``: each model, with the reason if it is not served; and

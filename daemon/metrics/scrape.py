@@ -31,12 +31,14 @@ async def serve(
     thread: Executor,
     describe: Describe | None = None,
 ) -> None:
-    """Answers one scrape; returns when the answer is written, or if the client sent no request. The caller closes the connection.
+    """Reads one HTTP request and answers it with the metrics (/metrics), the status page (/), or an error.
+
+    Returns when the answer is written, or if the client sent no request. The caller closes the connection.
 
     Args:
       snapshot: called once the request has been read.
       thread: the executor in which the text is written.
-      describe: returns what the page shows; None: there is no page.
+      describe: returns what the status page shows; None: there is no such page, and / is answered with 404.
 
     Raises OSError: the client closed the connection.
     """
@@ -75,6 +77,6 @@ async def _answer(
 
 
 def _rendered(taken: MetricsSnapshot, request: ScrapeRequest) -> tuple[bytes, str]:
-    """Returns the body of the answer to a scrape and its content type; runs in the executor's thread."""
+    """Returns the metrics as text, in gzip if the request accepts it, and the content type. Runs in the executor's thread."""
     text, content_type = exposition.render(taken, request.accept)
     return gzip.compress(text, _LEVEL, mtime=0) if request.gzip else text, content_type

@@ -19,7 +19,7 @@ from tensord.shm.refusals import Refusal
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """Figures of one worker slot, whether a worker runs in it now or not."""
+    """What the metrics show of one worker slot, the place of one worker process, whether a process runs there now or not."""
 
     name: str
     device: str
@@ -45,7 +45,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class FrontSlot:
-    """Figures of one front slot, whether a front process runs in it now or not."""
+    """What the metrics show of one front slot, the place of one front process, whether a process runs there now or not."""
 
     name: str
     protocol: str
@@ -66,7 +66,7 @@ class FrontSlot:
 
 @dataclass(frozen=True, slots=True)
 class RegionTotals:
-    """Figures of the registered shared-memory regions of one kind, "system" or "cuda"."""
+    """Number, bytes and tensors in use of the registered shared-memory regions of one kind, "system" or "cuda"."""
 
     kind: str
     count: int
@@ -77,7 +77,7 @@ class RegionTotals:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTotals:
-    """Figures of the parameter sets that clients have pushed into models."""
+    """Sets, bytes and outcomes of the parameters that clients have pushed into models."""
 
     #: Model and version -> its pushed sets, and the number of its set ``main``.
     versions: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ Exemplars = Mapping[tuple[str, int, str, int, int], tuple[str, float, float]]
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """Snapshot of everything that the metrics show, taken at one moment."""
+    """Everything that one answer of /metrics shows, gathered at one moment."""
 
     #: Whether the daemon is ready, as /v2/health/ready says.
     ready: bool
