@@ -105,7 +105,7 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, mine: int) -> bool:
-        """Returns whether a new connection may replace one that has ended, so that this front gets no more than it had."""
+        """Returns whether a new connection only replaces one that has ended. ``mine``: how many this front has now."""
         if mine < self._most:
             self._most = min(self._most, mine + _MOST_REPLACED)
             return True
@@ -134,7 +134,7 @@ class Acceptor:
         self._most = max(self._most, self._counters.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
-        """Accepts a waiting connection and opens it. Returns whether a connection was waiting."""
+        """Accepts a waiting connection and opens it. Returns False if none waited, or if descriptors or memory for it were lacking."""
         try:
             connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):

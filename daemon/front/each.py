@@ -9,7 +9,7 @@ _log = logging.getLogger(__name__)
 
 
 def call_each(calls: Iterable[Callable[[], object]], what: str) -> None:
-    """Calls all functions in order, although some may raise exceptions; ``what`` describes such a function in the log."""
+    """Calls all functions in order; an exception is logged and stops none of them. ``what``: the functions' name in the log."""
     for call in calls:
         try:
             call()

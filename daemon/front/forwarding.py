@@ -20,14 +20,14 @@ _REMEMBERED = 1024
 
 
 class Forwarding:
-    """Selects the headers to forward by one pattern, which matches anywhere in a header's name, in any case."""
+    """Selects the headers that models get as request parameters, by a pattern that matches anywhere in a header's name."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = header_pattern.compiled(pattern)
         self._known: dict[bytes, bool] = {}
 
     def wants(self, name: bytes) -> bool:
-        """Returns whether a header with this name is forwarded."""
+        """Returns whether models get a header with this name, in upper or lower case, as a request parameter."""
         known = self._known.get(name)
         if known is None:
             if len(self._known) >= _REMEMBERED:

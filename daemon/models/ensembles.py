@@ -298,9 +298,9 @@ class Coming:
 
     @contextlib.contextmanager
     def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
-        """Publishes an ensemble as LOADING, within a ``with`` block that loads its members; its own load publishes what follows.
+        """Publishes an ensemble as LOADING while its members are loaded in the ``with`` block; later its own load publishes more.
 
-        ``known``: the lifecycle's entry of the ensemble, or None. An ensemble that already serves is not published.
+        ``known``: the lifecycle's entry of the ensemble, or None. Nothing is published for an ensemble that already serves.
         """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]

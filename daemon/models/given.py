@@ -135,7 +135,7 @@ def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 class Overrides:
-    """Configurations that clients sent with a load, in force for later loads without one until the files change or an unload.
+    """Configurations that clients sent with a load. Each holds for later loads until the files change, or the model is unloaded.
 
     One per daemon. Only the configuration of a load that succeeded is kept.
     """

@@ -43,7 +43,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Says that the load or unload with this token has ended; ``error`` is "" or Triton's sentence."""
+    """Instruction to end the wait for the load or unload with this token; ``error``: "" or Triton's sentence."""
 
     token: int
     error: str = ""

@@ -172,7 +172,7 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload a version that serves. A version that failed to load keeps its reason, as in Triton."""
+        """Begins to unload a version that serves; one that failed to load stays in the index with its reason, as in Triton."""
         version = self.models[name].versions[number]
         version.wanted, version.postponed = False, set()
         version.given_up, version.due = "", False

@@ -24,7 +24,7 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Creates the counter of the control group that this process is in."""
+        """Creates the object for the control group that this process is in."""
         return cls(_own_file(_read(Path("/proc/self/cgroup")), _CGROUPS))
 
     def grew(self) -> bool:

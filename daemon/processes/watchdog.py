@@ -101,7 +101,7 @@ def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses)
 
 
 class Watchdog:
-    """Checks all child processes for exceeded time limits. One per daemon; ``options()`` returns the options in force."""
+    """Kills child processes that exceed a time limit. One per daemon; ``options()`` returns the options in force."""
 
     def __init__(self, workers: WorkerPool, fronts: Fronts, notifier: Notifier, options: Callable[[], Options]) -> None:
         self._workers = workers

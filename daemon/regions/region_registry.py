@@ -122,7 +122,8 @@ class RegionRegistry:
     async def _renew(self, region: RegisteredRegion, renewal: RegisteredRegion, end: int) -> None:
         """Replaces a region on every worker with the memory that its key or handle names now (``renewal``).
 
-        Raises as ``register`` does; the former region stays then.
+        ``end``: as for ``register``. Raises ServingError: a worker refused the memory, or none that can use it runs; the former
+        region stays then.
         """
         name = region.request.name
         region.state = RegionState.RENEWING
