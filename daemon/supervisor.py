@@ -517,7 +517,7 @@ class Supervisor:
         return self.configuration.options
 
     def describe(self) -> dict[str, Any]:
-        """Describes the daemon and its processes, for ``tensorctl status``."""
+        """Returns the state of the daemon, its processes, models, regions and clients, for ``tensorctl status``."""
         now_ns = time.monotonic_ns()
         return {
             "server_name": self.options.server_name,
@@ -540,7 +540,7 @@ class Supervisor:
         }
 
     async def _describe_page(self) -> dict[str, Any]:
-        """Describes the daemon for its status page in browsers: as ``describe``, with each model's state and recent errors."""
+        """Returns what the status page in browsers shows: as ``describe``, with each model's state and recent errors."""
         errors = await recent_errors(self.fronts)
         standings = [
             {"name": model.name, "served": list(model.served), "reason": model.reason}
@@ -549,7 +549,7 @@ class Supervisor:
         return {**self.describe(), "standings": standings, "errors": errors}
 
     def client_records(self) -> list[dict[str, Any]]:
-        """Describes each client that is connected to the clients' socket, as JSON values for ``tensorctl``."""
+        """Returns user, process and lanes of each client on the clients' socket, as JSON values for ``tensorctl``."""
         return self._lanes.records()
 
     def _availability(self) -> tuple[bool, str]:

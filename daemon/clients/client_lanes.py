@@ -331,7 +331,7 @@ class ClientLanes:
         }
 
     def records(self) -> list[dict[str, Any]]:
-        """Describes each connected client, for operators."""
+        """Returns user, process id and number of lanes of each connected client, as JSON values for operators."""
         return [
             {
                 "front": "clients",

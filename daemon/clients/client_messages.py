@@ -34,7 +34,7 @@ _Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks which server this is."""
+    """Asks for the server's name and version, and how clients can reach it; answered by HelloAnswer."""
 
 
 class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):

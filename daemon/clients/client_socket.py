@@ -167,7 +167,7 @@ class ClientSocket:
             task.cancel()
 
     def describe(self) -> dict[str, Any]:
-        """Describes the clients' socket and its connected clients, for ``tensorctl status``."""
+        """Returns the clients' socket and the numbers of clients and lanes by user, as JSON values for ``tensorctl status``."""
         return {"socket": str(self.path) if self._listener is not None else None} | self._lanes.statistics()
 
     def _accept(self) -> None:

@@ -99,7 +99,7 @@ class Stage:
         return plan.same(_read(self.folder / RECORD))
 
     def fill(self, source: Source, plan: Plan, max_byte_size: int) -> Iterator[int]:
-        """Fetches the bytes that are missing in the stage; yields how many bytes of the plan's files are there so far.
+        """Downloads the bytes of the plan's files that are not in the stage's folder yet; yields how many are there so far.
 
         Raises InvalidArgument: the model is too large; Unavailable: a file could not be read, or has changed meanwhile; OSError:
         a file cannot be written.

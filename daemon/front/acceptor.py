@@ -134,7 +134,7 @@ class Acceptor:
         self._most = max(self._most, self._counters.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
-        """Accepts a waiting connection and opens it. Returns False if none waited, or if descriptors or memory for it were lacking."""
+        """Accepts a waiting connection and opens it. Returns False if none waited, or if a descriptor or memory was lacking."""
         try:
             connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):

@@ -21,7 +21,7 @@ _LOG_SECONDS = 60.0
 
 
 class IdleConnection(Protocol):
-    """Describes the interface of connections that may be closed to make room for new ones."""
+    """The interface of client connections that ``LongestIdle`` may close to make room for new ones."""
 
     @property
     def used_at(self) -> float:

@@ -122,11 +122,11 @@ class Ensembles:
         return tuple(common)
 
     def add(self, found: FoundModel) -> None:
-        """Notes that an ensemble was loaded, and from which members."""
+        """Stores an ensemble that was loaded now, and its members' fingerprints, by which a replaced member is noticed later."""
         self._built[found.name] = _Built(found, self._fingerprints(found))
 
     def drop(self, name: str) -> None:
-        """Notes that an ensemble was unloaded by name, so that it is not loaded again when its members change."""
+        """Removes an ensemble that was unloaded by name, so that it is not loaded again when its members change."""
         self._built.pop(name, None)
 
     def users(self, name: str) -> list[str]:
@@ -155,7 +155,7 @@ class Ensembles:
         return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
 
     def failed(self, found: FoundModel) -> None:
-        """Notes that an ensemble could not be loaded again. If a member is missing, the ensemble waits for that member."""
+        """Marks an ensemble that could not be loaded again as waiting for its members, or as not waiting if none is missing."""
         if found.name in self._built:
             self._built[found.name].down = not self._whole(found)
 
@@ -205,7 +205,7 @@ class Ensembles:
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Returns the fingerprint with which each member of an ensemble was loaded last; "" if not loaded or failed in part."""
+        """Returns the fingerprint with which each member of an ensemble was loaded last; "": not loaded, or a version failed."""
         models = {name: self._models.get(name) for name, _ in found.members}
         return {
             name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""
@@ -245,9 +245,9 @@ class LoadWaits:
 
     @contextlib.contextmanager
     def waiting(self, model: str, other: str) -> Iterator[None]:
-        """Notes, within a ``with`` block, that the load of ``model`` waits for the load of ``other``.
+        """Stores, for the time of a ``with`` block, that the load of ``model`` waits for the load of ``other``.
 
-        If ``model`` is "", nothing is noted. Raises InvalidArgument: the load of ``other`` already waits for the load of
+        If ``model`` is "", nothing is stored. Raises InvalidArgument: the load of ``other`` already waits for the load of
         ``model``.
         """
         if not model:

@@ -150,7 +150,7 @@ class Overrides:
         return given if fingerprint == found.fingerprint else ""
 
     def keep(self, found: FoundModel, given: str) -> None:
-        """Keeps the configuration (JSON) of a load that succeeded; "" removes an earlier one."""
+        """Stores the configuration (JSON) of a load that succeeded, for later loads of these files; "" removes an earlier one."""
         if given:
             self._kept[found.name] = (found.fingerprint, given)
         else:

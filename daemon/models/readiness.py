@@ -108,7 +108,7 @@ class ReadinessCheck:
     """
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """Stores ``standings``, which returns the readiness of every wanted model, and ``publish``, which sends changes out."""
+        """Stores ``standings``, which returns each wanted model's readiness, and ``publish``, which sends out the daemon's."""
         self._standings = standings
         self._publish = publish
         #: The readiness that was published last; nothing is published before it is known what is wanted.

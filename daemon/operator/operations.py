@@ -81,7 +81,7 @@ class Operations:
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
         """Carries out a call and returns its reply record; every failure becomes an error code and a sentence.
 
-        ``end`` and ``by_model`` are as for ``answer``.
+        ``end``: a file descriptor that came with the call; -1: none. ``by_model``: a model made the call. Both as for ``answer``.
         """
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))

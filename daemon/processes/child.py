@@ -285,7 +285,7 @@ class FrontProcess(Child):
         on_record: Callable[[FrontProcess, Any, list[int]], None],
         on_exit: Callable[[FrontProcess], None],
     ) -> None:
-        """Stores what is needed to start the process.
+        """Stores what is needed to start the front process, and starts nothing yet.
 
         ``row``: its number from 0 among the fronts of ``protocol``, "http" or "grpc".
         """
@@ -303,14 +303,14 @@ class FrontProcess(Child):
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def ask(self, edition: int) -> None:
-        """Asks the front to acknowledge the published state up to this edition, all of which must have been sent before."""
+        """Asks the front to acknowledge all published records up to number ``edition``, which must have been sent before."""
         self.asked_ns = time.monotonic_ns()
         self.owes_since_ns = self.owes_since_ns or self.asked_ns
         self._asked = edition
         self.send(StatePublished(edition))
 
     def acknowledge(self, edition: int) -> None:
-        """Stores that the front uses the published state up to this edition, and wakes those who wait for it."""
+        """Stores that the front has applied all published records up to number ``edition``, and wakes those who wait for that."""
         self.acknowledged = max(self.acknowledged, edition)
         if edition >= self._asked:
             self.owes_since_ns = 0
@@ -318,7 +318,7 @@ class FrontProcess(Child):
             self._waiting.pop(waited).set_result(None)
 
     async def wait_acknowledged(self, edition: int) -> None:
-        """Returns when the front has acknowledged this edition of the published state, or when the front is dead."""
+        """Returns when the front has acknowledged all published records up to number ``edition``, or is dead."""
         if self.acknowledged >= edition or not self.alive:
             return
         waiting = self._waiting.get(edition)
@@ -398,7 +398,7 @@ class WorkerProcess(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """Describes the worker's load, such as ``compiling digits 3/16, 1 from the cache, 4 s``; "" if it loads nothing."""
+        """Returns what the worker is loading, such as ``compiling digits 3/16, 1 from the cache, 4 s``; "": nothing."""
         if not self.owed:
             return ""
         seconds = (time.monotonic_ns() - self.load_progress_ns) / 1e9

@@ -150,11 +150,11 @@ class Fronts:
     # ---------------------------------------------------------------------------------------------------------- telling
 
     def publish(self, record: Record, *fds: int) -> None:
-        """Sends a record to every front process, as a new edition of the published state; ``settled`` waits until all use it."""
+        """Sends a record to every front process as part of the published state; ``settled`` waits until all fronts use it."""
         self.publish_each(lambda front: front.send(record, *fds))
 
     def publish_each(self, send: Callable[[FrontProcess], None]) -> None:
-        """Calls ``send`` with every front process; what it sends is one new edition of the published state."""
+        """Calls ``send`` with every front process; what it sends counts as one record (edition) of the published state."""
         self._edition += 1
         for front in self.by_incarnation.values():
             send(front)

@@ -50,7 +50,7 @@ class GpuWatcher:
         return self._gpus if time.monotonic() - self._said_at < _STALE else ()
 
     async def run(self, environment: Mapping[str, str]) -> None:
-        """Keeps a process running that watches the GPUs, until this task is cancelled."""
+        """Runs the process that watches the GPUs, and starts it again after a pause if it ends, until this task is cancelled."""
         try:
             while True:
                 reason = await self._watch(environment)

@@ -45,7 +45,7 @@ class WorkerPool:
     """Starts, replaces and stops the worker processes. Tells the supervisor when one is ready, has died, or sent a record."""
 
     def __init__(self, program: str, supervisor: Supervisor) -> None:
-        """Creates a pool without workers. ``program``: the module that workers run, as for ``python -m``."""
+        """Creates a pool without workers. ``program``: the module that workers run (``python -m``)."""
         self.by_incarnation: dict[int, WorkerProcess] = {}
         #: The name of every slot that models share, whether it is filled now or not -> its device.
         self._shared_slots: dict[str, Device] = {}

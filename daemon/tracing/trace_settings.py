@@ -209,7 +209,7 @@ class TraceSettings:
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:
-        """Describes setting values with the protocol's names, order and types."""
+        """Returns setting values under the protocol's names, in its order and with its types, for a JSON answer."""
         return {
             "trace_level": [name for name, bit in LEVELS.items() if values.level & bit] or ["OFF"],
             "trace_rate": str(values.rate),

@@ -32,7 +32,7 @@ _UNTOLD = Timeline(())
 
 
 class Tracer:
-    """Samples the requests of a front, by the settings of their models."""
+    """Decides which requests of a front are traced, by the settings of their models, and makes their traces."""
 
     def __init__(
         self,
@@ -120,10 +120,10 @@ class Tracer:
 
 
 class Sampler:
-    """Samples requests by the settings of one scope (a model, or all models), and writes their traces."""
+    """Decides which requests are traced by the settings of one scope (a model, or all models), and writes these."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
-        """Begins to sample.
+        """Opens the shared counters of the settings.
 
         ``fds``: the descriptors of the shared counters that came with the settings; the sampler owns them then.
         """
