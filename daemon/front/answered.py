@@ -48,7 +48,10 @@ class Answered:
     """Counts the answers that one front has sent, by code, writes its access log, and remembers its last errors."""
 
     def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
-        """Begins to count. ``protocol``: "http" or "grpc". ``access``: see ``log_every``."""
+        """Begins to count answers.
+
+        ``protocol``: "http" or "grpc". ``access``: one good answer in so many is logged, and errors are; 0: there is no access log.
+        """
         self._words, self._good = counters.codes
         self._protocol = protocol
         self._places = {code: self._good + number for number, code in enumerate(CODES[protocol])}

@@ -43,7 +43,7 @@ class LingeringClose:
         self._lingering: dict[Lingering, None] = {}
 
     def see_out(self, transport: asyncio.Transport) -> None:
-        """Ends a connection's sending side in the loop's next iteration, and closes it once the client has closed or is late.
+        """Ends a connection's sending side in the loop's next iteration, and closes it once the client has closed or is too slow.
 
         The protocol's ``connection_lost`` is called, and it gets no more data. All bytes that it wrote must be with the kernel,
         or with the transport (TLS).
