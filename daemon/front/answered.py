@@ -50,7 +50,7 @@ class Answered:
     def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
         """Begins to count answers.
 
-        ``protocol``: "http" or "grpc". ``access``: one good answer in so many is logged, and errors are; 0: there is no access log.
+        ``protocol``: "http" or "grpc". ``access``: one good answer in so many is logged, and errors; 0: there is no access log.
         """
         self._words, self._good = counters.codes
         self._protocol = protocol

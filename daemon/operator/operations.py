@@ -94,7 +94,7 @@ class Operations:
             return Reply(call_id, Internal.code, FAILED)
 
     async def reply_to_model(self, call: ControlCall) -> Reply:
-        """Returns the reply to a call that a model in a worker made: it may load and unload models and ask whether one is ready."""
+        """Returns the reply to a call that a model in a worker made; all but loading, unloading and readiness is Unsupported."""
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
