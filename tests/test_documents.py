@@ -129,7 +129,7 @@ def test_each_block_is_run_or_has_a_reason() -> None:
 
 
 def test_the_client(user: User, tmp_path: Path) -> None:
-    """As a program beside a daemon has it, with its own wheel; the same images without a server."""
+    """The client's wheel by itself gives the same results from a daemon and, without a server, from the models' folder."""
     user.installation.install(client_made()[1])
     shutil.copytree(ROOT / "examples/models/digits", tmp_path / "models" / "digits")
     images = "import numpy as np\nimages = np.random.default_rng(0).random((3, 64), np.float32)\n"

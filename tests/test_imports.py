@@ -219,7 +219,7 @@ def room_of(module: str) -> str:
 
 
 def test_rooms_use_lower_ones_only() -> None:
-    """What only a type checker reads may come from above: it is better than a second class that mirrors the first."""
+    """Imports for type checkers alone may come from above: that is better than a second class that mirrors the first."""
     known = names()
     rooms = {
         name

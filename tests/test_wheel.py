@@ -71,7 +71,7 @@ def metadata(wheel: Path, name: str) -> Any:
 
 
 def test_one_wheel_for_every_python(wheel: Path) -> None:
-    """And one that an index takes: it says on which systems it runs, which "linux" does not."""
+    """An index accepts the wheel's tag, which names the systems it runs on, unlike "linux"."""
     python, abi, platforms = wheel.stem.split("-")[2:]
     assert (python, abi) == ("cp311", "abi3")
     assert all(platform.startswith("manylinux") for platform in platforms.split(".")), platforms
@@ -188,7 +188,7 @@ def test_what_users_import(installation: Installation, tmp_path: Path) -> None:
 
 
 def test_what_the_help_names_is_there(installation: Installation) -> None:
-    """Whoever has no checkout reads the keys from the program."""
+    """A user without a checkout reads the keys from the program."""
     tensord = installation.folder / "bin" / "tensord"
     assert "tensord config" in " ".join(ran(tensord, "--help", cwd=installation.folder).split())
     defaults = ran(tensord, "config", cwd=installation.folder)

@@ -80,7 +80,7 @@ def test_one_that_fails_is_said() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_measurement_that_is_told_to_end_takes_its_server_along(tmp_path: Path, number: signal.Signals) -> None:
-    """And whatever that one has left of its own processes."""
+    """Processes that the server has left behind are ended too."""
     with socket.create_server(("127.0.0.1", 0)) as chosen:
         port = chosen.getsockname()[1]
     command = [sys.executable, "-c", _MEASUREMENT, str(port), str(tmp_path / "log")]

@@ -74,7 +74,7 @@ def test_a_map_is_read_as_it_is_written() -> None:
 
 
 def test_routes_of_the_architecture_are_those_that_requests_take() -> None:
-    """Whatever each of them enters is there, and nothing that none enters: on a busy machine some meet a timer.
+    """Every file that all requests of a row enter is listed, and none that no request enters (some may meet a timer).
 
     ``python -m bench.route --map ROW`` writes a section anew.
     """

@@ -313,7 +313,7 @@ def test_a_connection_is_kept_and_an_ended_one_is_noticed(serve: Callable[..., S
 def test_a_server_that_ends_under_a_request(
     serve: Callable[..., Server], platform: str, deaths: int, text: str
 ) -> None:
-    """What is pure is sent again, once; anything else is told."""
+    """A pure request is sent again, once; for any other the caller gets an error."""
     left = [deaths]
 
     def answer(path: str, connection: socket.socket) -> bytes | None:
@@ -374,7 +374,7 @@ def test_a_server_that_does_not_come_back(serve: Callable[..., Server]) -> None:
 
 
 def test_connections_have_a_bound(serve: Callable[..., Server]) -> None:
-    """Whoever comes when all are in use waits in line, in whatever way; cancelled, it leaves the line."""
+    """Callers of every kind wait in line while all connections are in use; a cancelled one leaves the line."""
     go = threading.Event()
 
     def answer(path: str, connection: socket.socket) -> bytes | None:

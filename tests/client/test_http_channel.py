@@ -101,7 +101,7 @@ def driven(channel: Channel) -> Response:
 
 
 def test_a_request_and_its_answer(listener: Callable[[Callable[[socket.socket], None]], Address]) -> None:
-    """What is large is sent from where it lies and received where it stays."""
+    """A large body is sent from where it lies, and a large answer is received where it stays."""
     sent = np.arange(1 << 20, dtype=np.uint8)
 
     def echo(connection: socket.socket) -> None:

@@ -57,7 +57,7 @@ def test_jit_and_scan(client: tensord_client.Client) -> None:
 
 
 def test_vmap_goes_into_the_batch(client: tensord_client.Client) -> None:
-    """Also where it is more than one request takes: the model has batches of eight."""
+    """A batch that is larger than one request may be is split: the model has batches of eight."""
     scale = tensord_client.jax(client.model("scale"))
     x = np.arange(5 * 6 * 3 * 4, dtype=np.float32).reshape(5, 6, 3, 4)
     got = jax.jit(jax.vmap(jax.vmap(lambda x: scale({"x": x})["y"])))(x)

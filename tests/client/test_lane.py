@@ -188,7 +188,7 @@ def test_held_results_are_bounded_and_given_back(connect: Callable[..., LaneConn
 def test_more_results_than_the_servers_memory_holds_at_once_come_one_after_the_other(
     connection: LaneConnection,
 ) -> None:
-    """What is given back comes to the worker: 40 times 16 MiB are more than it lends at once."""
+    """Memory that is given back reaches the worker: 40 times 16 MiB are more than it lends at once."""
     values = connection.empty(4 << 20, np.float32)
     for number in range(40):
         values[0] = number
@@ -468,7 +468,7 @@ def test_a_prepared_call_is_interrupted(connection: LaneConnection) -> None:
 
 
 def test_16_mib_are_neither_copied_nor_allocated(connection: LaneConnection, daemon: DaemonProcess) -> None:
-    """Of a prepared call whose arrays both ends see, once the first answers have shown the worker where its outputs go."""
+    """A prepared call on shared arrays copies nothing once the first answers have shown the worker where outputs go."""
     count = 4 << 20
     given, place = connection.empty(count, np.float32), connection.empty(count, np.float32)
     given[:] = np.arange(count)

@@ -152,7 +152,7 @@ def _outcome(content: bytes | bytearray, at: int, end: int) -> str:
 
 @given(_RECORDS.map(encoder.encode) | st.binary(max_size=200), st.data())
 def test_the_decoder_in_c_and_that_in_python_are_one(content: bytes, data: st.DataObject) -> None:
-    """Of records and what is none, also with a byte changed, or more behind them."""
+    """Both decoders agree on records and on bytes that are none, also with one byte changed or more appended."""
     assert native.unpack_from is not None
     changed = bytearray(content + data.draw(st.binary(max_size=9)))
     if changed and data.draw(st.booleans()):

@@ -398,7 +398,7 @@ def test_submit(client: Any) -> None:
 
 
 def test_inputs_may_be_written_to_once_a_request_is_submitted(client: Any, request: pytest.FixtureRequest) -> None:
-    """Also those of requests that wait for one of the client's connections, and large ones that no socket takes at once."""
+    """Requests that wait for a connection have their own copy, and so have large ones that no socket takes at once."""
     model, size = client.model("echo_int64", timeout=PATIENCE), 4096
     # Over a lane no more results may be held.
     count = 64 if "lane" in request.node.callspec.params["client"] else 100

@@ -161,7 +161,7 @@ VALUES = st.one_of(
 @given(st.lists(st.tuples(st.sampled_from(sorted(layers.known_keys())), VALUES, st.booleans()), max_size=4))
 @example([("regions.max_byte_size", 1 << 64, False)])
 def test_any_values_give_options_or_a_sentence(values: list[tuple[str, Any, bool]]) -> None:
-    """Whatever is accepted survives the way to a child process unchanged."""
+    """Accepted values survive the way to a child process unchanged."""
     try:
         options = layers.merge(Setting(key, value, "source", textual) for key, value, textual in values)
     except ConfigurationError as error:

@@ -99,7 +99,7 @@ def test_switches(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("verbose", "shown"), [(0, ""), (1, "ours"), (2, "ours theirs")])
 def test_verbose_levels(capsys: pytest.CaptureFixture[str], verbose: int, shown: str) -> None:
-    """And back again: what one level switched on the next one switches off."""
+    """Loggers that one level switched on are switched off again by a lower one."""
     log.configure(Log(verbose=2), "worker-0", {})
     log.configure(Log(verbose=verbose), "worker-0", {})
     logging.getLogger("tensord.workers.control").debug("ours")

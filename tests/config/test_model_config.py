@@ -116,7 +116,7 @@ def test_json_overrides_are_refused_with_a_sentence(text: str, words: str) -> No
 
 
 def test_one_entry_may_stand_for_a_list_of_one() -> None:
-    """As in Triton."""
+    """A single entry is read as a list of one, as in Triton."""
     given = '{"instance_group": {"count": 2}, "input": {"name": "x", "dims": 3}, "metricTags": {"a": "b"}}'
     message = model_config.parse_json(given, "m")
     assert [group.count for group in message.instance_group] == [2]
@@ -133,7 +133,7 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
 def test_any_json_gives_a_message_or_a_serving_error(given: dict[str, Any]) -> None:
-    """Whatever stands where a message has a list, an object, a number or a name."""
+    """Any JSON value may stand where a message has a list, an object, a number or a name."""
     try:
         model_checks.check(model_config.parse_json(json.dumps(given), "m"))
     except ServingError:

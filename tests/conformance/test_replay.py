@@ -153,7 +153,7 @@ def test_recorded_case(case: corpus.Case, replay: Replay) -> None:
 
 @pytest.mark.parametrize("case", [case for case in corpus.cases() if case["group"] in SHARED], ids=named)
 def test_recorded_case_with_two_fronts(case: corpus.Case, two_fronts: Replay) -> None:
-    """What is queued, kept or begun by one front is known to the other."""
+    """Requests that one front has queued, kept or begun are known to the other."""
     judge(case, two_fronts)
 
 

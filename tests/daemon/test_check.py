@@ -255,7 +255,7 @@ def test_models_of_the_table(tmp_path: Path, start_daemon: Callable[..., DaemonP
 
 
 def test_models_that_have_others_loaded(tmp_path: Path) -> None:
-    """What they ask of the server is taken for done: the others are looked at by themselves."""
+    """The check takes their load requests for done, and checks the named models by themselves."""
     host = "from tensord import models\n" + DECLARED + "host = True\n"
     host += "def create(path, config, device):\n    models.load_model('plain')\n"
     host += "    return (lambda params, inputs: {'y': inputs['x'] * len(str(models.is_ready('plain')))}), None\n"
@@ -361,7 +361,7 @@ def test_reading_alone_and_showing_more(tmp_path: Path, arguments: list[str]) ->
 
 
 def test_ensembles_beside_their_models(tmp_path: Path) -> None:
-    """What is wrong is a model of theirs, what connects them, they themselves, or that they cannot be one program."""
+    """A check names the faulty part: a model, a connection, the ensemble itself, or that it cannot be one program."""
     scale_model(tmp_path)
     host = 'inputs = {"x": "FP32[4]"}\noutputs = {"y": "FP32[4]"}\nhost = True\n'
     write_model(

@@ -176,7 +176,7 @@ def test_a_certificate_that_nobody_vouches_for(server: Server, tmp_path: Path) -
 
 
 def test_a_model_that_does_not_load_stays_outside(tmp_path: Path) -> None:
-    """What is served stays; where no code may be run, only the folders and the configuration are looked at."""
+    """The served models stay; where no code may be run, only folders and configuration are checked."""
     good = scale_model(tmp_path / "models", "m") / "m" / "1" / "model.py"
     bad = scale_model(tmp_path / "elsewhere", "m") / "m"
     code = (bad / "1" / "model.py").read_text()

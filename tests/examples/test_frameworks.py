@@ -54,7 +54,7 @@ def test_it_answers_as_by_itself(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_pytorch_exports(tmp_path: Path) -> None:
-    """As docs/models.md has it; what is served then needs no PyTorch."""
+    """The export of docs/models.md serves without PyTorch."""
     torch, torchax = pytest.importorskip("torch"), pytest.importorskip("torchax.export")
     network = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3)).eval()
     program = torch.export.export(network, (torch.zeros(2, 8),), dynamic_shapes=({0: torch.export.Dim("batch")},))

@@ -146,7 +146,7 @@ def test_similar_sentences_are_closer(minilm: tuple[Any, Call], tokenizer: Call)
 
 @pytest.mark.parametrize("bad", [-1, 30522, 1 << 40])
 def test_an_unknown_id_is_no_other_word(minilm: tuple[Any, Call], bad: int) -> None:
-    """And costs only its own row."""
+    """An unknown id costs only its own row."""
     got = minilm[1](padded([[101, bad, 102], [101, 4937, 102]], 32))["embedding"]
     assert np.isnan(got[0]).all()
     assert np.isfinite(got[1]).all()

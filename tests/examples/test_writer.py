@@ -50,7 +50,7 @@ def test_alone_and_among_64_bit_for_bit(daemon: DaemonProcess) -> None:
 
 
 def test_it_writes_words(daemon: DaemonProcess) -> None:
-    """Of what it writes most are words of the text it was trained on."""
+    """Most words that it writes are words of the text it was trained on."""
     known = set(re.findall(r"[a-z]+", " ".join(train_writer.documents()).lower()))
     written = write(daemon, "Return the ", count=400, temperature=0.3).lower()
     words = re.findall(r"[a-z]+", written)[:-1]

@@ -88,6 +88,6 @@ def _attack(daemon: DaemonProcess, names: list[str]) -> list[dict[str, int]]:
 
 
 def test_the_log_is_short(daemon: DaemonProcess, tmp_path: Path) -> None:
-    """Whatever came, a line each time is no flood: what attackers do is told by counts, a line a minute."""
+    """Attacks do not flood the log: their counts are written, one line a minute."""
     lines = daemon.log.splitlines()
     assert len(lines) < 200, "\n".join(lines[:50])

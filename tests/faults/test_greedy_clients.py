@@ -175,7 +175,7 @@ def test_a_grpc_client_that_takes_its_answers_late(daemon: DaemonProcess) -> Non
 
 @pytest.mark.parametrize("daemon", [{"grpc": {"write_timeout": 1.0}, "http": {"write_timeout": 1.0}}], indirect=True)
 def test_answers_that_are_not_taken_for_too_long(daemon: DaemonProcess) -> None:
-    """Whatever stops them: the stream's window, the connection's, or the socket. The connection stays where it is the window."""
+    """The stream's window, the connection's or the socket may block them; the connection stays where it is the window."""
     port = grpc_port(daemon)
     with FrameClient(port, ((frames.INITIAL_WINDOW_SIZE, 0),)) as client:
         calls = [client.call(wants_large()) for _ in range(3)]

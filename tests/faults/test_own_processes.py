@@ -162,7 +162,7 @@ def test_they_end_with_a_supervisor_that_is_killed(daemon: DaemonProcess) -> Non
 
 
 def test_a_load_that_fails(tmp_path: Path, start_daemon: Callable[..., DaemonProcess]) -> None:
-    """What it had started by then goes as well."""
+    """Processes that the load had started are ended as well."""
     source = f"""
         import subprocess
         inputs = outputs = {{"x": "FP32[4]"}}

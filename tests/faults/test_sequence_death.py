@@ -229,7 +229,7 @@ def test_sequences_go_on_where_they_began_while_their_model_is_loaded_again(
 
 
 def test_a_front_that_is_killed_takes_no_sequence_along(daemon: DaemonProcess, http: Steps, grpc: Steps) -> None:
-    """What it had sent goes, and is a hole in its sequence; what waits for nothing goes on, through its replacement as well."""
+    """Requests that it had sent are lost, and are a gap in their sequence; all others go on, also through its replacement."""
     for who in range(500, 510):
         assert [http(who, 1, "S"), grpc(who, 10)] == [1, 11]
     (front,) = daemon.fronts

@@ -98,7 +98,7 @@ def test_the_answer_comes_after_the_bytes_under_load(daemon: DaemonProcess, new_
 
 @pytest.mark.parametrize("end", ["freed", "killed"])
 def test_an_owner_that_goes_away(client: Any, owner: CudaOwner, new_owner: Callable[[], CudaOwner], end: str) -> None:
-    """What its requests get is the driver's business; everybody else's answers stay right."""
+    """The driver decides what the owner's requests get; everybody else's answers stay right."""
     values = np.arange(4, dtype=np.float32).reshape(1, 4)
     kept = register(client, owner)
     owner.put(kept, values)

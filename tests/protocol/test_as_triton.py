@@ -150,7 +150,7 @@ def number(value: int) -> grpcclient.InferInput:
 @pytest.mark.parametrize("model", ["counts", "last"])
 @pytest.mark.parametrize("n", [0, 1, 2, 4, 5])
 def test_the_answer_with_which_no_step_is_left_is_final(daemon: DaemonProcess, model: str, n: int) -> None:
-    """Whoever has not asked for empty final answers sees the end where the called model says it with its last answer."""
+    """A caller without empty final answers sees the end at the called model's last answer."""
     came: queue.Queue[Any] = queue.Queue()
     with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
         client.start_stream(lambda result, error: came.put(error or result.get_response()))
@@ -167,7 +167,7 @@ def test_an_iterator_that_is_cancelled_brings_what_comes(daemon: DaemonProcess) 
 
 
 def test_priorities_of_the_rate_limiter(daemon: DaemonProcess, folder: Path) -> None:
-    """Of two models that always have something to run one has half as many turns."""
+    """While both models always have work, the one of lower priority gets half as many runs."""
     given = grpcclient.InferInput("x", [1], "INT32")
     given.set_data_from_numpy(np.zeros(1, np.int32))
     done: queue.Queue[Any] = queue.Queue()

@@ -87,7 +87,7 @@ def scale(client: Any, region: str, **arguments: Any) -> Any:
 @pytest.mark.parametrize("datatype", sorted(TENSORS))
 @pytest.mark.parametrize("offset", [0, 256, 77])
 def test_both_ways(client: Any, owner: CudaOwner, datatype: str, offset: int) -> None:
-    """Whatever the alignment; the answer names no data, the bytes are in the region by then, although copies take time."""
+    """Any alignment works; the answer has no data, and the bytes are in the region by then, although copies take time."""
     region = register(client, owner)
     values = TENSORS[datatype]
     stored = values.view(np.uint16) if datatype == "BF16" else values

@@ -205,7 +205,7 @@ def cancelled(daemon: DaemonProcess, model: str) -> float:
 
 
 def test_a_slow_reader_holds_up_nobody_else(daemon: DaemonProcess) -> None:
-    """Of a generator with one instance: the one that is not read rests, and others are answered."""
+    """A generator with one instance rests for the client that does not read, and answers others."""
     with Stream(daemon.grpc_url) as slow, Stream(daemon.grpc_url) as quick:
         slow.ask("counts", 2000)
         slow.take()
@@ -222,7 +222,7 @@ def test_a_slow_reader_holds_up_nobody_else(daemon: DaemonProcess) -> None:
 
 
 def test_a_model_that_is_unloaded_ends_its_streams_first(daemon: DaemonProcess) -> None:
-    """And a load beside them changes nothing for them."""
+    """A load beside the streams changes nothing for them."""
     with Stream(daemon.grpc_url) as slow, Stream(daemon.grpc_url) as other:
         slow.ask("slow_counts", 500)
         slow.take()

@@ -357,7 +357,7 @@ def test_a_batch_of_one_goes_to_a_model_that_does_not_batch(client: Any) -> None
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_batch_passes_through_a_model_that_does_not_batch(client: Any, count: int) -> None:
-    """As a whole, where that model's first dimension varies."""
+    """The batch passes as a whole where that model's first dimension varies."""
     got = client.infer("mixed", [tensor(client, "x", rows(count))])
     np.testing.assert_array_equal(got.as_numpy("y"), 3 * (3 * rows(count) + 1.5) + 1)
 
@@ -579,7 +579,7 @@ def test_a_stream_that_fails_in_the_middle_ends_with_one_error(daemon: DaemonPro
 def test_requests_that_come_together_get_what_each_would_get_alone(
     daemon: DaemonProcess, http: httpclient.InferenceServerClient
 ) -> None:
-    """As one batch through the programs, or each step by itself: nobody can tell, and everything is counted once."""
+    """Answers and counts are the same whether the requests run as one batch or each step runs by itself."""
     before = {name: stats(http, name)["inference_stats"]["success"]["count"] for name in ("chain", "scale", "plus")}
     inputs = [rows(1 + i % 3, 10.0 * i) for i in range(48)]
     calls = [http.async_infer("chain", [tensor(http, "x", x)], outputs=asked(http, "total")) for x in inputs]

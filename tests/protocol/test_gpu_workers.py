@@ -247,7 +247,7 @@ THREE = """
 def test_small_requests_cross_the_bus_once_each_way(
     stub: CudaStub, serve: Serve, repository: Path, library: Any
 ) -> None:
-    """Of however many clients, and with however many outputs: a batch is a transfer in, one out, and a wait for each.
+    """A batch is one transfer in, one out and a wait for each, for any number of clients and outputs.
 
     Where the outputs begin among the packed ones differs between batches of one and of eight rows.
     """
@@ -294,7 +294,7 @@ _LARGE = """
 def test_instances_are_slots_of_a_pipeline(
     stub: CudaStub, serve: Serve, repository: Path, tmp_path: Path, count: int
 ) -> None:
-    """Of several clients with large tensors: with one instance a copy comes after the other, with several they overlap."""
+    """Large tensors of several clients are copied one after the other with one instance, and overlap with several."""
     repositories.write_model(repository, "large", _LARGE, f"instance_group {{ count: {count} }}")
     daemon = serve(environment={"CUDA_STUB_DELAY_US": "20000"})
     (pid,) = [worker.pid for worker in daemon.workers]
@@ -590,7 +590,7 @@ def of_gpus(daemon: DaemonProcess, name: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("room", [0, 1 << 18])
 def test_all_page_locked_memory_is_bounded_together(stub: CudaStub, serve: Serve, room: int) -> None:
-    """What batches are gathered in is locked first, where the bound allows it; answers are the same without."""
+    """Buffers of batches are locked first, where the bound allows it; answers are the same without."""
     daemon = serve(workers={"pinned_byte_size": room})
     (pid,) = [worker.pid for worker in daemon.workers]
     values = np.ones((1, 4), np.float32)

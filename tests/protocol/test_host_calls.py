@@ -134,7 +134,7 @@ def test_what_the_other_one_answers_is_the_answer_of_who_does_not_catch_it(
 
 
 def test_a_generator_asks_between_its_responses(daemon: DaemonProcess) -> None:
-    """Also one that rests meanwhile, because its client takes nothing."""
+    """A generator that rests because its client takes nothing may ask, too."""
     with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
         came: list[int] = []
         client.start_stream(lambda result, error: came.append(-1 if error else int(result.as_numpy("i")[0])))

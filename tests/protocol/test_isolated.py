@@ -153,7 +153,7 @@ def test_what_it_does_to_its_process_touches_nobody(serve: Callable[..., DaemonP
 
 
 def test_its_process_lives_as_long_as_it_is_wanted(serve: Callable[..., DaemonProcess], models: Path) -> None:
-    """Also where it fails to load; what asks for more processes than may be is told both numbers."""
+    """The process also ends after a failed load; a load of more processes than allowed is refused with both numbers."""
     for name in ("second", "third"):
         write_model(models, name, SCRIPT, ALONE)
     write_model(models, "broken", "raise OSError('no')", ALONE + 'backend: "jax"')

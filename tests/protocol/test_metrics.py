@@ -167,7 +167,7 @@ def test_figures_are_those_of_the_statistics(daemon: DaemonProcess, client: Any)
 
 @pytest.mark.cpu_workers("what has to be copied for them")
 def test_bytes_copied_for_a_request(daemon: DaemonProcess, client: Any) -> None:
-    """As docs/data-plane.md says: a body and a guarded region are used in place, a snapshot is copied; so are small outputs."""
+    """Bodies and guarded regions are used in place, snapshots and small outputs are copied, as docs/data-plane.md says."""
     size = 4 * LENGTH
 
     def copied() -> float:

@@ -201,7 +201,7 @@ def test_too_many_calls_at_once_are_refused(http: httpclient.InferenceServerClie
 
 
 def test_all_responses_of_a_decoupled_model_come_through_an_iterator(http: httpclient.InferenceServerClient) -> None:
-    """As in Triton the last one is empty where the model only says that it is done, and it can be gone through again."""
+    """The last response is empty where the model only says that it is done, as in Triton; the iterator can be used again."""
     code = """
         responses = call("repeat", {"values": np.array([1, 2, 3], np.float32)}, ["value"]).exec(decoupled=True)
         first = [of(response) for response in responses]
@@ -459,7 +459,7 @@ def test_a_model_that_is_loaded_anew_or_unloaded_answers_what_it_was_called_for(
 
 
 def test_a_call_that_ends_its_process_is_one_error(http: httpclient.InferenceServerClient) -> None:
-    """Whoever called is run again, and then told that it takes processes with it."""
+    """The caller is run again, and then told that its request ends processes."""
     with pytest.raises(InferenceServerException, match="worker"):
         run(http, "script", """said = script("other", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")""")
     assert run(http, "script", SELF.replace("self.name", "'other'")) == 1

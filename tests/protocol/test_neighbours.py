@@ -150,7 +150,7 @@ def test_all_are_served_and_each_has_its_own(daemon: DaemonProcess) -> None:
 
 
 def test_a_check_says_the_same(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And loads them into one process, in the daemon's order: what the second one finds there the first one has left."""
+    """The check loads both models into one process in the daemon's order, so the second finds what the first left."""
     monkeypatch.setenv("TENSORD_EXECUTABLES_CACHE_DIRECTORY", str(tmp_path / "cache"))
     shared = tmp_path / "shared"
     first = "import builtins\nbuiltins.somebody_was_here = True\nprint('the first one')\n"

@@ -100,7 +100,7 @@ def test_the_paths_and_methods_are_those_of_the_code() -> None:
 
 
 def test_the_daemon_serves_it(daemon: DaemonProcess, session: requests.Session) -> None:
-    """Of the version that it is; who has it is told so, and HEAD says how long it is."""
+    """The document names the served version; a client that has it gets 304, and HEAD gives its length."""
     url = f"http://{daemon.url}/v2/openapi.yaml"
     answer = session.get(url)
     assert (answer.status_code, answer.headers["Content-Type"]) == (200, "application/yaml")

@@ -99,6 +99,6 @@ def test_one_that_does_not_answer_is_not_ready(daemon: DaemonProcess, said: Path
 
 
 def test_a_model_without_it_is_ready_while_it_serves(daemon: DaemonProcess) -> None:
-    """Also by a name that some would take for a list."""
+    """The model is also ready by a name that could be taken for a list."""
     assert daemon.get("/v2/models/silent,with_a_comma/ready")[0] == 200
     assert daemon.get("/v2/models/silent%2Cwith_a_comma/ready")[0] == 200

@@ -315,7 +315,7 @@ def test_all_kinds_of_batch_inputs(asked: Ask, http: Any, daemon: DaemonProcess,
 
 
 def test_the_model_of_the_manual(asked: Ask) -> None:
-    """Also with requests of several rows, and with one that no program has room for."""
+    """Requests of several rows are answered too, and one that no program has room for."""
 
     def ask(number: int) -> None:
         chance = np.random.default_rng(number)

@@ -133,7 +133,7 @@ def test_files_that_are_refused(client: httpclient.InferenceServerClient, config
 
 
 def test_a_slash_before_a_file_and_one_entry_for_a_list(client: httpclient.InferenceServerClient) -> None:
-    """As Triton takes them."""
+    """Both are accepted, as in Triton."""
     config = {**CONFIG, "instance_group": {"count": 2, "kind": "KIND_CPU"}}
     client.load_model("slash", config=json.dumps(config), files={"file:/1/model.py": source(4)})
     assert client.get_model_config("slash")["instance_group"][0]["count"] == 2
@@ -163,7 +163,7 @@ def test_a_configuration_given_with_a_load_goes_with_its_model(client: httpclien
 def test_a_model_that_asks_for_what_is_not_offered_is_never_ready(
     client: httpclient.InferenceServerClient, daemon: DaemonProcess, asks: dict[str, Any], words: str
 ) -> None:
-    """Whether its folder says so, or the client."""
+    """The request may come from the model's folder or from the client."""
     folder = Path(daemon.sections["repository"]["paths"][0]) / "asks"
     repositories.write_model(Path(daemon.sections["repository"]["paths"][0]), "asks", TIMES, config_text(asks))
     with pytest.raises(InferenceServerException, match=f"failed to load 'asks': model 'asks': .*{words}") as caught:
@@ -225,7 +225,7 @@ BODIES = [
 
 
 def test_no_load_request_is_the_servers_fault(client: httpclient.InferenceServerClient, daemon: DaemonProcess) -> None:
-    """Whatever kind of value stands wherever: it is loaded, or refused with a sentence, and the next plain load is as ever."""
+    """A load with any value anywhere is done or refused with a sentence, and the next plain load works as ever."""
     statuses = set()
     for body in BODIES:
         status, answer = daemon.request("POST", "/v2/repository/models/scale/load", body.encode())

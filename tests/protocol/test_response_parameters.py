@@ -127,7 +127,7 @@ def test_generate(daemon: DaemonProcess) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 100_000])
 def test_each_answer_has_its_own(daemon: DaemonProcess, size: int) -> None:
-    """Also where request and answer are like the ones before, small and large."""
+    """Each answer has its own parameters also where request and answer repeat, small and large."""
     x = grpcclient.InferInput("x", [1], "INT32")
     x.set_data_from_numpy(np.array([1], np.int32))
     said = {"what": "{'calls': calls} if calls % 3 else {}", "size": size}
@@ -173,7 +173,7 @@ def test_as_much_as_is_allowed(daemon: DaemonProcess) -> None:
 
 
 def test_a_long_error_is_cut_and_says_so(daemon: DaemonProcess) -> None:
-    """Whoever takes errors has room for a sentence, not for a megabyte."""
+    """Clients have room for a sentence, not for a megabyte."""
     for times, expected in ((8192, "e" * 8192), (100_000, f"{'e' * 8192}... (91808 more characters)")):
         status, answer = daemon.infer("says", [X], parameters={"error": "e", "times": times})
         assert (status, answer) == (500, {"error": expected})

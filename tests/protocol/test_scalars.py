@@ -219,7 +219,7 @@ def test_in_a_region(daemon: DaemonProcess) -> None:
 
 
 def test_between_models(daemon: DaemonProcess) -> None:
-    """As a call of a Triton Python model, and between the steps of an ensemble."""
+    """Scalars pass in a call of a Triton Python model, and between the steps of an ensemble."""
     for number in range(_MANY):
         assert asked(daemon, "triton", ("x", "FP32", [1], [number])) == {"y": ([], [2 * number + 1])}
         shape, data = asked(daemon, "steps", ("v", "FP32", [3], [number, 1, 2]))["w"]

@@ -114,7 +114,7 @@ def test_what_a_python_model_is_told(client: Any) -> None:
 @pytest.mark.parametrize("model", ["jax", "jax_direct"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_a_jitted_model_is_told(client: Any, model: str, size: int) -> None:
-    """Of shapes that have a program, that are padded, and that are compiled when they come."""
+    """The controls reach it for shapes that have a program, that are padded, and that are compiled on arrival."""
     send = Sender(client, model)
     assert [send(9, 1, flags, size=size)[0] for flags in ("S", "", "E", "SE")] == [1011, 11, 111, 1111]
 

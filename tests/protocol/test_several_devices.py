@@ -234,7 +234,7 @@ def test_what_cannot_be_is_said(daemon: DaemonProcess) -> None:
 
 
 def test_programs_come_from_the_cache(daemon: DaemonProcess) -> None:
-    """And do what they did."""
+    """Cached programs give the same results as compiled ones."""
     x = np.random.default_rng(1).integers(-9, 9, (4, 16)).astype(np.float32)
     before = {model: ask(daemon, model, x) for model in MODELS}
     daemon.workers[0].kill()

@@ -45,7 +45,7 @@ X = {"name": "x", "datatype": "FP32", "shape": [1, 4]}
 @pytest.mark.parametrize("host", [True, False])
 @pytest.mark.parametrize("often", [0, 40])
 def test_the_oldest(tmp_path: Path, start_daemon: Callable[..., DaemonProcess], host: bool, often: int) -> None:
-    """Of a thread's model and of the loop's, answered in Python and (asked often before) in C."""
+    """The oldest run is that of a thread's model or of the loop's, answered in Python or (asked often before) in C."""
     control = tmp_path / "control.sock"
     told = f"FOLDER, HOST, LOADS = {str(tmp_path)!r}, {host}, "
     write_model(tmp_path / "models", "waits", told + "False\n" + WAITS, version=3)

@@ -108,7 +108,7 @@ def test_what_does_not_open(driver: Driver, context: Context, cuda_owner: CudaOw
 
 
 def test_memory_of_our_own_cannot_be_opened(context: Context) -> None:
-    """As on a real driver: so the tests need an owner in another process, and a model's own memory is no region."""
+    """A process cannot open its own memory, as on a real driver: tests need an owner in another process."""
     pointer = context.allocate(4096)
     made = context.call(context.driver.cuIpcGetMemHandle, pointer)
     with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_CONTEXT"):
@@ -162,7 +162,7 @@ def test_pages_are_locked_once(context: Context) -> None:
 
 
 def test_only_what_may_be_written_to_is_locked(context: Context) -> None:
-    """As drivers do that cannot register memory as read-only."""
+    """Read-only memory stays unlocked, as some drivers cannot register it."""
     with mmap.mmap(-1, 4096, prot=mmap.PROT_READ) as memory, memoryview(memory) as view:
         start = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
         with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):

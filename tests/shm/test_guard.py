@@ -103,7 +103,7 @@ def test_each_region_counts_its_own() -> None:
 
 
 def test_one_question_for_all() -> None:
-    """As long as nothing was missing nobody has to ask each region; that holds again when the bad ones are gone."""
+    """Nobody has to ask each region while none has missed anything; that holds again once the bad ones are gone."""
     gc.collect()  # what other tests have left
     good, first, second = region_of(PAGE), region_of(PAGE), region_of(2 * PAGE)
     assert not guard.any_faults()

@@ -106,7 +106,7 @@ def test_there_and_back(arena: Arena, size: int) -> None:
 
 
 def test_one_arena_serves_two_lanes(arena: Arena) -> None:
-    """What a dead worker had is given to another one without a copy."""
+    """Memory that a dead worker had is given to another one without a copy."""
     first, second = lane_of(arena), lane_of(arena)
     lease = arena.loan(4)
     assert lease is not None
@@ -323,7 +323,7 @@ def kind_of(name: str) -> Numbered[PreparedRequest]:
 
 
 def test_requests_with_numbers_come_in_order_each_after_what_its_number_stands_for(arena: Arena) -> None:
-    """Also where one number stands for two kinds, and ends, cancellations and other requests are between them."""
+    """The order also holds where a number is used for two kinds, and among ends, cancellations and other requests."""
     submitter, worker = lane_of(arena)
     a, b = kind_of("a"), kind_of("b")
     assert a.number == b.number == 0
@@ -459,7 +459,7 @@ def test_records_of_the_other_direction_are_refused(arena: Arena) -> None:
 
 
 def test_another_version_of_the_wire_is_refused_with_both_numbers(arena: Arena) -> None:
-    """Whatever follows: it may be nothing that this end could read."""
+    """The bytes after the version do not matter: this end may be unable to read them."""
     words = f"the other end speaks version {WIRE_VERSION + 1} of the wire, this one version {WIRE_VERSION}"
     submitter = stranger(arena, WireVersion(WIRE_VERSION + 1), Cancel(1))
     with pytest.raises(InvalidArgument, match=words):

@@ -102,7 +102,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_names_that_are_nested(tmp_path: Path) -> None:
-    """As Flax Linen's ``apply`` takes them."""
+    """Nested names give nested dicts, as Flax Linen's ``apply`` takes them."""
     array = np.ones(2, np.float32)
     for separator in "./":
         names = [

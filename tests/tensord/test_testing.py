@@ -207,7 +207,7 @@ def test_an_ensemble_has_its_members_from_beside_it(tmp_path: Path) -> None:
 
 
 def test_closing(tmp_path: Path) -> None:
-    """Whoever waits is answered; whoever comes later is told."""
+    """Callers that wait are answered, and later ones get an error."""
     write_model(
         tmp_path,
         "slow",

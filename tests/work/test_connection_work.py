@@ -137,7 +137,7 @@ def test_system_calls() -> None:
 
 
 def test_a_transport_is_asked_nothing() -> None:
-    """What it could tell costs system calls; who connected is known since the accept."""
+    """Its answers would cost system calls, and the peer is known since the accept."""
     asked: list[str] = []
 
     class Asked(KeptTransport):

@@ -256,7 +256,7 @@ class Unremembering:
 
 @counts
 def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way() -> None:
-    """Looking for its form, and remembering it for a while, is for nothing."""
+    """A request that never repeats pays for the lookup of a prepared request, and for being remembered for a while."""
     row = next(row for row in ROWS if row.name == "small-forms")
     counted: list[float] = []
 
@@ -282,7 +282,7 @@ def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way() -> N
 
 @counts
 def test_instructions_of_small_requests_that_come_together(baseline: Baseline) -> None:
-    """What a turn of the loop costs is shared by those that it brings."""
+    """Requests that arrive together share the cost of one iteration of the event loop."""
     row, together = ROWS[0], 8
 
     async def test(bench: Bench) -> None:
@@ -390,7 +390,7 @@ def test_an_idle_worker_begins_with_the_first_of_small_requests_that_come_togeth
 
 
 def test_a_large_request_does_not_wait_for_others() -> None:
-    """What else a turn of the loop brings may be megabytes that have to be read first."""
+    """A large request is sent before the rest of the iteration's reads, which may be megabytes."""
     row = ROWS[-1]
 
     async def test(bench: Bench) -> None:
@@ -422,7 +422,7 @@ def test_the_bytes_of_a_body_cost_the_same_whatever_they_are(content: bytes) -> 
 
 
 def test_a_refusal_that_is_remembered_keeps_no_request() -> None:
-    """What is wrong with a target is found once, and raised for each request that names it."""
+    """A target's mistake is found once, and raised for each request that names it."""
     refused = b"POST /v2/models/addsub/versions/0/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 
     async def test() -> None:

@@ -176,7 +176,7 @@ def test_instructions(row: Row, baseline: Baseline) -> None:
 
 @rows
 def test_system_calls_on_the_lane(row: Row) -> None:
-    """What comes together is two datagrams: an idle worker begins with the first."""
+    """Requests that come together take two datagrams: an idle worker begins with the first."""
 
     async def test(asking: Asking) -> None:
         work = Work()
@@ -329,7 +329,7 @@ def scheduled(number: int) -> bytes:
 @in_c
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in ("stream", "unary")], ids=lambda row: row.name)
 def test_scheduling_that_differs(row: Row) -> None:
-    """What came before is known by its bytes; what did not is read by protobuf."""
+    """Scheduling parameters seen before are recognized by their bytes; others are read by protobuf."""
     repeated = instructions(row, [scheduled(number) for number in range(4)])
     assert repeated <= 1.1 * instructions(row, [small("")])
     # None of those that are counted has come before.
@@ -364,7 +364,7 @@ def test_a_step_of_a_sequence_costs_little_more(row: Row) -> None:
 def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(
     row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking for its form, and remembering it for a while, is for nothing."""
+    """A request that never repeats pays for the lookup of a prepared request, and for being remembered for a while."""
 
     def cost() -> float:
         # Ids of requests inside a parameter: no two of them mean the same.
@@ -397,7 +397,7 @@ def test_messages_that_differ(row: Row, contents: list[bytes]) -> None:
 @counts
 @in_c
 def test_a_connection_that_is_new() -> None:
-    """Its first request; all connections of a front know the same forms."""
+    """The first request of a connection is recognized too: all connections of a front share the prepared requests."""
     row = next(row for row in ROWS if row.name == "unary")
     assert instructions(row, [small("")], connections=COUNT) <= MAX_MORE * instructions(row, [small("")])
 

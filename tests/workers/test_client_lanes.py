@@ -147,7 +147,7 @@ def ended(loop: WorkerLoop, lane: RawLane) -> bool:
 
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_small_request_is_answered(loop: WorkerLoop, lane: RawLane, prepared: bool) -> None:
-    """Also where requests like it are answered outside of Python."""
+    """It is also answered where requests like it are answered outside of Python."""
     if prepared:
         lane.prepare(3, addsub())
     for value in range(40):
@@ -900,7 +900,7 @@ def test_the_log_does_not_grow_with_each_lane_that_ends(loop: WorkerLoop, caplog
 
 
 def test_more_may_not_be_taken_than_was_sent(loop: WorkerLoop, lane: RawLane, caplog: pytest.LogCaptureFixture) -> None:
-    """Or its model would go on for ever, and all that waits for who does not read it would be kept here."""
+    """Otherwise the model would run for ever, and the worker would keep all that a slow client does not read."""
     enemy = loop.open_client(CLIENT + 1)
     enemy.ask(*repeat(1_000_000))
     loop.client_answers(enemy, 100)

@@ -107,7 +107,7 @@ def test_an_unload_overtakes_a_load() -> None:
 
 
 def test_of_two_loads_the_later_one_counts() -> None:
-    """And begins when the earlier one has been answered: others go on side by side, and the supervisor counts answers."""
+    """It begins when the earlier one is answered: loads of others run side by side, and the supervisor counts answers."""
     bench = Bench()
     first, _ = bench.load(), bench.load()
     assert bench.loads == [first]

@@ -80,7 +80,7 @@ def test_a_full_batch_does_not_wait_for_an_older_request_of_another_shape(
 
 
 def test_a_jax_model_batches_by_the_same_rules_however_often_it_is_asked(worker: WorkerProcess, tmp_path: Path) -> None:
-    """Its requests have known forms after a while, which a worker may run outside of Python: not those that wait."""
+    """A worker may answer known requests outside of Python, but not those that wait for a batch."""
     scale_model(tmp_path, "scale")
     (tmp_path / "scale" / "config.pbtxt").write_text(
         f"dynamic_batching {{ preferred_batch_size: [ 4 ] max_queue_delay_microseconds: {HOUR} }}"

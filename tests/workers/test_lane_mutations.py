@@ -154,6 +154,6 @@ def test_hostile_lives(loop: WorkerLoop, caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_lives_are_those_of_their_seeds() -> None:
-    """What a failure names can be looked at again."""
+    """A failure names its seed, so it can be run again."""
     assert [life(7), life(8)] == [life(7), life(8)]
     assert life(7) != life(8)

@@ -191,7 +191,7 @@ def test_a_region_that_shrinks_is_refused(loop: PushingLoop, registered: Callabl
 def test_a_client_that_writes_meanwhile_cannot_change_what_was_checked(
     loop: PushingLoop, registered: Callable[..., Memory]
 ) -> None:
-    """Whatever is made is right, or refused: nothing is looked at twice."""
+    """The set is right or refused: no byte is read twice."""
     good, bad = layout_bytes(numbered(4)), b"\xff" * len(layout_bytes(numbered(4)))
     memory = registered(good)
     stop = threading.Event()

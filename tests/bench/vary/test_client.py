@@ -178,7 +178,7 @@ def test_an_answer_that_differs_from_the_recorded_one_is_noticed(
 
 
 def test_small_differences_of_what_is_computed_together_are_right(daemon: DaemonProcess, client: Client) -> None:
-    """Of `post` the recorded probabilities are changed in their last bits."""
+    """The recorded probabilities of `post` are changed in their last bits."""
     requests = pool("http", "models", 3)
     file = client.record(daemon.url, requests)
     content = bytearray(file.read_bytes())

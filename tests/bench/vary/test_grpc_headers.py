@@ -9,7 +9,7 @@ from tests.daemon.grpc.recorded_blocks import recorded
 
 
 def test_blocks_are_those_of_grpcio() -> None:
-    """As many calls as evict from its table what they repeat."""
+    """The calls are so many that grpcio's table evicts what they repeat."""
     # No deadline comes twice, nor is it so near to one of the last that grpcio sends that again.
     calls = [(10 + 0.4 * (37 * n % 211), (("traceparent", f"00-{n:032x}-{n:016x}-01"),)) for n in range(211)]
     sent, decoder, encoder = recorded(calls), hpack.Decoder(), Encoder()

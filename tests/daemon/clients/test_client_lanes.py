@@ -168,7 +168,7 @@ def test_a_client_that_is_killed_leaves_nothing(start: Start) -> None:
 
 
 def test_a_lane_that_its_worker_has_ended_is_opened_again(start: Start) -> None:
-    """Whether the daemon knows already or not: the client says which lanes it has lost."""
+    """The client says which lanes it has lost, so the daemon need not know of it already."""
     daemon = start()
     with client(daemon) as losing, client(daemon) as watching:
         (lost, _), (kept, _) = entries(losing.open("good"))

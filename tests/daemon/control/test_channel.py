@@ -1,4 +1,4 @@
-"""A channel on a loop: one flush a turn, a slow peer, a lost peer, garbage."""
+"""A control channel on an event loop flushes once an iteration, and survives a slow peer, a lost peer and garbage."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_takes_the_place_of_a_link(there: Path, tmp_path: Path) -> None:
 
 
 def test_a_swap_that_is_ended_leaves_nothing_to_go_on_with(there: Path, tmp_path: Path) -> None:
-    """What lies in the stage then is the former model, whose files are no beginnings of the new one's."""
+    """The stage then holds the former model, whose files are not taken for beginnings of the new one's."""
     folder = written(tmp_path / "models" / "m", {"1/model.py": b"f" * 500})
     source = Source(str(there))
     plan = plan_of(source)

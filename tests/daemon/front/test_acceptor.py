@@ -115,7 +115,7 @@ async def test_each_gets_its_part(shared: Shared) -> None:
 
 
 async def test_two_sockets_are_one_to_clients(shared: Shared) -> None:
-    """Whoever has more leaves connections of either to the other; one that is hung keeps nobody waiting on either."""
+    """The front with more connections leaves new ones of either socket to the other; a hung front keeps no client waiting."""
     for row in range(2):
         shared.taker(row)
     clients = [shared.connect(listener) for _ in range(20) for listener in (shared.listener, shared.second)]
@@ -177,7 +177,7 @@ async def test_in_the_place_of_one_that_ended(shared: Shared) -> None:
     taker = shared.taker(0)
 
     async def was_left() -> bool:
-        """Whether the next one was first left to others."""
+        """Says whether the next connection was first left to other fronts."""
         client, before, left = shared.connect(), len(taker.owners), False
         while len(taker.owners) == before:
             left = left or taker.acceptor.leaves_it

@@ -94,6 +94,6 @@ def test_a_size_of_more_digits_than_are_ever_told() -> None:
 
 @given(st.binary(max_size=60))
 def test_any_bytes(content: bytes) -> None:
-    """What is no chunked body is left to the parser."""
+    """Bytes that are no chunked body are left to the parser."""
     sizes = ChunkSizes(1 << 70, 1000)
     assert 0 <= sizes.take(content, 0, len(content)) <= len(content)

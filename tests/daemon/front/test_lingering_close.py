@@ -248,7 +248,7 @@ def test_what_took_long_enough(with_watch: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_who_goes_on_reading_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it takes ``min_rate``; what it has not taken is with the kernel."""
+    """The close waits while the client takes ``min_rate``; the kernel has what it has not taken."""
 
     async def test() -> None:
         lingering = Lingering(LingeringClose(100), cast(asyncio.Transport, None))

@@ -201,7 +201,7 @@ async def test_abort_sends_no_more_and_holds_nothing(pair: Pair) -> None:
 
 
 async def test_paused(pair: Pair) -> None:
-    """What comes meanwhile waits in the socket, and costs nothing."""
+    """Bytes that come meanwhile wait in the socket, and cost nothing."""
     pair.transport.pause_reading()
     pair.client.send(b"one")
     for _ in range(5):
@@ -292,7 +292,7 @@ async def test_a_protocol_that_gives_buffers(pair: Pair) -> None:
 
 @pytest.mark.parametrize("writes", [False, True])
 async def test_a_reset(writes: bool) -> None:
-    """Whoever reads or writes next learns it; the protocol is told why."""
+    """The next read or write reports the reset, and the protocol is told the reason."""
     watch, kept = SocketWatch(), Kept()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())

@@ -280,7 +280,7 @@ def test_a_head_that_holds_data_is_collected(submitter: Submitter) -> None:
 
 @pytest.mark.parametrize("came", [60_000, 100_000])
 def test_no_room_for_now(submitter: Submitter, came: int) -> None:
-    """What comes meanwhile is kept, and goes into its place when there is one."""
+    """Bytes that come meanwhile are kept, and move to the message's place once there is one."""
     full = submitter.loan(MIB)
     assert full is not None
     content = message([bytes(range(256)) * 4096], id="late")

@@ -273,7 +273,7 @@ def test_answers_wait_for_the_clients_windows() -> None:
 
 
 def test_reserved_bits_are_ignored() -> None:
-    """Of stream ids and of increments."""
+    """The reserved bits of stream ids and of window increments change nothing."""
     reserved = 1 << 31
     with serving() as (front, (worker,)), FrameClient(front.port, hello=False) as client:
         client.send(frames.PREFACE + frames.settings(((frames.INITIAL_WINDOW_SIZE, 0),)))
@@ -427,7 +427,7 @@ def test_those_idle_longest_make_room() -> None:
 
 @pytest.mark.parametrize("content", ["a head", "a block", "DATA", "padded DATA", "unknown"])
 def test_half_a_frame_is_ended(content: str) -> None:
-    """What has begun after the opening has to go on, too; a connection that began nothing stays."""
+    """A frame that stalls ends its connection, also after the opening; a connection that began no frame stays."""
     halves = {
         "a head": frames.head(frames.PING, 0, 0, 8)[:5],
         "a block": frames.frame(frames.HEADERS, 0, 1, b"\x83"),

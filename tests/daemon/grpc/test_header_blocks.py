@@ -48,7 +48,7 @@ def test_what_a_client_says_of_each_call_is_understood_once() -> None:
 
 @given(st.lists(st.tuples(CALLS, st.sampled_from([None, None, None, 0, 100, 4096])), max_size=40))
 def test_every_block_means_what_was_encoded(calls: list[tuple[tuple[str, list[tuple[str, str]]], int | None]]) -> None:
-    """Whatever comes in between, also where the client's table shrinks and grows."""
+    """Each block is decoded right whatever came before it, also where the client's table shrinks and grows."""
     encoder, blocks = hpack.Encoder(), HeaderBlocks(65536)
     for (path, metadata), table_size in calls:
         if table_size is not None:

@@ -129,7 +129,7 @@ def test_whatever_an_encoder_writes(
 
 
 def test_what_grpcio_writes() -> None:
-    """As many calls as evict from its table what they repeat, each with a deadline of its own."""
+    """The calls are so many that grpcio's table evicts what they repeat, and each has its own deadline."""
     calls = [
         (10 * 1.05 ** (n % 60), (("traceparent", f"00-{n:032x}-{n:016x}-01"), ("a-bin", b"\x00\xe9")))
         for n in range(150)
@@ -314,7 +314,7 @@ def test_what_is_no_decoder_and_no_block() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Whatever is refused midway, and whatever a table holds when its connection ends."""
+    """No memory leaks from a block that is refused midway, or from a table whose connection ends."""
     chance = random.Random(7)
     block = b"".join(b"\x40" + text(b"name-%d" % n, n & 1) + text(b"v" * n, not n & 1) for n in range(60))
     before = 0

@@ -114,7 +114,7 @@ def all_of(http2: Http2, pieces: list[bytes]) -> tuple[list[tuple[int, int, int,
 
 @given(st.lists(FRAMES, max_size=10), st.lists(st.integers(0, 2000), max_size=10), st.integers(0, 2))
 def test_any_cut(sequence: list[Frame], cuts: list[int], messages: int) -> None:
-    """Whatever a client sends means the same in one piece and in many."""
+    """The bytes of a client mean the same in one piece and in many."""
     data = b"".join(frame(frames.DATA, 0, 1, prefixed(bytes(700))) for _ in range(messages))
     content = OPENING + OPEN + data + b"".join(each.content for each in sequence)
     bounds = [0, *sorted(cut % len(content) for cut in cuts), len(content)]
@@ -125,7 +125,7 @@ def test_any_cut(sequence: list[Frame], cuts: list[int], messages: int) -> None:
 @settings(max_examples=examples(1000))
 @given(st.lists(FRAMES, min_size=1, max_size=12))
 def test_as_h2_decides(sequence: list[Frame]) -> None:
-    """As over a socket (test_against_h2.py), only more of them."""
+    """The decisions agree with those of h2, as over a socket (test_against_h2.py), with more cases."""
 
     def decide(sequence: list[Frame]) -> Decision:
         answers, code = all_of(made(), [OPENING + b"".join(each.content for each in sequence)])
@@ -166,7 +166,7 @@ def test_whoever_owns_it_is_told_once_that_there_is_something_to_send() -> None:
     ],
 )
 def test_the_budget_of_an_iteration(one: bytes, most: int) -> None:
-    """What came beyond is kept, and looked at when it is called again."""
+    """Frames beyond the budget are kept, and handled at the next call."""
     http2 = opened()
     assert http2.receive(one * 1000, 1.0)
     again = 1
@@ -176,7 +176,7 @@ def test_the_budget_of_an_iteration(one: bytes, most: int) -> None:
 
 
 def test_the_clients_windows() -> None:
-    """What its stream's window and the connection's do not allow waits for both."""
+    """Bytes that the stream's or the connection's window does not allow wait for both."""
     http2 = made()
     http2.receive(frames.PREFACE + frames.settings([(frames.INITIAL_WINDOW_SIZE, 10)]) + OPEN, 1.0)
     http2.receive(frame(frames.DATA, 0, 1, prefixed(bytes(100))), 1.0)

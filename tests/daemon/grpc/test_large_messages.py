@@ -79,7 +79,7 @@ def test_tensors_lie_where_a_worker_reads_them(served: Served, sizes: tuple[int,
 
 
 def test_large_and_small_ones_in_turn(served: Served) -> None:
-    """Also when the connection is read as any other again, after many small ones."""
+    """The order also holds after many small messages, when the connection is read like any other again."""
     _, worker, client = served
     for small in (0, 1, 40, 0):
         content = values(MIB, small)
@@ -294,7 +294,7 @@ def test_the_stream_ends_in_the_middle(served: Served) -> None:
 
 @pytest.mark.parametrize("frame_size", [10_000, 4 * MIB])
 def test_the_deadline_passes_in_the_middle(served: Served, frame_size: int) -> None:
-    """Also of a frame that is being read straight into the arena: the rest of it is passed over."""
+    """The deadline may also pass in a frame that is read straight into the arena: the rest of it is skipped."""
     front, worker, client = served
     whole = prefixed(request(values(FULL)))
     stream = client.open(grpc_timeout="200m")

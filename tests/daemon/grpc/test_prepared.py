@@ -8,7 +8,7 @@ from tensord.shm.messages import PreparedAnswer
 
 
 def test_layouts_of_a_message_are_bounded() -> None:
-    """Of workers, and of shapes that differ."""
+    """The bound holds for different workers and for different shapes."""
     message = PreparedMessage(DecodedHead("m", 0))
     kinds = [PreparedAnswer(number) for number in range(3 * PreparedMessage.MAX_ANSWERS)]
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Messages of forms and messages read exactly: whichever way one goes, it is the same request, or refused the same."""
+"""A message read as a prepared request and one read exactly give the same request, or the same refusal."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_forms_in_turn() -> None:
 
 
 def test_ids_of_sequences_priorities_and_timeouts_are_each_message_s_own() -> None:
-    """They differ from one message to the next, and are of one form; so is one that says nothing of it."""
+    """Messages that differ only in these share one prepared request; so does a message that sets none of them."""
     front = Front()
     for number in range(100):
         sequence = {"string_param": f"s{number}"} if number % 2 else {"int64_param": number}
@@ -163,7 +163,7 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_message_s_own() -> No
 
 @pytest.mark.parametrize("name", ["priority", "timeout", "sequence_id"])
 def test_parameters_that_schedule_as_no_client_writes_them(name: str) -> None:
-    """Their value before their key, their key twice, both ways in one message: read as protobuf reads them, and of no form."""
+    """A value before its key, a key twice, or both ways in one message are read as protobuf reads them, and never prepared."""
     key, value = b"\x0a%c%s" % (len(name), name.encode()), b"\x12\x02\x10\x07"
     written = message(tensor(), raw=(b"ab",))
     other = b"\x0a\x01x"
@@ -227,7 +227,7 @@ def test_what_is_refused_leaves_nothing() -> None:
 
 
 def test_what_comes_once_has_no_number() -> None:
-    """Nobody can use up the numbers of forms with requests that never repeat."""
+    """Nobody can use up the numbers of prepared requests with requests that never repeat."""
     front = Front()
     for number in range(20):
         read(front.messages, message(tensor(name=f"x{number}"), raw=(b"ab",)))

@@ -1,4 +1,4 @@
-"""Large messages that repeat themselves, through a real front: ones of a form both ways, and nothing stays on loan."""
+"""Large messages that repeat pass a real front as prepared requests, both ways, and no memory stays leased."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def nothing_on_loan(front: GrpcFrontProcess, worker: EchoWorker) -> None:
 @paths
 @pytest.mark.parametrize("client_id", ["", "id-0", "é"])
 def test_answers_are_those_that_were_written_whole(path: str, client_id: str) -> None:
-    """The same messages to two fronts, of which one gets answers of forms: byte by byte the same, the first and the last."""
+    """A front that gets prepared answers sends the same bytes as one that gets whole answers, first and last."""
     found: list[list[Any]] = []
     for formed in (False, True):
         with serving(arenas=WHOLE) as (front, (worker,)), front.frames(WIDE) as client:
@@ -133,7 +133,7 @@ def test_two_tensors_a_large_and_a_small_one(served: Served, frame_size: int) ->
 
 
 def test_many_of_a_stream_at_a_time() -> None:
-    """They come back in any order, some in a form, some not, one with an error."""
+    """Answers come back in any order, some prepared and some not, one of them an error."""
     with serving(arenas={**WHOLE, "max_byte_size": 32 * MIB}) as (front, (worker,)), front.frames(WIDE) as client:
         worker.numbered = True
         known(client, worker, STREAM)
@@ -191,7 +191,7 @@ def test_clients_that_take_less_at_a_time(served: Served, settings: tuple[tuple[
 
 @paths
 def test_a_slow_reader_of_a_known_answer(path: str) -> None:
-    """What the kernel does not take yet is still looked at: its lease stays until the client has read."""
+    """The lease of an answer stays until the client has read what the kernel did not take at once."""
     arenas = {"byte_size": MIB, "max_byte_size": 32 * MIB, "wait": 60.0}
     with front_process(GrpcFrontProcess, send_buffer=SMALL_BUFFER, arenas=arenas) as front:
         worker = front.worker()

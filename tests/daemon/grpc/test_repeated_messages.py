@@ -1,4 +1,4 @@
-"""Messages that repeat themselves: they travel as ones of a form, and their answers too; a client sees nothing of it."""
+"""Messages that repeat travel as prepared requests, and their answers as prepared answers; clients see no difference."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def ask(client: FrameClient, worker: EchoWorker, path: str, asked: Any, content:
     ids=["plain", "id", "text", "region", "parameters", "empty-final", "output"],
 )
 def test_answers_are_those_that_were_written_whole(path: str, fields: dict[str, Any]) -> None:
-    """The same messages to two fronts, of which one gets answers of forms: byte by byte the same, the first and the last."""
+    """A front that gets prepared answers sends the same bytes as one that gets whole answers, first and last."""
     found: list[list[Any]] = []
     for formed in (False, True):
         with serving() as (front, (worker,)), front.frames() as client:
@@ -91,7 +91,7 @@ def test_answers_are_those_that_were_written_whole(path: str, fields: dict[str, 
 
 @pytest.mark.parametrize("formed", [False, True])
 def test_ids_change_and_calls_take_turns(formed: bool) -> None:
-    """Unary and streamed ones of one form; ids as long as each other or not."""
+    """Unary and streamed calls share one prepared request, whether or not their ids have the same length."""
     with serving() as (front, (worker,)), front.frames() as client:
         worker.numbered = formed
         for number, client_id in enumerate(("a", "b", "", "cc", "dd", "a", "b", "", "cc")):
@@ -114,7 +114,7 @@ def inner_of(path: str, answer: Answer) -> Any:
 
 
 def test_many_of_a_stream_at_a_time() -> None:
-    """They come back in any order, some in a form, some not, one with an error."""
+    """Answers come back in any order, some prepared and some not, one of them an error."""
     with serving() as (front, (worker,)), front.frames() as client:
         stream = client.open(STREAM)
         for number in range(20):

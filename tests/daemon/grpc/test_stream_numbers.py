@@ -34,7 +34,7 @@ def test_every_number(streams: list[tuple[int, str]]) -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    """Of those that ended long ago nobody says that their clients did anything wrong."""
+    """Frames for streams that ended long ago are not taken for a client's mistake."""
     numbers = StreamNumbers()
     for number in range(1, 20_000, 4):
         numbers.use(number)
@@ -46,7 +46,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_a_reset_stream_that_was_told_so() -> None:
-    """Whoever goes on sending on a stream that he has reset is told once."""
+    """A client that goes on sending on a stream that it has reset is told once."""
     numbers = StreamNumbers()
     numbers.use(1)
     numbers.reset(1)

@@ -62,7 +62,7 @@ def test_both_walks_are_one(message: bytes, before: int, inline: int, view: bool
 
 @given(messages())
 def test_what_is_found_is_what_the_exact_reader_finds(message: bytes) -> None:
-    """And what that refuses is not walked over."""
+    """The walk finds the same as the exact reader, and never accepts a message that that reader refuses."""
     found = walk_in_python(message, 0, len(message), 100)
     try:
         head, client_id, places = split(message)
@@ -81,7 +81,7 @@ def test_what_is_found_is_what_the_exact_reader_finds(message: bytes) -> None:
 
 @given(REQUESTS)
 def test_whatever_protobuf_writes_is_walked_over(request_: Any) -> None:
-    """And read as it was written."""
+    """The walk accepts every message that protobuf writes, and reads it as it was written."""
     message = request_.SerializeToString()
     found = walk_in_python(message, 0, len(message), 4096)
     assert found is not None or len(message) > MAX_REST
@@ -97,7 +97,7 @@ def test_whatever_protobuf_writes_is_walked_over(request_: Any) -> None:
 
 @given(REQUESTS, st.integers(0, 600))
 def test_a_beginning(request_: Any, end: int) -> None:
-    """As far as the first raw tensor, wherever it is cut behind that."""
+    """The beginning of a message up to its first raw tensor is enough, wherever it is cut behind that."""
     message = request_.SerializeToString()
     begun = walk_beginning_in_python(message, 0, min(end, len(message)))
     raws = list(request_.raw_input_contents)
@@ -141,7 +141,7 @@ def test_what_is_no_walk_at_all() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Whatever is refused midway."""
+    """No memory leaks from a message that is refused midway."""
     import gc
     import sys
 

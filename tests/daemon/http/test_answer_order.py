@@ -153,7 +153,7 @@ def test_a_slow_reader_with_half_a_request_behind(served: Served) -> None:
 
 @pytest.mark.parametrize("model", ["echo", "nothing"])
 def test_many_refused_requests_behind_one_that_takes_time(model: str) -> None:
-    """As many as may be sent ahead: none of them is a call inside of the one before."""
+    """The client sends as many ahead as it may: none of them is handled by a call nested in the one before."""
     with serving() as (front, (worker,)), front.client() as client:
         client.send(json_request(b"\1") + post(b"{}", model=model) * 255)
         worker.echo(worker.next())

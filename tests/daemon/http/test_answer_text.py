@@ -55,7 +55,7 @@ IDS = st.sampled_from(["", "id-7", "7", '"quoted" \u00e4\n', "i" * 3000]) | st.t
 
 @given(st.lists(st.tuples(COMPLETIONS, IDS, IDS), max_size=8))
 def test_every_answer_is_what_encoding_it_gives(completions: list[tuple[WholeAnswer, str, str]]) -> None:
-    """Whatever answers follow each other, each twice, and others of their kind."""
+    """Each answer is sent twice, among others of its kind and in any order, and always equals its plain encoding."""
     form, numbers = known(), Numbers[PreparedAnswer]()
     asked = form.asked
     for completion, *ids in completions:

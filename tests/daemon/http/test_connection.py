@@ -476,7 +476,7 @@ def test_a_client_that_ends_its_sending_side_without_a_request(front: FrontProce
 
 @pytest.mark.parametrize("size", [0, 10, 10_000, 3 * MIB])
 def test_half_a_request_is_none(front: FrontProcess, worker: EchoWorker, size: int) -> None:
-    """What came whole before it is answered."""
+    """The whole requests before it are answered."""
     with front.client() as client:
         half = binary_request(bytes(size))[:-1] if size else GET[:-1]
         client.send(json_request(b"\1") + half)
@@ -519,7 +519,7 @@ def test_who_leaves_in_the_middle_of_a_question_leaves_no_trace(capfd: pytest.Ca
     ids=["many trailers", "one endless trailer"],
 )
 def test_trailers_are_bounded_like_the_head(front: FrontProcess, worker: EchoWorker, flood: bytes) -> None:
-    """What follows the last chunk is headers again: nobody wants them, so they may not fill the memory."""
+    """Headers after the last chunk are wanted by nobody, so they may not fill the memory."""
     with front.client() as client:
         with contextlib.suppress(ConnectionError):
             client.send(chunked(JSON, 10)[:-2], flood, b"\r\n\r\n")
@@ -536,7 +536,7 @@ def test_a_few_trailers_are_ignored(client: Client, worker: EchoWorker) -> None:
 
 
 def test_two_length_headers(client: Client, worker: EchoWorker) -> None:
-    """Which of them is meant cannot be known."""
+    """The request is refused, since nobody can know which length is meant."""
     client.send(binary_request(b"abc", "Inference-Header-Content-Length: 5"))
     assert client.answer().status == 400
     client.send(binary_request(b"abc"))

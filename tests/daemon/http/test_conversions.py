@@ -1,4 +1,4 @@
-"""Work in steps: one a turn of the loop, fairly, with exactly one callback, or none after a cancel."""
+"""Conversions run in steps, one per iteration of the event loop, fairly, with exactly one callback, or none after a cancel."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_an_error_in_the_middle_is_an_event(client: Client, worker: EchoWorker) 
 def test_after_an_error_that_is_not_the_last_answer_others_follow(
     client: Client, worker: EchoWorker, first: bool, status: int
 ) -> None:
-    """As Triton's decoupled models may answer; what comes first decides the status."""
+    """A decoupled model may go on after an error, as in Triton; the first answer decides the status."""
     client.send(asked("generate_stream", b'{"x":1}'))
     request = worker.next()
     if not first:

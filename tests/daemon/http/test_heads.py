@@ -73,7 +73,7 @@ LISTS = st.lists(st.sampled_from(LINES) | LINE, max_size=6)
 @settings(max_examples=examples(400))
 @given(st.lists(LISTS.map(lambda lines: [*LINES[:2], *lines]), min_size=1, max_size=6), st.data())
 def test_what_is_found_is_what_parsing_gives(all_lines: list[list[bytes]], data: st.DataObject) -> None:
-    """Whatever was learned before, with lines left out, put in and moved."""
+    """A remembered head never changes the result, also with lines left out, put in and moved."""
     known = heads()
     for lines in all_lines:
         for times in range(2):

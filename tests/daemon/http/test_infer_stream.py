@@ -138,7 +138,7 @@ def test_a_client_of_http_1_0_gets_all_at_once(client: Client, worker: EchoWorke
 
 
 def test_who_leaves_cancels(served: tuple[FrontProcess, EchoWorker], worker: EchoWorker) -> None:
-    """What its body and its responses took in the arenas is given back."""
+    """The arenas get back the memory of the client's body and of its responses."""
     front, _ = served
     with front.client() as client:
         client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

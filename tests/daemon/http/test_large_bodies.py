@@ -101,7 +101,7 @@ def test_a_client_that_leaves_while_the_worker_has_it() -> None:
 
 
 def test_arenas_that_hold_one_request_serve_one_after_the_other() -> None:
-    """Whoever leaves, is late, or is answered makes room for the next: nothing of a body stays."""
+    """A request that is abandoned, late or answered makes room for the next: nothing of its body stays."""
     room = {"byte_size": MIB, "max_byte_size": 4 * MIB}
     with known(arenas=room) as (front, worker, client):
         for fill in range(4):

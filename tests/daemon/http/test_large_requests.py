@@ -1,4 +1,4 @@
-"""Large requests travel as ones of a form; a client sees nothing of it. And nothing of them is left."""
+"""Large requests that repeat travel as prepared requests; clients see no difference, and no memory stays leased."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_records_and_answers_are_those_of_a_new_connection(
 
 
 def test_large_tensors_are_told_by_their_places() -> None:
-    """They lie aligned; what is tiny travels in the record, what is in a region is part of the form."""
+    """Large tensors lie aligned; tiny ones travel in the record, and region references are part of the prepared request."""
 
     async def test(bench: Bench, worker: EchoingWorker) -> None:
         sizes = (SIZE, 4, None)
@@ -141,7 +141,7 @@ TEXT = len(ASKED) - SIZE
 
 @pytest.mark.parametrize("at", [1, HEAD - 1, HEAD, HEAD + 1, TEXT - 1, TEXT, TEXT + 1, TEXT + 5000, len(ASKED) - 1])
 def test_a_request_that_is_cut_anywhere(at: int) -> None:
-    """Whatever it is, it is answered, and the next one is known again."""
+    """A request that is cut at any byte is answered, and the next one is recognized again."""
 
     async def test(bench: Bench, worker: EchoingWorker) -> None:
         transport = await known(bench, worker)
@@ -262,7 +262,7 @@ def refused(whole: WholeRequest) -> WholeAnswer:
 
 
 def test_answers_of_other_kinds() -> None:
-    """Small ones, errors, ones of no form, ones of another size: as if none had been remembered."""
+    """Small answers, errors, unprepared answers and answers of another size come out as if none had been remembered."""
 
     async def test(bench: Bench, worker: EchoingWorker) -> None:
         def half(whole: WholeRequest) -> WholeAnswer:
@@ -345,7 +345,7 @@ def test_the_lease_of_an_answer_stays_until_it_is_written() -> None:
 
 
 def test_a_model_that_goes_and_comes_back() -> None:
-    """Also while the body arrives: it was there when the request came, and is not when that is sent."""
+    """A model may also go while the body arrives: it was there when the request came, and is gone when it is sent."""
 
     async def test(bench: Bench, worker: EchoingWorker) -> None:
         transport = await known(bench, worker)

@@ -32,7 +32,7 @@ def forwarding() -> Iterator[FrontProcess]:
 
 
 def test_infer_needs_its_key_every_time(restricted: FrontProcess) -> None:
-    """Also on a connection where a request with the same head, but for the key, was answered before."""
+    """The key is also asked for after a request with the same head but for the key was answered on this connection."""
     worker = restricted.workers[0]
     with restricted.client() as client:
         for header, status in ((b"The-Key: sesame", 200), (b"The-Key: sesamE", 403), (b"the-key: sesame", 200)) * 3:
@@ -48,7 +48,7 @@ def test_infer_needs_its_key_every_time(restricted: FrontProcess) -> None:
 
 @pytest.mark.parametrize("size", [10, 100_000])
 def test_a_refused_body_is_not_looked_at(restricted: FrontProcess, size: int) -> None:
-    """Nor does the answer tell whether the model is there; the connection goes on."""
+    """The refusal does not tell whether the model exists, and the connection goes on."""
     with restricted.client() as client:
         for model in (b"echo", b"nope"):
             client.send(post(b"x" * size).replace(b"/echo/", b"/%b/" % model))

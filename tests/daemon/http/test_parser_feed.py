@@ -44,7 +44,7 @@ def test_a_flood_of_requests(served: tuple[FrontProcess, EchoWorker]) -> None:
 
 @pytest.mark.parametrize("upgrade", [False, True])
 def test_one_read_with_many_requests_and_bodies(served: tuple[FrontProcess, EchoWorker], upgrade: bool) -> None:
-    """What waits for the next turn is not lost, and goes on in the middle of anything."""
+    """Bytes that wait for the next iteration are not lost, and parsing resumes at any point."""
     front, worker = served
     fields = ("Connection: Upgrade", "Upgrade: h2c") if upgrade else ()
     refused = post(b"{}", *fields, model="nothing")
@@ -115,7 +115,7 @@ def test_what_is_announced_is_refused_when_it_is_seen(
 
 
 def test_bare_line_feeds_are_found_where_a_request_may_follow() -> None:
-    """As the sentence says it, over all short texts, in all their parts."""
+    """The search agrees with its plain definition on all short texts, cut in every way."""
 
     def wanted(text: bytes, begin: int, end: int) -> int:
         for at in range(begin, end):

@@ -1,4 +1,4 @@
-"""A front that remembers heads, texts, forms and answers gives byte for byte what one gives that remembers nothing."""
+"""A front that remembers heads, texts, requests and answers sends the same bytes as one that remembers nothing."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_the_same_requests_get_the_same_answers(seed: int) -> None:
 
 @pytest.mark.parametrize("size", [4, SIZE])
 def test_the_last_answer_of_a_connection_is_the_same(size: int) -> None:
-    """Of connections that are used once, and say so: the first head is parsed, the others are known."""
+    """Of connections that are used once and say so, only the first head is parsed; the answers are the same."""
 
     async def test() -> None:
         front = Front(True)

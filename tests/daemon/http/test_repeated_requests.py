@@ -1,4 +1,4 @@
-"""Requests that come again travel as ones of a form, and their answers too; a client sees nothing of it.
+"""Requests that repeat travel as prepared requests, and their answers as prepared answers; clients see no difference.
 
 Each is sent several times over one connection and each time over a new one.
 """
@@ -240,7 +240,7 @@ def test_a_worker_whose_answer_is_not_like_its_form() -> None:
 
 
 def garble(worker: EchoWorker) -> None:
-    """Answers the next request with a tensor more than its form has."""
+    """Answers the next request with one tensor more than its prepared answer has."""
 
     request = worker.next()
     form = worker.lane.number(WholeAnswer(0, version=1, outputs=y_of(b"ab")).prepared)
@@ -307,7 +307,7 @@ def test_requests_behind_a_known_one_are_answered_in_their_order() -> None:
 
 
 def test_a_known_request_goes_where_its_model_is_now() -> None:
-    """Which worker has it is remembered, until that changes."""
+    """A front remembers which worker has a request's model, until that changes."""
     with serving(workers=2) as (front, (first, second)), front.client() as client:
         first.numbered = second.numbered = True
         for worker in (first, second, first):

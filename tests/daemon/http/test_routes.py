@@ -148,7 +148,7 @@ _INFER = b"POST /v2/models/x/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\
     "packets", [[b"\r\n" + _LIVE], [_LIVE + b"\r\n" + _LIVE], [b"\r", b"\n" + _LIVE], [_LIVE + b"\r\n", _LIVE]]
 )
 def test_an_empty_line_before_a_request_is_passed_over(client: Client, packets: list[bytes]) -> None:
-    """As RFC 9112 wants it."""
+    """The line is skipped, as RFC 9112 asks."""
     for packet in packets:
         client.send(packet)
         for _ in range(packet.count(_LIVE)):

@@ -63,7 +63,7 @@ def test_what_comes_in_two_pieces_goes_the_short_way(cut: int) -> None:
 
 @pytest.mark.parametrize("cut", [1, HEAD - 1, HEAD, HEAD + 40])
 def test_what_goes_on_differently_is_read_anew(cut: int) -> None:
-    """As long as the one that was known, with another tensor in its JSON; and longer than that: two requests."""
+    """A request as long as the known one with another tensor in its JSON is parsed anew, and so are two in place of one."""
 
     async def test() -> None:
         other = REQUEST.replace(b'"x"', b'"X"')

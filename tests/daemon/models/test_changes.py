@@ -294,7 +294,7 @@ async def test_what_is_in_no_repository_any_more_is_not_counted(tmp_path: Path) 
 
 
 async def test_a_listed_name_that_appears_later(tmp_path: Path) -> None:
-    """Of an explicit list what does not serve is tried again by a reload, and what a client has unloaded stays so."""
+    """A reload tries the names of an explicit list again that do not serve; a model that a client unloaded stays unloaded."""
     models, worker, published = serving(tmp_path)
     options = Repository(paths=(str(tmp_path),), control_mode="explicit", load=("late",))
     assert "in no repository" in await models.begin(await models.scan(options), options)[0]

@@ -113,7 +113,7 @@ def test_names_repositories_and_versions(tmp_path: Path) -> None:
 
 
 def test_what_is_the_same_but_for_the_number_of_instances(tmp_path: Path) -> None:
-    """Whatever file says it; everything else is a change, of the configuration and of the files."""
+    """The number may change in any file; every other difference counts as a change of configuration or files."""
     model = write_model(tmp_path, "m")
 
     def content(config: str) -> str:
@@ -188,7 +188,7 @@ def test_links_in_a_circle_and_to_nowhere(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_models(tmp_path: Path) -> None:
-    """What others leave there is no model; a model that loses its versions stays one, with a mistake."""
+    """Other folders are not taken for models; a model that loses its versions stays one, and has a mistake."""
     write_model(tmp_path, "m")
     for name in ("@eaDir", "#recycle", "System Volume Information", "__MACOSX"):
         write_model(tmp_path, name)

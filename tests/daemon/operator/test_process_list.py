@@ -61,7 +61,7 @@ def test_workers() -> None:
 
 
 def test_what_a_worker_has_been_at_for_longest() -> None:
-    """Of what its threads run, and of what it loads; a load that waits is not one that it is at."""
+    """The list shows the oldest of a worker's runs and loads; a load that waits is not counted."""
     worker = WorkerProcess("m", "worker-0", 0, "cpu:0", lambda *_: None, lambda _: None)
     worker.page = StatusPage.create()
 

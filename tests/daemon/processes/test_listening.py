@@ -33,7 +33,7 @@ def test_an_address_as_urls_have_it() -> None:
 
 @pytest.mark.parametrize(("address", "paced"), [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True)])
 def test_programs_of_this_host_are_never_paced(address: str, paced: bool) -> None:
-    """Whoever comes from elsewhere gets what the host's operator chose."""
+    """Clients of other hosts get the pace that the operator chose."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as other:
         chosen = other.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)

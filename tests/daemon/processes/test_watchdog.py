@@ -46,7 +46,7 @@ def test_zero_is_never() -> None:
 
 
 def test_a_pause_of_the_supervisor_counts_for_nobody() -> None:
-    """What is left of a child's time is what was left before; who hangs afterwards is found as ever."""
+    """A child has as much time after the pause as before it, and a child that hangs afterwards is found as ever."""
     pauses = Pauses()
     pauses.looked(60 * S, 60 * S + 1_000_000)
     assert pauses.within(0, 100 * S) == 0

@@ -24,7 +24,7 @@ def test_what_is_asked_is_known_with_and_without_a_number() -> None:
 
 @pytest.mark.parametrize("numbered", [Numbered(3, REQUEST.prepared), None])
 def test_a_strike_is_the_requests_own(numbered: Numbered[PreparedRequest] | None) -> None:
-    """Whoever runs it next is told of it in the same record, whatever of the request has a number."""
+    """The next worker learns of the strike in the request's own record, whether or not the request is prepared."""
     record = REQUEST.record if numbered is None else REQUEST.of(3)
     pending = CalledBack(on_answer=lambda *_: None, record=record, numbered=numbered)
     assert pending.orphaned(False, None) is None

@@ -75,7 +75,7 @@ def test_regions_of_one_device_or_none() -> None:
 
 
 def test_a_model_that_is_not_where_the_regions_are() -> None:
-    """Of one that is on several other devices the least loaded is chosen, as without regions."""
+    """A model on several other devices runs on the least loaded one, as without regions."""
     workers = [worker_of(number, device) for number, device in enumerate(("cuda:0", "cuda:1", "cuda:1/1", "cpu:0"))]
     routing = routing_to(*workers)
     routing.region_placed(RegionPlace("a", "cuda:0"))

@@ -597,7 +597,7 @@ def test_who_goes_on_with_a_sequence_of_a_closed_worker_hears_at_the_fence(setti
 
 
 def test_what_may_not_be_run_twice_is_not(setting: Setting) -> None:
-    """What had a first response; nobody has seen anything of what had none."""
+    """A request with a first response is not run again; one without is, for nobody has seen anything of it."""
     kind = {"repeatable": False, "streams": True}
     first = setting.open_worker()
     setting.ready(first, **kind)
@@ -657,7 +657,7 @@ def test_a_lane_that_takes_no_more_is_written_to_later(setting: Setting) -> None
 
 
 def test_a_forgotten_lease_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    """And only that: a lease that waits with its request was not forgotten."""
+    """Only forgotten leases are reported: one that waits with its request is not."""
     for forgotten in (0, 2):
         caplog.clear()
         made = Setting(arenas=Arenas(byte_size=MIB, max_byte_size=MIB), requests=Requests())

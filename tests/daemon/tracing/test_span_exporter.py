@@ -68,7 +68,7 @@ def test_a_trace_and_its_parts() -> None:
 def test_what_a_collector_does_not_take_is_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As many wait as may; the others are dropped, and so are those that it refuses in the end."""
+    """Spans wait up to the bound; the others are dropped, and so are those that the collector refuses in the end."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
     counts, refused = SpanCounts(), RefusingCollector()

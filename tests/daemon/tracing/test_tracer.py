@@ -74,7 +74,7 @@ def test_a_trace_that_ends_after_its_settings_is_written(tmp_path: Path) -> None
 
 
 def test_what_a_model_has_named_is_in_the_file(tmp_path: Path) -> None:
-    """As moments of the request, in their order; and the trace is known by its number there."""
+    """A model's marks are moments of the request, in order, and the file carries the trace's number."""
     tracer = Tracer(7, TraceOptions(max_byte_size=1 << 20))
     tracer.changed(TraceChanged("", 1, 1, 0, str(tmp_path / "t")), [SampleCounter.create(1).fd])
     trace = tracer.sample("m")

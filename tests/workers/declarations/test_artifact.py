@@ -110,7 +110,7 @@ def test_config_names_what_is_only_numbered(tmp_path: Path) -> None:
 
 
 def test_a_program_of_lists(tmp_path: Path) -> None:
-    """As torchax exports a module: parameters are a list, inputs a tuple in a tuple, and nothing has a name."""
+    """A module that torchax exports has a list of parameters, a tuple in a tuple as inputs, and no names."""
 
     def function(weights: Any, inputs: Any) -> Any:
         ((x, y),) = inputs
@@ -231,7 +231,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_damaged_programs_are_one_clear_error(good: bytes, tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    """Whatever bytes were changed: it reads as a program, or it is refused in a sentence with its name."""
+    """A program with any changed bytes is read as one, or refused in a sentence with its name."""
     chance = random.Random(seed)
     content = bytearray(good)
     if chance.random() < 0.3:

@@ -30,7 +30,7 @@ def test_names() -> None:
     [("cpu:1", "0,1", "cpu"), ("cuda:1", "GPU-bb", "cuda,cpu"), ("cuda:0", "3", "cuda,cpu")],
 )
 def test_environment(monkeypatch: pytest.MonkeyPatch, device: str, visible: str, platforms: str) -> None:
-    """Which GPU a worker sees was decided by who started it."""
+    """The process that starts a worker decides which GPU it sees."""
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     DeviceName.parse(device).prepare_environment()
@@ -74,7 +74,7 @@ def test_it_never_computes_on_the_cpu_instead(cuda_stub: CudaStub, environment: 
 
 
 def test_the_thread_that_asks_computes() -> None:
-    """Of a process's processor time for a program, most is that thread's."""
+    """That thread takes most of the process's processor time for a program."""
     script = (
         "import time\nfrom tensord.workers.devices.device import DeviceName\n"
         "name = DeviceName('cpu', 0)\nname.prepare_environment()\nimport jax, numpy as np\nname.open()\n"

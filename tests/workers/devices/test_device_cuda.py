@@ -114,7 +114,7 @@ def test_an_aligned_region_is_used_where_it_lies(device: CudaDevice, region: Cud
 def test_what_another_model_made_does_not_leave_the_device(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    """As a whole it is an argument as it is; rows of it are copied on the device."""
+    """A whole array is passed as it is; rows of it are copied on the device."""
     model = model_of(device, twice, {"x": "FP32[4]"}, {"y": "FP32[4]"}, rows, batch=(rows,))
     values = np.arange(4 * rows, dtype=np.float32).reshape(rows, 4)
     made = device.keep(jax.device_put(values))
@@ -258,7 +258,7 @@ def test_a_batch_of_small_requests_crosses_the_bus_together(
 
 
 def test_gathered_by_others(device: CudaDevice, cuda_stub: CudaStub) -> None:
-    """What is laid into the memory of an executable is sent when it runs, and read in one wait."""
+    """Bytes laid into an executable's memory are sent when it runs, and read in one wait."""
     model = model_of(device, twice, {"x": "FP32[4]"}, {"y": "FP32[4]"}, 8, batch=(2, 8))
     two, eight = (model.executables.planned(Wanted(rows, ((4,),))) for rows in (2, 8))
     assert two is not None
@@ -314,7 +314,7 @@ def test_requests_that_share_a_call_cross_the_bus_together(device: CudaDevice, c
 
 
 def test_two_threads_do_not_gather_in_one_buffer(device: CudaDevice) -> None:
-    """What the loader's samples are gathered in is not what the loop's requests are: arguments stay until they are used."""
+    """The loader's samples and the loop's requests have buffers of their own: arguments stay until they are used."""
     beside = device.beside()
     values = np.arange(8, dtype=np.float32)
     mine, _ = device.gather([("x", FP32, (8,), [values])])

@@ -304,7 +304,7 @@ def test_a_region_that_is_a_gpu_s_now_is_not_written_by_a_plan(region: Region) -
 
 
 def test_a_planned_answer_does_not_leave_its_region(region: Region) -> None:
-    """Whoever validated the request would have refused it; nothing is written all the same."""
+    """Validation would have refused the request; still nothing is written outside the region."""
     region.view(0, SHM)[:] = bytes(SHM)
     for place in (RegionSlice("r", SHM - 8, 16), RegionSlice("r", -8, 16)):
         with pytest.raises(InvalidArgument):

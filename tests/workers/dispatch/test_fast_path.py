@@ -538,7 +538,7 @@ def refusing(asked: list[Any]) -> int:
 
 @pytest.mark.parametrize("choose", [lambda asked: 0, lambda asked: -1, lambda asked: 9, refusing, lambda asked: "one"])
 def test_what_the_planner_does_not_choose_goes_back_in_its_order(native: Native, choose: Any) -> None:
-    """What came behind it may be of the same sequence."""
+    """Requests behind it may be of the same sequence."""
     native.learn(sequences=(choose, choose))
     first, behind = native.send(request(1), request(2)), native.send(request(3, form=4))
     datagrams = native.fast.wait(0, True)[1]
@@ -831,7 +831,7 @@ def test_answers_are_those_of_python(loop: WorkerLoop, together: int) -> None:
 
 
 def test_requests_that_differ_in_scheduling_alone_have_one_number(loop: WorkerLoop) -> None:
-    """And answered in C, as long as the model has one line and no sequences; so is one that is traced."""
+    """They are answered in C, traced ones too, as long as the model has one line and no sequences."""
     loop.load(MODELS / "addsub")
     known(loop, lambda: ask(loop, 1.0))
     before, minted = served(loop), loop.numbers.assigned

@@ -101,7 +101,7 @@ def test_what_was_given_ahead_counts_as_pending(bench: Bench, model: str) -> Non
 
 
 def test_several_instances_share_what_waits(bench: Bench) -> None:
-    """What was given to one ahead could not run where another is free."""
+    """A request that was given to one instance ahead of time could not run where another is free."""
     version = bench.load("two", 'name: "two" backend: "jax" instance_group { name: "g" count: 2 kind: KIND_CPU }')
     for _ in range(3):
         bench.submit("two", 1)

@@ -60,7 +60,7 @@ def begin(loop: WorkerLoop, start: int, lane: Any = None, outputs: tuple[Request
 
 
 class Heard:
-    """What each request got, and how many of its responses were final or an error."""
+    """Records the responses of each request, and how many of them were final or an error."""
 
     def __init__(self) -> None:
         self.values: dict[int, list[int]] = {}

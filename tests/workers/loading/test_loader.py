@@ -323,7 +323,7 @@ def test_no_model_sees_another(load: Loading, tmp_path: Path) -> None:
 
 
 def test_a_changed_source_is_always_seen(load: Loading) -> None:
-    """Also within the second and at the same size, where compiled copies would be taken for current."""
+    """A change within the second and at the same size is seen, where compiled copies would count as current."""
     for number in "12345":
         model = load(HOST.replace("len(word)", f"{number} "))
         result = run(model, load, x=np.array([b"a"], np.object_))
@@ -469,7 +469,7 @@ def test_a_model_that_fails_its_warmup_does_not_serve(load: Loading) -> None:
 
 
 def test_a_load_that_fails_gives_its_arrays_back(load: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those in circles, while nobody collects garbage, and while somebody has the error."""
+    """Arrays in reference cycles are freed too, without a garbage collection, and while somebody holds the error."""
     # pytest keeps what is logged.
     monkeypatch.setattr(logging.getLogger("tensord.workers.loading.loader"), "disabled", True)
     source = """

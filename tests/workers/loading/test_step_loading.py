@@ -188,7 +188,7 @@ def test_a_sample_that_fails_fails_the_load(tmp_path: Path, dim: str, why: str, 
 
 
 def test_closed_over_arrays_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of its programs: init, one step, and an insert for each bucket."""
+    """The programs are init, one step, and an insert for each bucket."""
     source = MODEL.replace('a = carry["a"] * 2', 'a = carry["a"] * jnp.sum(large)').replace(
         "def init", "large = np.ones(1 << 19, np.float32)\n\n        def init"
     )

@@ -75,7 +75,7 @@ def test_counts_say_what_the_statistics_say() -> None:
 
 
 def test_counts_go_on_where_a_load_replaces_another_one() -> None:
-    """Also with what the former load finishes afterwards; statistics begin anew."""
+    """Requests that the former load finishes afterwards count too; statistics begin anew."""
     first, second, third = (VersionStatistics("m", 1) for _ in range(3))
     first.copied_byte_size += 1
     second.succeed(first)

@@ -192,7 +192,7 @@ def test_a_part_of_what_a_set_has_of_its_own(loop: PushingLoop, tmp_path: Path) 
 
 
 def test_told_of_requests(loop: PushingLoop, tmp_path: Path) -> None:
-    """What a request says comes behind the index."""
+    """The parameters of a request come behind the index."""
     more = SOME + '\n    request = {"more": ("FP32", 0.0)}'
     loop.load(write(tmp_path, more, arguments=", request", added=' + request["more"]'))
     loop.push("m", own(1), 1, "a")

@@ -113,7 +113,7 @@ def test_what_is_wrong_is_said(content: bytes, message: str) -> None:
 @settings(max_examples=examples(100))
 @given(st.data())
 def test_no_bytes_do_more_than_be_refused(data: st.DataObject) -> None:
-    """Whatever byte of right ones is changed, or cut off, or added."""
+    """Right bytes with any byte changed, cut off or added are at most refused."""
     content = bytearray(layout_bytes({"w": np.arange(6, dtype=np.float32), "v": np.ones(3, np.bool_)}))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content) - 1))

@@ -70,7 +70,7 @@ def test_on_several_devices(tmp_path: Path, laid: bool) -> None:
 
 
 def test_memory_is_made_and_staged(tmp_path: Path) -> None:
-    """What the first worker makes is what the others are given."""
+    """The other workers get the memory that the first one makes."""
     write_numbered(tmp_path, "m", "max_batch_size: 8")
     with WorkerProcess() as worker:
         worker.serve(tmp_path, "m")

@@ -141,7 +141,7 @@ def test_the_set_before_is_staged_again_without_memory(loop: PushingLoop, tmp_pa
 
 
 def test_memory_is_flat(loop: PushingLoop, tmp_path: Path) -> None:
-    """What was replaced twice is gone: its mapping, its descriptor, its pages."""
+    """A set that was replaced twice leaves no mapping, descriptor or page."""
     width = 1 << 18
     loop.load(write_numbered(tmp_path, "m", "max_batch_size: 2", width=width))
 

@@ -89,7 +89,7 @@ def test_sequences(loop: PushingLoop, tmp_path: Path, config: str, moves: bool) 
 
 
 def test_a_sequence_that_names_a_set_gets_it_each_time(loop: PushingLoop, tmp_path: Path) -> None:
-    """Also where the C part knows all about such requests but the set."""
+    """It also gets it where the C part knows all about such requests but the set."""
     write_model(tmp_path, "m", STATEFUL, f'name: "m" {DIRECT % ""}')
     loop.load(tmp_path / "m")
     loop.push("m", numbered(5), 1, "a")

@@ -365,7 +365,7 @@ def test_attaching_again_changes_nothing() -> None:
 
 
 def test_no_output_is_learned_where_another_thread_computes() -> None:
-    """As jax does by itself; then nothing is offered, and all is as ever."""
+    """Where another thread computes, as jax's default is, no memory is offered, and all works as ever."""
     script = (
         "import sys\nimport jax, numpy as np\n"
         "jax.config.update('jax_cpu_enable_async_dispatch', sys.argv[1] == 'True')\njax.devices()\n"

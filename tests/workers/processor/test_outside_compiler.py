@@ -118,7 +118,7 @@ def test_a_refusal_is_told_in_the_words_of_jax(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_compiler_that_dies(tmp_path: Path) -> None:
-    """Which program it was is said; nothing is kept of it, and the next load is as ever."""
+    """The error names the program; nothing of it is kept, and the next load works as ever."""
 
     def slow(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         x = inputs["x"]

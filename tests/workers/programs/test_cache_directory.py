@@ -155,7 +155,7 @@ def test_a_directory_that_was_open_to_others(tmp_path: Path, mode: int, caplog: 
 
 
 def test_a_directory_that_others_could_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As systemd makes one; nobody else has written there."""
+    """Such a directory, as systemd makes one, is accepted and closed to others: nobody else has written there."""
     directory = CacheDirectory(tmp_path / "cache")
     directory.write(NAME, b"code")
     directory.path.chmod(0o755)
@@ -177,7 +177,7 @@ def test_another_users_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "safe"), [(0o777, False), (0o775, False), (0o1777, True), (0o755, True)])
 def test_a_directory_above(tmp_path: Path, mode: int, safe: bool) -> None:
-    """Whoever can rename ours can put his in its place; a sticky directory, as /tmp is one, keeps names to their owners."""
+    """A user who can rename our directory can replace it; a sticky one, such as /tmp, keeps names to their owners."""
     above = tmp_path / "above"
     (above / "middle").mkdir(parents=True)
     above.chmod(mode)
@@ -207,7 +207,7 @@ def test_folders_on_the_way_are_made_for_us_alone(tmp_path: Path) -> None:
 
 
 def test_a_link_to_a_directory(tmp_path: Path) -> None:
-    """As where a home lies on another disk."""
+    """A link is accepted, as where a home lies on another disk."""
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "real").mkdir()
     directory = CacheDirectory(tmp_path / "link" / "cache")
@@ -237,7 +237,7 @@ def test_the_root_is_no_cache() -> None:
 def test_a_secret_that_may_be_known(
     directory: CacheDirectory, spoil: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it sealed counts no more."""
+    """Entries that it sealed do not count any more."""
     directory.write(NAME, b"code")
     spoil(directory.path / "secret")
     with caplog.at_level(logging.WARNING):

@@ -105,7 +105,7 @@ def test_the_key_depends_on_every_part() -> None:
 def test_a_full_disk_is_named_once(
     directory: CacheDirectory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is kept there: executables of ours, and what JAX keeps."""
+    """One message covers both our executables and JAX's own cache."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

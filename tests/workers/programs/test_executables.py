@@ -176,7 +176,7 @@ def test_aligned() -> None:
 
 
 def test_a_second_start_finds_everything_in_the_cache(tmp_path: Path) -> None:
-    """And a model that closes over something else does not find the first one's executables."""
+    """A model that closes over something else does not find the first one's executables."""
     folder = cache_directory(str(tmp_path / "cache"))
 
     def start(constant: float) -> tuple[ExecutableCache, float]:

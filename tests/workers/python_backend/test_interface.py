@@ -42,13 +42,13 @@ def test_request_and_response() -> None:
 
 
 def test_it_is_one_module_for_models() -> None:
-    """Whatever file a name is defined in."""
+    """Models find every name in it, in whichever file the name is defined."""
     names = "Tensor TritonError TritonModelException ModelConfig np_to_triton_dtype get_input_config_by_name"
     assert all(hasattr(pb_utils, name) for name in names.split())
 
 
 def test_arguments_that_triton_refuses() -> None:
-    """What pybind11 would not take is a TypeError; what its constructors look at themselves is Triton's exception."""
+    """A wrong type is a TypeError, as with pybind11; a value that the constructor checks is Triton's exception."""
     array = np.zeros(1, np.float32)
     good = pb_utils.Tensor("x", array)
     assert pb_utils.Tensor(b"x", array).name() == "x"  # type: ignore[arg-type]

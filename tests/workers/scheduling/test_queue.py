@@ -63,7 +63,7 @@ def test_urgent_levels_come_first_and_fill_up_with_the_next() -> None:
 
 
 def test_levels_cost_nothing_while_nobody_waits_there() -> None:
-    """As many as a configuration can say: what is not used is not there, and what is left is not kept."""
+    """A configuration may name any number of levels: unused ones are not made, and empty ones are not kept."""
     many = (1 << 64) - 1
     queue = queue_of(rules=QueueRules(100, levels=many, default_level=1 << 40))
     last, normal, second = request(priority=many), request(), request(priority=2)
@@ -404,7 +404,7 @@ class Model:
     st.booleans(),
 )
 def test_any_mixture_with_replace_keys(events: list[tuple[Any, ...]], replaces: bool) -> None:
-    """Of a key one waits at most, the newest; it has the place of the first, and all others keep theirs; nothing stays behind."""
+    """At most the newest of a key waits, in the place of the first; all others keep theirs, and nothing stays behind."""
     queue: RequestQueue[Waiting] = RequestQueue(QueueRules(1000, levels=2, replaces=replaces))
     queue.changed = set()
     model, pushed, left = Model(replaces), list[Waiting](), list[Waiting]()

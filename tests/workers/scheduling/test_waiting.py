@@ -27,7 +27,7 @@ def test_rows(waits: dict[int, list[int]], stuck: bool) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=10, max_size=10))
 def test_what_is_stuck_stays_when_all_others_have_gone_on(waits: list[list[int]]) -> None:
-    """Whoever waits for nobody, or for one who has gone on, goes on, as long as there are any."""
+    """An item that waits for nobody, or for one that has gone on, goes on, as long as there are any."""
     left = set(range(10))
     while gone := {each for each in left if not waits[each] or set(waits[each]) - left}:
         left -= gone
