@@ -188,7 +188,7 @@ if __name__ == "__main__":
 
 
 def test_models_to_copy(user: User) -> None:
-    """Those of the page that are whole, or become so by what the page says beside them."""
+    """The page's models are whole, or become so by what the page says beside them."""
     user.model("factory", block(MODELS, FACTORY))
     user.model("ragged_mean", block(MODELS, RAGGED))
     declared = 'inputs = {"x": "FP32[2]"}\noutputs = {"y": "FP32[2]"}\nmax_batch_size = 8\n'

@@ -55,7 +55,7 @@ def identity(values: Any, **own: Any) -> Call:
 
 @pytest.fixture(params=["C", "Python"])
 def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who encodes requests, makes answers, and exchanges the datagrams of prepared calls once an answer was seen."""
+    """Encodes requests, makes answers, and exchanges the datagrams of prepared calls once an answer was seen."""
     if request.param == "Python":
         monkeypatch.setattr(prepared_call, "Exchange", None)
         for name in ("arrays", "request", "small_inputs", "unpack_from"):

@@ -149,7 +149,7 @@ def test_kinds_and_devices() -> None:
 
 
 def test_many_tensors_are_looked_at_once_each() -> None:
-    """Where each name was looked for among all of them, this took minutes."""
+    """A search for each name among all of them took minutes."""
     message = model_config.empty("m")
     for number in range(40_000):
         message.input.add(name=str(number), dims=[1])
@@ -212,7 +212,7 @@ def test_good_ragged() -> None:
 
 
 def test_tensors_that_the_model_is_to_say_itself() -> None:
-    """Where config.pbtxt lists none, names are looked at once they are known."""
+    """Names that config.pbtxt does not list are checked once the model has said them."""
     model_checks.check(parse_pbtxt('name: "m" max_batch_size: 4 ' + INPUT.replace('"x"', '"z"'), "m"))
 
 

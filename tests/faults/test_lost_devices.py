@@ -170,7 +170,7 @@ def test_at_each_call_of_the_driver(daemon: DaemonProcess, stub: CudaStub) -> No
                         client.unregister_cuda_shared_memory(name)
 
     def rounds(or_ends: bool = False) -> None:
-        """Until each client has been answered, or a device is lost."""
+        """Run until each client has been answered, or a device is lost."""
         seen = list(asked)
 
         def done() -> bool:

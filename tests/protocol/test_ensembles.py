@@ -363,7 +363,7 @@ def test_a_batch_passes_through_a_model_that_does_not_batch(client: Any, count: 
 
 
 def test_an_ensemble_that_batches_answers_with_its_batch_dimension(client: Any) -> None:
-    """Where its last model takes one row, that row is a batch of one; more rows are that model's error."""
+    """The one row of a last model that does not batch is a batch of one; more rows are that model's error."""
     got = client.infer("ends_alone", [tensor(client, "x", rows())])
     np.testing.assert_array_equal(got.as_numpy("y"), 3 * rows() + 1.5)
     with pytest.raises(InferenceServerException, match=r"in ensemble 'ends_alone', .* Expected \[4\], got \[3,4\]"):

@@ -91,7 +91,7 @@ def test_a_compilation_that_has_become_pointless(
 def test_an_unload_ends_a_load(
     tmp_path: Path, start_daemon: Callable[..., DaemonProcess], apart: dict[str, dict[str, object]]
 ) -> None:
-    """Who asked for the load is told, and so is a request that waits for the model; it can be loaded again at once."""
+    """The client that loads gets an error, and so does a request that waits for the model; it can be loaded again at once."""
     models = tmp_path / "models"
     write_model(models, "m", IO + ENDLESS)
     daemon = start_daemon(models, repository={"control_mode": "explicit"}, **apart)

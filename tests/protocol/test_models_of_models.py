@@ -210,7 +210,7 @@ def test_an_ensemble_of_models_on_different_workers_is_refused(http: httpclient.
 
 
 def test_a_model_loads_others_when_it_is_loaded(http: httpclient.InferenceServerClient) -> None:
-    """One that loads another one that loads a third: each waits in the loader of both workers for the next."""
+    """A model loads another, which loads a third: each waits in the loader of both workers for the next."""
     http.load_model("outer")
     assert http.is_model_ready("middle")
     assert http.is_model_ready("scale")

@@ -64,7 +64,7 @@ def took(fields: dict[str, str]) -> dict[str, int]:
     "also", [{}, {"Accept_Encoding": "gzip"}, {"Connection": "close"}], ids=["plain", "compressed", "last"]
 )
 def test_who_asks_is_told(daemon: DaemonProcess, model: str, values: Array, also: dict[str, str]) -> None:
-    """The same request again and again goes other ways than the first one, in the front and in the worker."""
+    """A repeated request takes other paths than the first one, in the front and in the worker."""
     connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=PATIENCE)
     for _ in range(5):
         status, fields, body = ask(connection, model, values, Tensord_Timing="1", **also)

@@ -160,7 +160,7 @@ def test_who_killed_the_worker(start_daemon: Start, tmp_path: Path) -> None:
 
 
 def test_where_a_worker_hung(start_daemon: Start, tmp_path: Path) -> None:
-    """One that is killed because a load takes too long says where it was."""
+    """A worker that is killed because a load takes too long says where it was."""
     write_model(
         tmp_path / "models",
         "hangs",

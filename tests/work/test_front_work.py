@@ -360,7 +360,7 @@ def test_nothing_is_left_for_the_garbage_collector(row: Row) -> None:
 
 @pytest.mark.parametrize("count", [2, 16])
 def test_small_requests_that_come_together_are_one_datagram(count: int) -> None:
-    """So they are one wake-up of a worker that is busy, and mostly one batch."""
+    """One datagram is one wake-up of a busy worker, and mostly one batch."""
     row = ROWS[0]
 
     async def test(bench: Bench) -> None:
@@ -403,7 +403,7 @@ def test_a_large_request_does_not_wait_for_others() -> None:
 
 @pytest.mark.parametrize("content", [b"\n", b"\nA", b"\r\n\r"])
 def test_the_bytes_of_a_body_cost_the_same_whatever_they_are(content: bytes) -> None:
-    """Those of a length that the head says are not searched for lines; of a model that nobody serves none has a place."""
+    """A body whose length the head gives is not searched for lines; a model that nobody serves gets no place for it."""
 
     async def refuse(body: bytes) -> int:
         bench, work = Bench(), Work()

@@ -213,7 +213,7 @@ def test_tensors_on_the_device(
 
 @pytest.mark.parametrize("size", [1 << 10, MIB])
 def test_tensors_on_another_device(several: tuple[CudaStub, DaemonProcess], size: int) -> None:
-    """Where the model has no instance on their GPU each of them is one copy between the two, and all of it is counted."""
+    """A tensor on a GPU without an instance of the model is one copy between the two, and every copy is counted."""
     stub, daemon = several
     environment = os.environ | stub.environment | {"CUDA_VISIBLE_DEVICES": "0,1"}
     with (

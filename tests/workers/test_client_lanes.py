@@ -291,7 +291,7 @@ def test_nobody_names_anothers_segment(loop: WorkerLoop, lane: RawLane) -> None:
 
 
 def test_a_segment_is_there_for_requests_before_its_end(loop: WorkerLoop, lane: RawLane) -> None:
-    """Even if that is said in the same datagram; afterwards its memory is unmapped."""
+    """The segment serves them also when its end is in the same datagram; afterwards its memory is unmapped."""
     lane.open_segment(3, 4096)[:128] = vector(5) + vector(1)
     places = (RegionSlice("@3", 0, 64), RegionSlice("@3", 64, 64))
     lane.send(RequestRecord(1, addsub(places=places)), SegmentClosed(3), RequestRecord(2, addsub(places=places)))
@@ -349,7 +349,7 @@ def test_more_requests_than_may_be_in_flight_are_refused_with_both_numbers(loop:
 
 
 def test_who_reads_nothing_is_asked_nothing_more_and_costs_bounded_memory(loop: WorkerLoop, lane: RawLane) -> None:
-    """Until it reads: then it has every answer, in spite of what it did."""
+    """A client that reads again gets every answer."""
     lane.prepare(3, addsub(8))
     asked = 0
     for _ in range(10_000):

@@ -81,7 +81,7 @@ def test_ids_and_traces() -> None:
 
 
 def test_traces_and_deadlines_of_calls() -> None:
-    """Those of one table are as many as evict from it what they repeat, and the next table begins empty."""
+    """The calls of one table are so many that they evict what they repeat, and the next table begins empty."""
     exchanges, decoder = pool("grpc", "trace", 1000).exchanges, hpack.Decoder()
     calls = [dict(decoder.decode(_block(one), raw=True)) for one in exchanges]
     assert len({call[b"traceparent"] for call in calls}) == 1000

@@ -102,7 +102,7 @@ def test_a_client_gets_one_lane_to_each_worker(start: Start, tmp_path: Path) -> 
 
 
 def test_http_is_served_beside_the_socket(start: Start, tmp_path: Path) -> None:
-    """Where the client finds it by the folder alone, and as it is told; not where that is turned off."""
+    """The client finds HTTP by the folder alone or by its address, and not where HTTP is turned off."""
     daemon = start()
     path = tmp_path / "http.sock"
     with client(daemon) as asking, socket.socket(socket.AF_UNIX) as beside, beside.makefile("rb") as lines:

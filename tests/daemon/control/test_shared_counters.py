@@ -68,7 +68,7 @@ def test_another_descriptor() -> None:
 
 
 def test_prepared_requests_are_counted_over_the_fronts_of_a_row() -> None:
-    """How many there are is the present front's; how many there ever were are all of them's."""
+    """The present count is the present front's; the total is that of all fronts of the row."""
     counters = SharedCounters.create()
     first, other = counters.front(0), counters.front(1)
     for numbered, evicted in ((1, 0), (2, 0), (1, 2)):

@@ -161,7 +161,7 @@ def test_one_that_changes_meanwhile_is_refused(there: Path, tmp_path: Path) -> N
 def test_takes_the_place_of_what_is_served(
     there: Path, tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the file system cannot exchange two folders it takes two renames."""
+    """A file system that cannot exchange two folders takes two renames."""
     if not exchange:
         monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     folder = written(tmp_path / "models" / "m", {"1/model.py": b"former", "1/gone": b""})

@@ -1,4 +1,4 @@
-"""One that fails is logged; the others are called."""
+"""A call that fails is logged, and the others are made all the same."""
 
 from __future__ import annotations
 

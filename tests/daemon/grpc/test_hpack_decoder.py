@@ -256,7 +256,7 @@ def test_entries_are_evicted_when_the_table_is_full(make: Any) -> None:
     """The oldest first; one that is larger than the table empties it; a size of nothing does too."""
 
     def held(decoder: Any) -> int:
-        """How many there are."""
+        """Returns how many entries there are."""
         for count in range(200):
             if isinstance(told(decoder, integer(62 + count, 7, 0x80)), type):
                 return count

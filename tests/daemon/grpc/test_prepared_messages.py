@@ -237,7 +237,7 @@ def test_what_comes_once_has_no_number() -> None:
 
 
 def test_forms_are_bounded() -> None:
-    """Those that come again stay, others go."""
+    """Prepared requests that repeat stay, and others are dropped."""
     front = Front()
     used = message(tensor(name="used"), raw=(b"ab",))
     read(front.messages, used)

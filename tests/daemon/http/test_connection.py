@@ -176,7 +176,7 @@ def test_http_10_and_close(front: FrontProcess, worker: EchoWorker) -> None:
 
 
 def test_http_10_keep_alive(client: Client, worker: EchoWorker) -> None:
-    """Who asks for it is told that the connection stays, whichever way the request goes."""
+    """A client that asks for it is told that the connection stays, whichever way the request goes."""
     for request in (json_request(b"\1", "Connection: keep-alive"), GET[:-2] + b"Connection: keep-alive\r\n\r\n"):
         for _ in range(2):
             client.send(request.replace(b"HTTP/1.1", b"HTTP/1.0"))

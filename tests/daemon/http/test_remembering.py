@@ -164,7 +164,7 @@ def test_the_same_requests_get_the_same_answers(seed: int) -> None:
 
 @pytest.mark.parametrize("size", [4, SIZE])
 def test_the_last_answer_of_a_connection_is_the_same(size: int) -> None:
-    """Of connections that are used once and say so, only the first head is parsed; the answers are the same."""
+    """Connections that are used once and say so get the same answers; only the first head is parsed, the others are known."""
 
     async def test() -> None:
         front = Front(True)

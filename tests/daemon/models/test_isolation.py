@@ -74,7 +74,7 @@ def test_one_that_moves_needs_its_former_worker_until_the_other_serves() -> None
 
 
 def test_a_load_ends_where_its_worker_cannot_come() -> None:
-    """One that waits for it, and one that would move there; both are made up for when it comes after all."""
+    """A load that waits for the worker ends, and one that would move there; both are made up for when it starts after all."""
     lifecycle = Lifecycle()
     lifecycle.worker_joined(0, "cpu:0")
     lifecycle.load(found("moves", "cpu:0"), 1)

@@ -36,7 +36,7 @@ def test_rate_count_and_inheritance(tmp_path: Path) -> None:
 
 
 def test_a_trace_says_which_parameters_its_request_was_computed_with(tmp_path: Path) -> None:
-    """Where any were pushed; and likewise of requests that were made for it."""
+    """A trace names the set where one was pushed, also for requests that were made for its request."""
     tracer = Tracer(7, TraceOptions(max_byte_size=1 << 20))
     tracer.changed(TraceChanged("", 1, 1, 0, str(tmp_path / "t")), [SampleCounter.create(1).fd])
     trace = tracer.sample("m")

@@ -53,7 +53,7 @@ def test_beside_another_package(package: str, first: str) -> None:
 
 
 def test_protobuf_in_python() -> None:
-    """Where there is no wheel of protobuf in C."""
+    """The pool also works where there is no wheel of protobuf in C."""
     run(OURS, CHECK, PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION="python")
 
 

@@ -244,7 +244,7 @@ def test_a_full_queue(bench: Bench) -> None:
 
 
 def test_parked_while_a_shape_is_compiled(bench: Bench) -> None:
-    """Those of the shape wait, also those that come meanwhile; a cancelled one is not run; the page says who asked for it."""
+    """Requests of the shape wait, later ones too; a cancelled one is not run; the page says who asked for it."""
     bench.load("any")
     first = bench.submit("any", 1, 2)
     bench.turn()

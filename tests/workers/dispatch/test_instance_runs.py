@@ -118,7 +118,7 @@ TWO = 'name: "two" backend: "jax" instance_group {{ name: "g" count: {} kind: KI
 def test_versions_that_share_an_instance_answer_all_they_have(
     bench: Bench, counts: tuple[int, ...], whole: bool
 ) -> None:
-    """Those that came before another number of instances, too, and whatever follows it: what waits is run by who is left."""
+    """Requests that came before another number of instances are answered too, by the instances that are left."""
     version = bench.load("two", TWO.format(counts[0]))
     versions = [version]
     for count in counts[1:]:
@@ -177,7 +177,7 @@ def test_nothing_of_a_submitter_that_is_gone_runs(bench: Bench, model: str) -> N
 
 
 def test_what_waits_behind_another_run_counts_as_waiting(bench: Bench) -> None:
-    """Until its thread begins with it, not until it is given to the thread."""
+    """A run counts as waiting until its thread begins with it, not until it is given to the thread."""
     version = bench.load("yields")
     before = version.statistics.queue_ns
     bench.submit("yields", -1)

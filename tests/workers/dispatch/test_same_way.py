@@ -24,7 +24,7 @@ TOGETHER = (1, 1, 2, 5, 8, 13)
 
 
 class Way(NamedTuple):
-    """How requests that came together were run."""
+    """Names how requests that came together were run."""
 
     together: int
     #: Those of them that Python saw.

@@ -475,7 +475,7 @@ def test_those_that_fit_together_are_one_execution(loop: WorkerLoop, models: Pat
 
 
 def test_those_that_were_gathered_first_run_alone_later(loop: WorkerLoop, models: Path) -> None:
-    """How several were run together says nothing of one whose tensors lie in the arena."""
+    """A single request whose tensors lie in the arena is answered apart from how several were run together before."""
     asker = Asker(loop, models, "sums")
     for _ in range(4):
         xs = [asker.next_x() for _ in range(2)]

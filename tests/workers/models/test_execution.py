@@ -67,7 +67,7 @@ def test_everyone_gets_his_own(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_batch_of_a_model_that_keeps_something_is_run_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Who was computed before it failed would be computed again."""
+    """A second run would compute again the requests that were computed before the failure."""
     model, version = Picky(), SimpleNamespace(repeatable=False)
     requests = [request_of({"x": np.array([value])}, version=version) for value in (7, 2, 8)]
     execution = Execution(requests, 5)

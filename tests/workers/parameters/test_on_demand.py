@@ -120,7 +120,7 @@ def test_what_is_pushed_goes_and_comes_back_as_well(loop: PushingLoop, tmp_path:
 
 
 def test_models_that_stay_are_asked_beside_it(loop: PushingLoop, tmp_path: Path) -> None:
-    """Those of a model that does not say so never leave, and take no room of the others."""
+    """Parameters of a model that is not on demand never leave, and take no room of the others."""
     loop.load(write(tmp_path, "stays", 9, "resident"))
     for number in range(1, 4):
         loop.load(write(tmp_path, f"m{number}", number))

@@ -74,7 +74,7 @@ def test_sums_are_what_they_are_alone() -> None:
     [(1, 16, False), (2, 16, True), (2, TOGETHER // 8, True), (2, TOGETHER // 8 + 1, False), (2, 0, False)],
 )
 def test_which_programs_have_them(outputs: int, count: int, packs: bool) -> None:
-    """Those of several outputs that fit into what crosses the bus together."""
+    """Programs with several outputs that fit into one transfer pack them."""
     names = [f"y{number}" for number in range(outputs)]
     signature = of({"x": "FP32[n]"}, dict.fromkeys(names, "FP32[n]"), 0)
     made = made_by(signature, lambda _, inputs: dict.fromkeys(names, inputs["x"] + 1), x=np.zeros(count, np.float32))

@@ -417,7 +417,7 @@ def test_without_room_in_the_arena_there_is_nothing_to_give_back(lane: ALane) ->
 
 @pytest.mark.skipif(not available, reason="the C extension was not built")
 def test_an_output_that_is_kept(lane: ALane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who ends its places is told, once; its memory stays mapped."""
+    """The owner is told once when its places end; the memory stays mapped."""
     monkeypatch.setattr(output_memory, "_kept", [])
     output_memory.attach()
     spec = jax.ShapeDtypeStruct((LARGE // 4,), np.float32)

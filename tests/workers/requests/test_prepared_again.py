@@ -177,7 +177,7 @@ def test_an_enemy_gets_what_it_would_get_whole(
     wanted: list[RequestedOutput],
     contents: list[Content],
 ) -> None:
-    """The same words too; and nothing stays leased, however often it comes."""
+    """The errors have the same words, and nothing stays leased, however often the request comes."""
     request = request_of(*inputs, outputs=tuple(wanted), client_id="me")
     preparation = preparation_of(request)
     for _ in range(3):
