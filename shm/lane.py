@@ -42,7 +42,6 @@ from tensord.shm.messages import (
     PrepareAnswer,
     PreparedAnswer,
     PreparedRequest,
-    PreparedTensor,
     Release,
     RequestRecord,
     SegmentClosed,
@@ -68,11 +67,6 @@ CLIENT_BYTE_SIZE = 256 << 10
 _REQUESTS = (RequestRecord, Prepare, Cancel, Taken, TraceContext)
 #: The records that a submitter sends to a worker's dispatcher; SegmentClosed on a client's lane only.
 Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | SegmentClosed
-
-
-def _own_count(tensors: tuple[PreparedTensor, ...]) -> int:
-    """Counts the tensors that lie in no region, whose contents therefore travel with every record."""
-    return sum([tensor.region is None for tensor in tensors])
 
 
 class SubmitterLane:
@@ -205,16 +199,21 @@ class SubmitterLane:
             if type(record) is AnswerRecord:
                 number = record.prepared
                 # The number is resolved now: a later record may give it another meaning.
-                prepared, own = known[number] if type(number) is int else (number, _own_count(number.outputs))  # type: ignore[union-attr]
+                if isinstance(number, PreparedAnswer):
+                    # What lies in no region travels with every record.
+                    prepared, own = number, sum([tensor.region is None for tensor in number.outputs])
+                else:
+                    prepared, own = known[number]
                 if len(record.contents) != own:
                     raise InvalidArgument(
                         f"{len(record.contents)} tensors came in an answer that was prepared for {own}"
                     )
                 if record.lease is not None and record.lease[0] in self._responses.refused:
                     prepared, record = LAST, self._unreachable(record.request_id, record.lease)
-                answers.append((prepared, record))  # type: ignore[arg-type]
+                answers.append((prepared, record))
             elif type(record) is PrepareAnswer:
-                known.learn(record.number, (record.prepared, _own_count(record.prepared.outputs)))
+                own = sum([tensor.region is None for tensor in record.prepared.outputs])
+                known.learn(record.number, (record.prepared, own))
             else:
                 self._apply_segment(record, [])
         return answers

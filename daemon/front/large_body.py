@@ -53,20 +53,10 @@ class Receiver:
         self.waits_for_room = False
         self._dropped = False
 
-    def _ask_for_room(self, byte_size: int, waits: bool = True) -> bool:
-        """Asks for arena memory. Calls ``_place`` and returns True if there is some now; otherwise returns False.
-
-        If there is none and ``waits``, calls ``_place`` or ``_refuse`` when the wait has ended, and then ``_progressed``.
-        Raises InvalidArgument: the arena could never lend so much; Unavailable: the host has no memory.
-        """
-        lease = self._submitter.loan(byte_size, self._account, True)
-        if lease is not None:
-            self._lease = lease
-            self._place(lease)
-        elif waits:
-            self.waits_for_room = True
-            self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
-        return lease is not None
+    def _wait_for_room(self, byte_size: int) -> None:
+        """Waits for arena memory: in the end calls ``_place`` or ``_refuse``, and then ``_progressed``."""
+        self.waits_for_room = True
+        self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
 
     def _granted(self, lease: Lease | ServingError) -> None:
         self.waits_for_room = False
@@ -77,7 +67,6 @@ class Receiver:
         if isinstance(lease, ServingError):
             self._refuse(lease)
         else:
-            self._lease = lease
             try:
                 self._place(lease)
             except Exception:
@@ -101,7 +90,7 @@ class Receiver:
             self._submitter.give_back(lease)
 
     def _place(self, lease: Lease) -> None:
-        """Directs the body into the lease, including the bytes that have arrived already."""
+        """Takes the lease over, and directs the body into it, including the bytes that have arrived already."""
         raise NotImplementedError
 
     def _refuse(self, error: ServingError) -> None:

@@ -155,7 +155,11 @@ class ArrivingMessage(Receiver):
             self._padding = ALIGNMENT * (1 + size // _PADDED_BYTE_SIZE)
             size += self._padding
         try:
-            self._ask_for_room(size)
+            lease = self._submitter.loan(size, self._account, True)
+            if lease is None:
+                self._wait_for_room(size)
+            else:
+                self._place(lease)
         except ServingError as error:
             self._refuse(error)
         if self.is_placed:
@@ -163,6 +167,7 @@ class ArrivingMessage(Receiver):
             self._fill(piece, at)
 
     def _place(self, lease: Lease) -> None:
+        self._lease = lease
         assert self._fields is not None
         self.is_placed = True
         self._raws.append((0, self._fields.raw_left))

@@ -37,7 +37,7 @@ from tensord.daemon.grpc.frames import (
 )
 from tensord.daemon.grpc.header_blocks import HeaderBlocks
 from tensord.daemon.grpc.header_rules import Malformed
-from tensord.daemon.grpc.stream import STREAM_WINDOW, Stream
+from tensord.daemon.grpc.stream import MUCH_OF_STREAM, STREAM_WINDOW, Stream
 from tensord.daemon.grpc.stream_numbers import Past, StreamNumbers
 from tensord.shm.messages import Buffer
 
@@ -50,7 +50,6 @@ FRAME_SIZE = 4 << 20
 #: The receive window of all streams together, in bytes; the one of each is ``STREAM_WINDOW``.
 CONNECTION_WINDOW = 64 << 20
 #: More than that is granted again.
-_MUCH_OF_STREAM = STREAM_WINDOW // 4
 _MUCH_OF_CONNECTION = CONNECTION_WINDOW // 4
 #: Bytes that may be handed to the transport at once; mostly views of the arena. A 1 MiB answer and its end leave in one call.
 WRITE_BUFFER = 4 << 20
@@ -277,7 +276,7 @@ class Http2:
         if stream is not None and not stream.half_closed:
             ungranted = stream.ungranted + end - start
             total = self._ungranted + end - start
-            if ungranted <= _MUCH_OF_STREAM and total <= _MUCH_OF_CONNECTION:
+            if ungranted <= MUCH_OF_STREAM and total <= _MUCH_OF_CONNECTION:
                 stream.ungranted, self._ungranted = ungranted, total
                 if start < end:
                     stream.receive(data, start, end)
@@ -295,7 +294,7 @@ class Http2:
             payload = frames.unpadded(payload)
         if payload:
             stream.receive(payload, 0, len(payload))
-        self._data_taken(stream, flags)
+        stream.frame_arrived(flags)
 
     def _data_arrives(self, data: bytes, at: int) -> int:
         """Hands the part of a DATA payload that lies at ``data[at:]`` to its stream. Returns where that part ends in ``data``."""
@@ -307,7 +306,7 @@ class Http2:
         if not self.data_left:
             self.data_stream = None
             if stream is not None and not stream.ended:
-                self._data_taken(stream, self._data_flags)
+                stream.frame_arrived(self._data_flags)
         return end
 
     def data_room(self) -> memoryview:
@@ -329,13 +328,7 @@ class Http2:
         if not self.data_left:
             self.data_stream = None
             if stream is not None and not stream.ended:
-                self._data_taken(stream, self._data_flags)
-
-    def _data_taken(self, stream: Stream, flags: int) -> None:
-        if flags & END_STREAM:
-            stream.end_receiving()
-        elif stream.ungranted > _MUCH_OF_STREAM:
-            stream.grant()
+                stream.frame_arrived(self._data_flags)
 
     def _data_target(self, number: int, size: int) -> Stream | None:
         """Counts a DATA frame of ``size`` bytes against the windows. Returns its stream, or None if the stream has ended."""
@@ -583,12 +576,6 @@ class Http2:
         """Ends a stream with RST_STREAM because the client broke a rule on it: a stream error (5.4.2)."""
         stream.abandon()
         self.rst_stream(stream.id, code)
-
-    def stream_ended(self, stream: Stream) -> None:
-        """Removes a stream that has ended; called once, by the stream."""
-        self.streams.pop(stream.id, None)
-        if self.phase is ConnectionPhase.ENDING and not self.streams and not self.is_flushing:
-            self.connection.flush_soon()
 
     # -------------------------------------------------------------------------------------------------------- 6.8: the end
 

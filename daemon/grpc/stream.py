@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 _RECEIVED_BYTE_SIZE = 64 << 10
 #: The receive window: bytes that a client may send on a stream before it is granted more.
 STREAM_WINDOW = 4 << 20
+#: More than that is granted again.
+MUCH_OF_STREAM = STREAM_WINDOW // 4
 #: A window is below 2^31; what of a message is beyond this is granted as it comes.
 _MAX_AHEAD = 1 << 30
 #: The last moment that is a number of 63 bits, as records and workers have it.
@@ -186,6 +188,13 @@ class Stream:
         self.partial_since = 0.0
         self._note()
         self.grant()
+
+    def frame_arrived(self, flags: int) -> None:
+        """Notes that all of a DATA frame with these flags has arrived, of which the payload was received or read."""
+        if flags & frames.END_STREAM:
+            self.end_receiving()
+        elif self.ungranted > MUCH_OF_STREAM:
+            self.grant()
 
     def grant(self) -> None:
         """Grants the client as much window as it has used up, unless the stream can take no more data now."""
@@ -627,7 +636,8 @@ class Stream:
             self._timer = None
         if self.blocked:
             self.http2.blocked.pop(self.id, None)
-        self.http2.stream_ended(self)
+        # What has ended it was written, or came with bytes that are looked at now: the connection is flushed.
+        self.http2.streams.pop(self.id, None)
 
     def __repr__(self) -> str:
         return f"<Stream {self.id} {self.head.path} unsent={self.unsent_size} half_closed={self.half_closed}>"

@@ -514,10 +514,15 @@ class Exchange(InFlight):
             return
         line = response_codec.response_head(json_size, sum(map(len, parts)), self._connection_line())
         self.phase = ExchangePhase.ANSWERED
-        # Small pieces are cheaper joined; slices of the arena go to the socket as they lie.
         pieces: list[response_codec.Buffer] = [line, *head, *parts]
         if self._unwritten is None:
-            pieces = [b"".join(pieces)]
+            # Small pieces are cheaper joined; slices of the arena go to the socket as they lie.
+            answer = b"".join(pieces)
+            if self.keep_alive and self._trace is None:
+                self._serving.answered.good(self, self._version, answer)
+                self._order.answer_whole(answer)
+                return
+            pieces = [answer]
         self._serving.answered.good(self, self._version, pieces)
         self._hand_over(pieces)
 

@@ -7,6 +7,7 @@ as Triton writes them, though JSON has no such literals.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -74,9 +75,10 @@ def _values(tensor: PreparedTensor, content: bytes | memoryview) -> npt.NDArray[
         raise InvalidArgument(
             f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
         )
-    if tensor.datatype == "BYTES":
-        return array(content, tensor.datatype, tensor.shape, f"output '{tensor.name}'").ravel()
-    return np.frombuffer(content, DTYPES[tensor.datatype])
+    dtype = DTYPES[tensor.datatype]
+    if tensor.datatype != "BYTES" and len(content) == math.prod(tensor.shape) * dtype.itemsize:
+        return np.frombuffer(content, dtype)
+    return array(content, tensor.datatype, tensor.shape, f"output '{tensor.name}'").ravel()
 
 
 def _numbers(values: npt.NDArray[Any]) -> bytes:

@@ -86,7 +86,8 @@ class Reception(Receiver):
         if json_size is not None and length is not None and not 0 <= json_size <= length:
             raise InvalidArgument(f"inference header size should be in range (0, {length}), got: {json_size}")
         if length is not None and json_size is not None and length > COLLECT_BYTE_SIZE:
-            if not self._ask_for_room(PlacedBody.lease_size(length)):
+            if self.begin_now() is None:
+                self._wait_for_room(PlacedBody.lease_size(length))
                 self._pause(True)
         elif length is not None and json_size is None and length > COLLECT_JSON_BYTE_SIZE:
             self.body = TextBody(length, self._grown)
@@ -95,12 +96,15 @@ class Reception(Receiver):
         """Begins to receive a large binary body, and returns it. Returns None, with no effect, if the arena has no room now."""
         length = self._head.content_length
         assert length is not None
-        if not self._ask_for_room(PlacedBody.lease_size(length), waits=False):
+        lease = self._submitter.loan(PlacedBody.lease_size(length), self._account, True)
+        if lease is None:
             return None
+        self._place(lease)
         assert isinstance(self.body, PlacedBody)
         return self.body
 
     def _place(self, lease: Lease) -> None:
+        self._lease = lease
         length, json_size = self._head.content_length, self._head.json_size
         assert length is not None
         assert json_size is not None

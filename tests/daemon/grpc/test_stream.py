@@ -50,7 +50,7 @@ class Wire:
         self.room = room
         self.answered = self.sent = 0
         self.blocked: dict[int, Stream] = {}
-        self.ended: list[Stream] = []
+        self.streams: dict[int, Stream] = {}
         self.out = bytearray()
 
     def stop_direct(self, stream: Stream) -> None:
@@ -67,9 +67,6 @@ class Wire:
 
     def rst_stream(self, number: int, code: int) -> None:
         self.write(frames.rst_stream(number, code))
-
-    def stream_ended(self, stream: Stream) -> None:
-        self.ended.append(stream)
 
     def frames(self) -> Iterator[tuple[int, int, bytes]]:
         """Yields type, flags and payload of each frame written since the last call."""
@@ -122,6 +119,7 @@ def opened(
     head = CallHead("/a", encoding=encoding, accepts=accepts)
     stream = Stream(wire, 1, head, window)  # type: ignore[arg-type]
     stream.call = call
+    wire.streams[1] = stream
     wire.loop.close()
     return wire, stream, call
 
@@ -190,7 +188,7 @@ def test_a_message_over_the_limit(cut: int) -> None:
     for at in range(0, len(content), cut):
         receive(stream, content[at : at + cut])
     assert call.messages == [bytes(LIMIT)]
-    assert (call.gone, wire.serving.collected, wire.ended) == (True, 0, [stream])
+    assert (call.gone, wire.serving.collected, wire.streams) == (True, 0, {})
     assert status(wire) == (RESOURCE_EXHAUSTED, f"Received message larger than max ({LIMIT + 1} vs. {LIMIT})")
 
 
@@ -286,7 +284,7 @@ def test_a_small_answer_is_written_at_once() -> None:
     stream.answer([b"ab", memoryview(b"cd")], lambda: done.append(len(wire.out)))
     assert [kind for kind, _, _ in wire.frames()] == [frames.HEADERS, frames.DATA, frames.HEADERS]
     assert done
-    assert wire.ended == [stream]
+    assert not wire.streams
     assert (wire.send_window, stream.ended) == ((1 << 20) - 9, True)
 
 
@@ -356,7 +354,7 @@ def test_what_is_unsent_when_the_client_goes_is_given_back() -> None:
     stream.send([bytes(100)], lambda: left.append(True))
     assert not left
     stream.abandon()
-    assert (left, call.gone, stream.unsent_size, wire.blocked, wire.ended) == ([True], True, 0, {}, [stream])
+    assert (left, call.gone, stream.unsent_size, wire.blocked, wire.streams) == ([True], True, 0, {}, {})
     stream.send([b"late"], lambda: left.append(False))
     assert left == [True, False]
 
