@@ -206,7 +206,7 @@ def test_a_program_that_returns_its_input() -> None:
 
 
 def test_an_argument_that_xla_copies() -> None:
-    """XLA's copy takes memory of the output's size first, so the place may go to it; the answer is right, and whoever looks sees it."""
+    """XLA's copy takes memory of the output's size first, and may get the place; the answer is right, and the loss is seen."""
     program, place = Program(lambda x: {"y": x * 2}), Place()
     unaligned = aligned(misaligned=4)
     made = program.memory.run(lambda: program.call(unaligned), {"y": place.address})
