@@ -20,7 +20,7 @@ NEVER = sys.maxsize
 
 
 class Agenda(Generic[P]):
-    """The parts of a loop that have work now, and the times at which others are due; each loop has one agenda."""
+    """The parts of a loop that have work now, and the times at which other parts will have work; each loop has one agenda."""
 
     __slots__ = ("_due", "_heap", "_number", "due_ns", "woken")
 

@@ -15,7 +15,7 @@ from tensord.workers.scheduling.sequence import LiveSequence, S
 
 @dataclass(frozen=True, slots=True)
 class DirectRules:
-    """The rules by which a batch may wait until more slots have a request for it."""
+    """How long a batch of an instance may wait for requests of more of its slots, and how many slots are enough not to wait."""
 
     slots: int = 1
     delay_ns: int = 0
@@ -24,7 +24,7 @@ class DirectRules:
 
 
 class DirectBatcher(Generic[S]):
-    """Makes the batches of one instance, in which each sequence has a fixed row."""
+    """Makes the batches of one instance for Triton's strategy "direct": each sequence has a fixed row, the number of its slot."""
 
     def __init__(self, rules: DirectRules) -> None:
         self._rules = rules
@@ -35,11 +35,11 @@ class DirectBatcher(Generic[S]):
         self._limits: dict[Hashable, int] = {}
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """Adds a sequence whose first waiting request may run now."""
+        """Adds a sequence, whose first waiting request may run now, to those of which ``take`` makes batches."""
         self._ready[live] = None
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Removes a sequence whose first waiting request may no longer run."""
+        """Removes a sequence from those of which ``take`` makes batches: its first waiting request may no longer run."""
         del self._ready[live]
 
     def limit(self, key: Hashable, rows: int) -> None:
@@ -50,7 +50,7 @@ class DirectBatcher(Generic[S]):
             self._limits.pop(key, None)
 
     def at_once(self, key: Hashable) -> int:
-        """Returns how many rows with this batching key may share a batch without a delay; 0: requests are delayed."""
+        """Returns how many rows with this batching key may share a batch without a delay; 0: requests wait for fuller batches."""
         return 0 if self._delay_ns else self._limits.get(key, self._rules.slots)
 
     def end_delays(self) -> None:

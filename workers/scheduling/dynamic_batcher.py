@@ -26,7 +26,7 @@ from tensord.workers.scheduling.queue import QueuePlanner, RequestQueue, W, shap
 
 @dataclass(frozen=True, slots=True)
 class BatchRules:
-    """The rules by which requests to one model version are batched."""
+    """The limits of the batches of one model version: rows, preferred sizes, and how long requests may wait for others."""
 
     #: Rows in one batch; 1 for a model without a batch dimension.
     max_rows: int = 1
@@ -128,7 +128,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return self._queue.take(key, self._limit(key) if waited else self._ready_rows(key))
 
     def _look(self) -> None:
-        """Updates the due times of batching keys whose waiting requests have changed."""
+        """Computes anew when the next batch is due, for each batching key whose waiting requests have changed."""
         while self._changed:
             key = self._changed.pop()
             if not self._queue.rows(key):

@@ -16,7 +16,7 @@ _LIMIT = 64
 
 
 class EnsembleStep(NamedTuple):
-    """One step of an ensemble: a request to another model, with the tensors that it takes and makes."""
+    """One step of an ensemble: the model that it sends a request to, and the ensemble's tensors that go in and come out."""
 
     model: str
     #: 0: the newest.
@@ -30,12 +30,19 @@ class EnsembleStep(NamedTuple):
 
 
 class EnsembleGraph:
-    """The steps of an ensemble. The caller has checked that every tensor is written once, and has at most one origin."""
+    """The steps of an ensemble, and for each tensor the streaming step (of any number of answers) that it is computed from.
+
+    The caller has checked that only one step makes each tensor, and that it is computed from at most one streaming step.
+    """
 
     def __init__(
         self, inputs: Collection[str], outputs: Collection[str], steps: Sequence[EnsembleStep], most: int = 0
     ) -> None:
-        """``most``: how many answers of one streaming step may be worked on at a time; 0: any number."""
+        """Args:
+        inputs: names of the tensors that clients send.
+        outputs: names of the tensors that clients get.
+        most: how many answers of one streaming step may be worked on at a time; 0: any number.
+        """
         self.inputs = tuple(inputs)
         self.steps = tuple(steps)
         self.most = most
@@ -53,7 +60,7 @@ class EnsembleGraph:
         self._needed: dict[frozenset[str], NeededSteps] = {}
 
     def origin_of(self, number: int) -> int | None:
-        """Returns the number of the streaming step that a step's inputs are computed from, or None."""
+        """Returns the number of the streaming step that the inputs of step ``number`` are computed from; None: there is none."""
         found = (self.origin[tensor] for tensor in self.steps[number].inputs.values() if tensor in self.origin)
         return next(found, None)
 

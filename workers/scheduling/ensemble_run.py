@@ -74,7 +74,7 @@ class EnsembleRun(Generic[T]):
     def responded(
         self, start: StepStart[T], outputs: Mapping[str, T], controls: Controls | None = None
     ) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Takes one answer of a step that was started. Returns steps that may run now, and answers that are complete.
+        """Stores the outputs of one answer of a started step. Returns steps that may run now, and complete answers to the client.
 
         ``controls``: the sequence that the step's model names in its answer, if it names one.
         """
@@ -96,7 +96,7 @@ class EnsembleRun(Generic[T]):
         return out + self._answers()
 
     def ended(self, start: StepStart[T]) -> None:
-        """Notes that a step that was started has given its last answer, or has failed."""
+        """Counts a started step as ended, because it has given its last answer or has failed; called once for each start."""
         self.running -= 1
         key = (self._needed.origins[start.step], start.iteration)
         if key[0] is not None:
@@ -133,9 +133,11 @@ class EnsembleRun(Generic[T]):
                     self._controls[tensor, iteration] = controls
 
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
-        """Returns a tensor's value, and drops the tensor after its last use.
+        """Returns a tensor's value, None if it was left out, and drops the tensor after its last use.
 
-        ``again``: every iteration uses the tensor, so it is not dropped if it has no origin.
+        Args:
+          iteration: the number of the streaming step's answer that is worked on.
+          again: every iteration uses the tensor, so it is not dropped if it is computed from no streaming step.
         """
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]
@@ -155,7 +157,10 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns the iterations for which a step may have become ready by a tensor that has just come."""
+        """Returns the iterations in which step ``number`` may be ready, because ``tensor`` has just come in this iteration.
+
+        An iteration is the number of the streaming step's answer from which the step's inputs are computed; 0 if there is none.
+        """
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):
@@ -178,7 +183,10 @@ class EnsembleRun(Generic[T]):
         return StepStart(number, iteration, inputs, controls)
 
     def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
-        """Returns the sequence controls of the first of these tensors that has any, or None."""
+        """Returns the sequence controls that came with the first of these tensors, in this iteration, that has any.
+
+        None: none has.
+        """
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)
 

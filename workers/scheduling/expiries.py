@@ -16,7 +16,7 @@ TIMED_OUT = "timeout of the corresponding sequence has been expired"
 
 
 class Expiries(Generic[S]):
-    """The deadlines of all requests in one table of sequences."""
+    """The deadlines and queue timeouts of all requests in one ``SequenceTable``; ``next`` finds the requests whose time is up."""
 
     def __init__(self) -> None:
         #: (when, number, request): the first is the earliest.
@@ -26,7 +26,7 @@ class Expiries(Generic[S]):
     def watch(self, request: S, waiting: int) -> None:
         """Adds a request's deadline and, if its sequence has no slot, its queue timeout.
 
-        ``waiting``: how many requests wait in all.
+        ``waiting``: how many requests of the table wait; where the entries far outnumber them, outdated ones are removed.
         """
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
@@ -39,7 +39,10 @@ class Expiries(Generic[S]):
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """Removes and returns one request whose time is up, with its error, or None. The caller has to cancel its sequence."""
+        """Removes and returns one request whose time is up, with its error, or None.
+
+        The caller has to cancel its whole sequence.
+        """
         while self._moments and self._moments[0][0] <= now_ns:
             _, _, request = heapq.heappop(self._moments)
             if request.line < 0:

@@ -26,11 +26,11 @@ class OldestBatcher(Generic[S]):
         self._batcher = DynamicBatcher(rules, self._queue)
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """Adds a sequence whose first waiting request may run now."""
+        """Adds a sequence, whose first waiting request may run now, to those of which ``take`` makes batches."""
         self._queue.push(live.waiting[0])
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Removes a sequence whose first waiting request may no longer run."""
+        """Removes a sequence from those of which ``take`` makes batches: its first waiting request may no longer run."""
         self._queue.remove(live.waiting[0])
 
     def limit(self, key: Hashable, rows: int) -> None:

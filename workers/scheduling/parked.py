@@ -10,7 +10,7 @@ from tensord.workers.scheduling.queue import QueueRules, Replacement, W
 
 
 class ParkedRequests(Generic[W]):
-    """Holds requests of equal shapes in their order, and of each replace key only the newest request, as the queue does."""
+    """Holds, in order, requests of equal shapes that wait for a program; of each replace key only the newest, as queues do."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules

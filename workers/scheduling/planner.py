@@ -29,7 +29,7 @@ P = TypeVar("P", bound=Waiting)
 
 
 class Run(NamedTuple):
-    """A planner's decision that a batch is to be taken and run."""
+    """A planner's decision that a batch is due: the dispatcher is to take it from the planner and run it."""
 
     #: Since when the batch could have run: the version whose request has waited longest goes first.
     since_ns: int
@@ -48,14 +48,16 @@ class Refuse(NamedTuple, Generic[P]):
 
 
 class Planner(Protocol[P]):
-    """The interface of a model version's planner to the dispatcher."""
+    """Decides which requests to one model version run together and when; the dispatcher asks it and carries out its decisions."""
 
     def __len__(self) -> int:
         """Returns how many requests wait."""
 
     @property
     def arrived(self) -> Callable[[P], Replacement[P] | None]:
-        """A function that queues a request. It returns the discarded request and the newer one, if one replaces the other.
+        """A function that queues a request.
+
+        It returns the discarded request and the newer one if one replaces the other, or None.
 
         It raises InvalidArgument: the request fits no sequence; Unavailable: there is no room. Then nothing has changed.
         """
@@ -84,10 +86,13 @@ class Planner(Protocol[P]):
         """Removes and returns the requests of a free instance's next batch; empty if no batch is due."""
 
     def done(self, requests: Iterable[P], now_ns: int) -> None:
-        """Notes that requests have run, successfully or not."""
+        """Tells the planner that requests have run, successfully or not, so that requests that wait for their end may run."""
 
     def dropped(self, request: P, now_ns: int) -> list[tuple[P, ServingError]]:
-        """Notes that a request that was taken will never run. Returns other requests that fail with it, each with its error."""
+        """Tells the planner that a taken request will never run.
+
+        Returns requests that fail because of that, each with its error.
+        """
 
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
         """Queues requests again that were taken but could not run. Returns those that fail instead, each with its error."""
@@ -109,7 +114,10 @@ Decision = Run | WaitUntil | Refuse[P] | None
 
 
 def decide(planner: Planner[P], now_ns: int, instance: int) -> Decision[P]:
-    """Decides what a planner's dispatcher should do now (``Planner.decide``), by the planner's due time and next expiry."""
+    """Returns what the dispatcher should do now, from the planner's due time and next expiry; implements ``Planner.decide``.
+
+    Removes requests that waited too long from the planner; the decision is then to refuse them.
+    """
     tick_ns = planner.next_tick_ns
     if 0 < tick_ns <= now_ns:
         return Refuse(planner.tick(now_ns))

@@ -123,7 +123,7 @@ class QueueRules:
 
     @property
     def single_line(self) -> bool:
-        """True if all requests wait in one line, bounded only by ``max_size``, their own deadlines and replace keys."""
+        """True if there is one level without a policy: only ``max_size``, deadlines and replace keys bound its requests."""
         one_level = self.levels == self.default_level == 1 and not self.policies
         return one_level and self.default_policy == QueuePolicy() and not self.replaces
 
@@ -234,7 +234,10 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Inserts a request into the line with this number, ahead of requests of its batching key with a higher ``sequence``."""
+        """Inserts a request into a line, before the requests of its batching key with a higher ``sequence``.
+
+        ``number``: of the line: 2 * (level - 1) for a level's requests that are on time, one more for its late ones.
+        """
         self._insert(request, number)
         waiting = self._lines[number][request.key]
         for sequence in [each for each in waiting if each > request.sequence]:
@@ -269,7 +272,7 @@ class RequestQueue(Generic[W]):
         return replacements
 
     def _watch(self, request: W, policy: QueuePolicy) -> None:
-        """Adds a request to the heap of expiries, if it can expire."""
+        """Adds a request that can expire, by its deadline or the policy's timeout, to those that ``expire`` looks at."""
         expires_ns = self._expiry(request, policy)
         if expires_ns:
             self._push_expiry(expires_ns, request)
@@ -324,7 +327,7 @@ class RequestQueue(Generic[W]):
     def take(self, key: Hashable, max_rows: int) -> list[W]:
         """Removes and returns the first requests with this batching key, of up to ``max_rows`` rows, or one larger request.
 
-        Requests of the most urgent line come first. Empty if none waits.
+        Level 1 comes first, and in each level its requests that are on time. Empty if none waits.
         """
         taken: list[W] = []
         rows = 0
@@ -401,7 +404,7 @@ class RequestQueue(Generic[W]):
         return [request for line in self._lines.values() for waiting in line.values() for request in waiting.values()]
 
     def _forget(self, request: W) -> None:
-        """Removes a request that no longer waits from the table of replace keys."""
+        """Removes a request that has left the queue from the table of replace keys, so that no later request replaces it."""
         if self._replaceable.get(request.replace_key) is request:
             del self._replaceable[request.replace_key]
 
@@ -427,7 +430,10 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, OrderedDict[int, W]], key: Hashable) -> None:
-        """Removes a batching key from a line in which none of its requests is left, and the line itself if it is empty."""
+        """Removes a batching key that has no more requests from a line, and the line itself if it is empty and not line 0.
+
+        ``number``: of the line (``line``): 2 * (level - 1) for a level's requests that are on time, one more for its late ones.
+        """
         del line[key]
         if not line and number:
             del self._lines[number]
@@ -445,7 +451,7 @@ class RequestQueue(Generic[W]):
             del self._rows[key]
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that the counters agree with the requests in the lines."""
+        """Asserts, for tests, that the counters and the table of replace keys agree with the waiting requests."""
         requests = self.requests()
         assert len(requests) == self.size
         assert self._order == sorted(self._lines)
@@ -471,7 +477,7 @@ class RequestQueue(Generic[W]):
 
 
 class QueuePlanner(Generic[W]):
-    """Base of planners whose requests wait in a ``RequestQueue``: arrival, cancellation and expiry."""
+    """Base of planners whose requests wait in a ``RequestQueue``; implements the arrival, cancellation and expiry of requests."""
 
     def __init__(self, queue: RequestQueue[W]) -> None:
         self._queue = queue

@@ -31,7 +31,7 @@ class _Asker:
 
 @dataclass(slots=True)
 class Resources(Generic[A]):
-    """The limited resources of one device, and the instances that ask for them; ``A`` is the type of an instance."""
+    """The limited resources of one device, and the instances that need them to run; ``A`` is the type of an instance."""
 
     #: Name -> how many there are.
     limits: Mapping[str, int]
@@ -42,7 +42,9 @@ class Resources(Generic[A]):
     _used: dict[str, int] = field(default_factory=dict)
 
     def add(self, asker: A, needs: Mapping[str, int], priority: int = 0) -> None:
-        """Adds an instance. ``needs``: resource -> count. ``priority``: how often each of its runs counts (0: once).
+        """Adds an instance. ``needs``: resource -> count.
+
+        ``priority``: as how many turns each of its runs counts (0: one); those with the fewest turns get resources first.
 
         Raises InvalidArgument: the instance needs more of a resource than the device has.
         """
@@ -64,9 +66,9 @@ class Resources(Generic[A]):
         return granted
 
     def ask(self, asker: A) -> bool:
-        """Asks for an instance's resources.
+        """Asks for the resources of an instance that wants to run.
 
-        Returns whether it may run now; if not it waits, and a later ``give_back`` returns it.
+        Returns True if it holds them now; otherwise it waits, until another instance's ``give_back`` or the like returns it.
         """
         self._waiting[asker] = None
         return asker in self._grant()
@@ -82,9 +84,9 @@ class Resources(Generic[A]):
         return self._grant()
 
     def give_back(self, asker: A, again: bool = False) -> list[A]:
-        """Frees an instance's resources. Returns the waiting instances that may run now.
+        """Frees an instance's resources. Returns the waiting instances that may run now, which hold their resources from now on.
 
-        ``again``: ``asker`` asks for another run at once.
+        ``again``: ``asker`` asks for another run at once, so it may be among them.
         """
         if again:
             self._waiting[asker] = None

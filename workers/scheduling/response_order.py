@@ -14,7 +14,7 @@ A = TypeVar("A")
 
 
 class ResponseOrder(Generic[K, A]):
-    """Holds answers of one model version until earlier ones were sent. ``K`` is the type of a request, ``A`` of its answer."""
+    """Holds back answers (``A``) of one model version until the answers to earlier requests (``K``) may be sent."""
 
     def __init__(self) -> None:
         #: Requests that were taken and whose answers have not left, in their order.
@@ -23,7 +23,7 @@ class ResponseOrder(Generic[K, A]):
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests were taken from the queue whose answers were not released."""
+        """Returns how many requests were taken from the queue whose answers ``done`` has not yet returned."""
         return len(self._turns)
 
     def taken(self, request: K) -> None:

@@ -24,10 +24,10 @@ class Strategy(Protocol[S]):
     """Makes batches of the ready sequences of one instance: ``DirectBatcher`` or ``OldestBatcher``."""
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """Adds a sequence whose first waiting request may run now."""
+        """Adds a sequence, whose first waiting request may run now, to those of which ``take`` makes batches."""
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Removes a sequence whose first waiting request may no longer run."""
+        """Removes a sequence from those of which ``take`` makes batches: its first waiting request may no longer run."""
 
     def limit(self, key: Hashable, rows: int) -> None:
         """Sets how many rows of requests with this batching key may share a batch from now on; 0: the usual limit."""
@@ -60,9 +60,10 @@ class SequenceBatcher(Generic[S]):
         events: RegisteredSequences,
         attach: Callable[[S], None] | None = None,
     ) -> None:
-        """Makes a strategy for each instance.
-
-        ``events`` gets each sequence's changes; ``attach`` each request before it may run.
+        """Args:
+        strategy: makes the strategy of one instance.
+        events: registers each sequence when it arrives, begins and ends.
+        attach: called with each request before it may run; None: not needed.
         """
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
         self._attach = attach
@@ -89,7 +90,7 @@ class SequenceBatcher(Generic[S]):
         return self._lose(request, Cancelled("the request was cancelled")) if request.line >= 0 else []
 
     def done(self, requests: Iterable[S], now_ns: int) -> None:
-        """Notes that requests have run, successfully or not."""
+        """Marks requests as run, successfully or not, so that the next requests of their sequences may run."""
         for request in requests:
             self._look(self.table.done(request, now_ns))
 
@@ -135,7 +136,7 @@ class SequenceBatcher(Generic[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """Gives a sequence to its instance's strategy, if its first waiting request may run."""
+        """Gives a sequence to its instance's strategy if its first waiting request may run; ignores None."""
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:
                 self._attach(live.waiting[0])
@@ -149,13 +150,15 @@ class SequenceBatcher(Generic[S]):
         This saves ``arrived``, ``take`` and ``done`` for each of them. It stops at the first request that has to wait, is of a
         sequence that runs, or is to be refused; that request and those after it have not arrived.
 
+        Args:
+          asked: (correlation id, START, END) of each request.
         Returns the sequences of the requests that begin, in the order of ``asked``; call ``have_run`` when they have run.
         """
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
 
     def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Notes that the requests of sequences that ``run_now`` returned have run, successfully or not."""
+        """Marks the requests that ``run_now`` began for these sequences as run, successfully or not, so that others may run."""
         self.table.have_run(chosen, now_ns)
 
     def at_once(self, key: Hashable) -> int:

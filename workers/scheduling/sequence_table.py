@@ -160,8 +160,8 @@ class SequenceTable(Generic[S]):
     def run_now(self, asked: Iterable[Asked]) -> list[LiveSequence[S]]:
         """Begins to run requests together, if no other requests wait: it does what ``admit`` and ``take`` would do for each.
 
-        Returns the sequences of the requests that begin, in the order of ``asked``. It stops before the first request that has to
-        wait or is to be refused (``admit`` raises the reason).
+        Returns the sequences of the requests that begin, in the order of ``asked`` (correlation id, START, END). It stops before
+        the first request that has to wait or is to be refused (``admit`` raises the reason).
         """
         chosen: list[LiveSequence[S]] = []
         if self._waiting or self._lost or self._rules.iterative:
@@ -183,7 +183,7 @@ class SequenceTable(Generic[S]):
         return chosen
 
     def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Notes that the requests of sequences that ``run_now`` returned have run."""
+        """Marks the requests that ``run_now`` began for these sequences as run, successfully or not, so that others may run."""
         idle = self._idle
         for live in chosen:
             live.running = False
@@ -220,9 +220,9 @@ class SequenceTable(Generic[S]):
         return request
 
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
-        """Notes that a request has run.
+        """Marks a request as run.
 
-        Returns the sequence that becomes ready by that (its own, or the backlog's first), or None.
+        Returns the sequence that becomes ready to run by that (the request's own, or the backlog's first), or None.
         """
         live = request.live
         live.running = False
@@ -251,7 +251,7 @@ class SequenceTable(Generic[S]):
     def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
         """Ends a sequence and gives its slot to the first sequence of the backlog.
 
-        Returns that one; None: the backlog is empty.
+        Returns the sequence that has got the slot; None: the backlog is empty.
         """
         slot = live.slot
         assert slot is not None
@@ -266,7 +266,10 @@ class SequenceTable(Generic[S]):
         return first
 
     def hold(self, live: LiveSequence[S], parameters: object | None) -> None:
-        """Sets the parameters that a sequence goes on with; None: always the newest of the parameter set ``main``."""
+        """Sets the parameters that a sequence's later requests run with.
+
+        None: always the newest of the parameter set ``main``.
+        """
         self.holding += (parameters is not None) - (live.parameters is not None)
         live.parameters = parameters
 

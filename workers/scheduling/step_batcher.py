@@ -31,7 +31,7 @@ EMITS, FINISHED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """The limits of one version of a stepped model: slots, steps of a request, and insertions between steps."""
+    """The limits of one version of a stepped model, whose requests run step by step in slots: slots, steps, and insertions."""
 
     #: Requests that take part in steps at a time.
     slots: int
@@ -44,7 +44,7 @@ class StepRules:
 
 
 class SlotHolder(Generic[W]):
-    """A request to a stepped model that has a slot, and how many steps it has taken part in."""
+    """A request that has a slot of a stepped model, which runs all its slots' requests step by step, and its steps so far."""
 
     __slots__ = ("left", "number", "paused", "request", "steps")
 
@@ -84,7 +84,7 @@ class Step(NamedTuple, Generic[W]):
 
 
 class SlotAnswer(NamedTuple, Generic[W]):
-    """An answer to a request, from a step or from its insertion."""
+    """An answer to a request to a stepped model, made by a step or when the request was inserted into its slot."""
 
     request: W
     #: The request's row of the outputs.
@@ -244,7 +244,10 @@ class StepBatcher(QueuePlanner[W]):
     # ------------------------------------------------------------------------------------------------------ what came of it
 
     def inserted(self, requests: Sequence[W], says: Sequence[int]) -> list[SlotAnswer[W]]:
-        """Takes the result flags (EMITS, FINISHED) of an insertion, one for each request. Returns the answers to send."""
+        """Returns the answers to send after requests were inserted into slots, and frees the slots of those that are over.
+
+        ``says``: for each request the flags EMITS (it gets outputs) and FINISHED (it is over), or'ed.
+        """
         answers: list[SlotAnswer[W]] = []
         for row, (request, said) in enumerate(zip(requests, says, strict=False)):
             if request in self._holders and said:
@@ -254,9 +257,12 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], says: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
-        """Takes the result flags (EMITS, FINISHED) of the oldest step that was given to the device, one for each slot.
+        """Notes the results of the oldest step on the device, and frees the slots of requests that are over.
 
-        Returns: the answers to send; and the slots marked in ``joined`` whose requests emit and go on, which are not among these.
+        Args:
+          says: for each slot the flags EMITS (its request gets outputs) and FINISHED (it is over), or'ed.
+          joined: for each slot whether its request is answered together with others; empty: none is.
+        Returns: the answers to send; and, not among these, the slots of joined requests that get outputs and go on.
         """
         self._on_their_way -= not step.goes_on
         answers: list[SlotAnswer[W]] = []
