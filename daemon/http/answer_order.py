@@ -70,14 +70,17 @@ class AnswerOrder:
         self._unwritten: list[Exchange | Generation] = []
 
     def append(self, request: HttpRequest) -> None:
-        """Adds a request whose head has arrived; the bytes that follow are its body."""
+        """Adds a request whose head has arrived, to be answered after the earlier ones; the bytes that follow are its body."""
         self.requests.append(request)
         self.receiving = request
         if self._serving.stopping:
             self.announce_end()
 
     def received_whole(self) -> None:
-        """Notes that the body which was arriving is complete, and continues the request that it belongs to."""
+        """Tells the request whose body was arriving that the body is complete.
+
+        If earlier requests are not answered yet, reading from the client is paused.
+        """
         receiving, self.receiving = self.receiving, None
         self.times.body_since = 0.0
         if len(self.requests) > 1:
@@ -136,7 +139,10 @@ class AnswerOrder:
         return False
 
     def answered(self) -> None:
-        """Notes that the first request is answered, and gives the next one its turn."""
+        """Removes the first request, whose answer is written, and gives the next one its turn.
+
+        Closes the connection instead if the answer was its last.
+        """
         self._go_on(self.requests.popleft())
 
     def _go_on(self, answered: HttpRequest) -> None:
@@ -159,7 +165,10 @@ class AnswerOrder:
                 self.flow.resume_reading()
 
     def _give_turn(self) -> None:
-        """Gives the first request its turn, and each next one while they are answered at once: in a loop, not by recursion."""
+        """Gives the first request its turn, to be submitted and answered, and each next one while they are answered at once.
+
+        It does so in a loop, not by recursion.
+        """
         if not self.requests:
             return
         following: HttpRequest | None = self.requests[0]
@@ -204,7 +213,7 @@ class AnswerOrder:
         self.flow.pause_reading()
 
     def resume_writing(self) -> None:
-        """Continues once the client has read enough of its answers for the transport's buffer to have drained."""
+        """Goes on with answers and requests, once the client has read enough for the transport's buffer to have drained."""
         self.times.stalled_since = 0.0
         unwritten, self._unwritten = self._unwritten, []
         self.flow.resume_writing()
@@ -341,7 +350,7 @@ class Flow:
             self.transport.resume_reading()
 
     def resume_writing(self) -> None:
-        """Notes that the transport's buffer has drained, or that the connection is gone; wakes those who wait in ``drain``."""
+        """Called when the transport's buffer has drained, or the connection is gone; wakes those who wait in ``drain``."""
         self.write_paused = False
         if self._writable is not None:
             self._writable.set()

@@ -23,7 +23,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 
 class ArrivingParameters:
-    """Receives the pushed parameters of one front, and limits how many bytes of them arrive at the same time."""
+    """Receives the parameters that clients push to one front, and limits how many bytes of them arrive at the same time."""
 
     def __init__(self) -> None:
         #: Bytes of memory that are taken, or promised by a Content-Length, now.
@@ -74,7 +74,7 @@ class ArrivingParameters:
     def take(self, whole: int, more: int, limit: int) -> None:
         """Reserves ``more`` bytes for a push, which then has ``whole`` bytes.
 
-        Raises BodyTooLarge: the push exceeds ``limit``; Unavailable: all pushes together would. Nothing is reserved then.
+        Raises BodyTooLarge: the push exceeds ``limit`` bytes; Unavailable: all pushes together would. Nothing is reserved then.
         """
         if whole > limit:
             raise BodyTooLarge(f"has {whole} bytes of parameters or more", limit)
@@ -96,14 +96,17 @@ class _Pushed:
         self._taken = self._written = 0
 
     def reserve(self, byte_size: int) -> None:
-        """Reserves room for all parameters of the push, whose size is known in advance. Raises as ``ArrivingParameters.take``."""
+        """Reserves room for all parameters of the push, whose size is known in advance.
+
+        Raises BodyTooLarge: the push is too large; Unavailable: other pushes take the room.
+        """
         self._arriving.take(byte_size, byte_size, self._limit)
         self._taken = byte_size
 
     def write(self, piece: memoryview) -> None:
-        """Writes a received piece of the parameters to memory.
+        """Writes a received piece of the parameters to memory, and reserves room for it if none is reserved.
 
-        Raises BodyTooLarge, Unavailable: as ``ArrivingParameters.take``; Unavailable: the host has no memory left, or this
+        Raises BodyTooLarge: the push is too large; Unavailable: other pushes take the room, the host has no memory left, or this
         process no file descriptors.
         """
         end = self._written + len(piece)

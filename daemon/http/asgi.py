@@ -34,7 +34,7 @@ _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 
 
 class AsgiRequest:
-    """Runs the ASGI application for one HTTP request.
+    """One HTTP request that the ASGI application answers, which is any but an inference request.
 
     Args:
       order: the order of answers of the request's connection.
@@ -76,7 +76,7 @@ class AsgiRequest:
             self._news.set()
 
     def complete(self) -> None:
-        """Notes that the whole body of the request has been received."""
+        """Tells the application, once it has read what was received, that the body of the request is complete."""
         self._more_body = False
         self._news.set()
 
@@ -140,7 +140,7 @@ class AsgiRequest:
             raise RuntimeError(f"the ASGI message '{kind}' is out of place")
 
     def _start(self, status: int, fields: Iterable[tuple[bytes, bytes]]) -> None:
-        """Prepares the head of the answer, which is sent with the first bytes of its body.
+        """Makes the head of the answer, which is sent with the first bytes of its body.
 
         Raises: RuntimeError: the application gave a header field that is malformed.
         """

@@ -108,7 +108,7 @@ class TextBody:
         return self._memory[: self._byte_size - self.received]
 
     def advance(self, byte_size: int) -> None:
-        """Counts bytes of the body that were written into ``rest``."""
+        """Counts ``byte_size`` bytes, which were written into the memory that ``rest`` returns, as received."""
         self.received += byte_size
         if self._kept and not self._grown(byte_size):
             self.drop()
@@ -154,7 +154,7 @@ class PlacedBody:
         return self.lease.view[self._start + self.received : self._end]
 
     def advance(self, byte_size: int) -> None:
-        """Counts bytes of the body that were written into ``rest``."""
+        """Counts ``byte_size`` bytes, which were written into the memory that ``rest`` returns, as received."""
         self.received += byte_size
 
     def head(self, head_size: int) -> memoryview:
@@ -162,7 +162,7 @@ class PlacedBody:
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
-        """Returns where the binary parts lie in the arena; all of them, as none is small enough to be sent in the record.
+        """Returns where the binary parts of the body lie in the arena; none of them may be small enough to be sent in the record.
 
         Args:
           head_size: the bytes of JSON before the first part.

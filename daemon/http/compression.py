@@ -85,7 +85,7 @@ class Inflation:
             )
 
     def skip(self, chunk: bytes) -> None:
-        """Counts and discards a piece of the compressed body, because the request is already refused."""
+        """Counts a piece of the compressed body as received and discards it, because the request is already refused."""
         self.received += len(chunk)
 
     def drop(self) -> None:

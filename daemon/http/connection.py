@@ -105,7 +105,7 @@ class Http1Connection(asyncio.Protocol):
     def _take(self, head: InferHead, data: bytes, head_size: int) -> bool:
         """Begins a request whose head was parsed before and is cached, while no other request of the connection is open.
 
-        Returns False if the parser must read ``data`` instead.
+        Returns False, with no effect, if the parser must read ``data`` instead.
 
         Args:
           head: what the first ``head_size`` bytes of ``data`` mean.
@@ -193,7 +193,10 @@ class Http1Connection(asyncio.Protocol):
             self._leave_reader()
 
     def eof_received(self) -> bool:
-        """Handles that the client has closed its sending side. Returns True to keep the connection open for pending answers."""
+        """Called when the client has closed its sending side. Returns True to keep the connection open for pending answers.
+
+        A request of which a part is missing is refused with 400.
+        """
         order = self.order
         order.ended = True
         if not order.closing:
@@ -225,7 +228,10 @@ class Http1Connection(asyncio.Protocol):
             order.reader = None
 
     def direct_body_complete(self) -> None:
-        """Continues once the ``BodyReader`` has filled its memory: with a whole binary body, or with a piece of a JSON body."""
+        """Called when the ``BodyReader`` has filled its memory with a whole binary body, or with a piece of a JSON body.
+
+        Continues the request if the body is complete; otherwise has the next piece read.
+        """
         order = self.order
         body, self._direct = self._direct, None
         assert body is not None
@@ -247,7 +253,10 @@ class Http1Connection(asyncio.Protocol):
         self.order.resume_writing()
 
     def check(self, now: float) -> None:
-        """Checks every deadline of the connection; the server calls this about once a second.
+        """Acts on the deadline that the client has missed, if any; the server calls this about once a second.
+
+        It refuses a request that comes too slowly with 408, aborts the connection of a client that does not read its answers, and
+        closes one that was idle too long.
 
         Args:
           now: in monotonic seconds.

@@ -100,7 +100,7 @@ def base64_content(key: str, value: Any) -> bytes:
 
 
 def cuda_registration(fields: dict[str, Any]) -> tuple[bytes, int, int]:
-    """Returns the raw handle, device_id and byte_size in the fields of a request that registers a CUDA region.
+    """Returns the raw CUDA IPC handle, device_id and byte_size from the fields of a request that registers a CUDA region.
 
     Raises: InvalidArgument: one of the three is missing or malformed.
     """

@@ -9,7 +9,7 @@ from tensord.daemon.front.drain_rate import GRACE_SECONDS, SILENCE_SECONDS, Drai
 
 
 class Late(enum.Enum):
-    """Names the deadline that the client of an HTTP connection has missed."""
+    """Names the deadline that the client of an HTTP connection has missed: for a head, a body, an answer, or the next request."""
 
     #: The client does not read its answer.
     ANSWER = "answer"
@@ -24,7 +24,10 @@ class Late(enum.Enum):
 
 
 class Deadlines:
-    """Tracks since when a connection waits for its client to do something, in monotonic seconds; 0: it does not wait for that."""
+    """Tracks since when a connection waits for its client to send or read something, and finds missed deadlines.
+
+    Each time is in monotonic seconds; 0: the connection does not wait for that.
+    """
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")
 

@@ -27,7 +27,7 @@ Source = BinaryPart | RegionSlice | Values
 
 @dataclass(slots=True)
 class DecodedRequest:
-    """Holds what the JSON of one inference request asks for."""
+    """Holds what the JSON of one inference request asks for; its tensors have no places in memory so far."""
 
     id: str
     inputs: list[tuple[str, str, tuple[int, ...], Source]]

@@ -73,7 +73,7 @@ _RECEIVING, _RECEIVED, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.RECEI
 
 
 class Exchange(InFlight):
-    """Handles one inference request over HTTP: receives its body, submits it to a worker, and writes its answer."""
+    """One inference request over HTTP: receives its body, submits it to a worker, and writes its answer."""
 
     _serving: HttpServing
     _head: InferHead
@@ -117,7 +117,10 @@ class Exchange(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def begin(self) -> None:
-        """Begins to receive a body that is large, compressed, raw, of unknown length, or sent after ``100 Continue``."""
+        """Prepares to receive a body that is large, compressed, raw, of unknown length, or sent after ``100 Continue``.
+
+        An error does not raise: it makes the request ``refused``, and is answered later.
+        """
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self._order.account
         )
@@ -131,7 +134,7 @@ class Exchange(InFlight):
         """Checks that the model can be asked over HTTP, and decides whether the request is traced.
 
         Raises NotFound: no such model version serves or is being loaded; Unsupported: the model gives several responses to a
-        request; or the error that was found in the head.
+        request; or the error (``error``) of the request's head.
         """
         head, table = self._head, self._serving.table
         if head.error is not None:
@@ -179,7 +182,7 @@ class Exchange(InFlight):
         return self._reception is not None and self._reception.error is not None
 
     def complete(self) -> None:
-        """Notes that the body is complete, and submits the request if every earlier one of the connection is answered."""
+        """Called when the whole body has arrived: submits the request if every earlier one of the connection is answered."""
         if self.phase is not _RECEIVING:
             return
         if self._trace is not None:
@@ -190,7 +193,7 @@ class Exchange(InFlight):
         self._go_on()
 
     def take_turn(self) -> None:
-        """Notes that every earlier request of the connection is answered, and submits this one if its body is complete."""
+        """Called when every earlier request of the connection is answered: submits this one if its body is complete."""
         self.my_turn = True
         self._go_on()
 
@@ -438,7 +441,7 @@ class Exchange(InFlight):
             self.written()
 
     def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Encodes and writes an answer without the cache of answer heads; a worker's error is written as an error response."""
+        """Encodes and writes an answer for which no cached head is used: an error, a traced or compressed answer, and others."""
         if own.lease is not None and lane is not None:
             self._unwritten = (lane, own.lease)
         if self._trace is not None:
@@ -527,7 +530,7 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
-        """Writes a complete HTTP response to the connection."""
+        """Writes a complete HTTP response to the connection; ``written`` follows once the transport needs its bytes no longer."""
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._order.answer_pieces(pieces):

@@ -52,7 +52,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Generation(InFlight):
-    """Handles one request of generate, generate_stream or infer_stream to the end of its answer; base class of these endpoints.
+    """One request of generate, generate_stream or infer_stream, to the end of its answer; base class of these endpoints.
 
     ``expects_continue``: the client sends the body only after a ``100 Continue``.
     """
@@ -113,7 +113,7 @@ class Generation(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def receive(self, chunk: bytes) -> None:
-        """Receives a piece of the body, or discards it if the request is already decided."""
+        """Receives a piece of the body, or discards it if the request is already submitted or refused."""
         if self._reception is not None:
             self._reception.receive(chunk)
 
@@ -123,13 +123,16 @@ class Generation(InFlight):
         return None if self._reception is None else self._reception.body
 
     def complete(self) -> None:
-        """Notes that the whole body has been received, and continues the request."""
+        """Called when the whole body has arrived: submits the request if every earlier one of the connection is answered."""
         if self._reception is not None:
             self._reception.complete()
         self._go_on()
 
     def take_turn(self) -> None:
-        """Notes that every earlier request of the connection is answered, and continues this one."""
+        """Called when every earlier request of the connection is answered.
+
+        Admits this one once its model is loaded, and submits it once its body is complete.
+        """
         self._my_turn = True
         self._go_on()
 
@@ -143,7 +146,10 @@ class Generation(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Admits the request once earlier ones are answered and its model is loaded; submits it once its body is complete."""
+        """Admits the request once earlier ones are answered and its model is loaded; submits it once its body is complete.
+
+        Does nothing until then. An error is answered at once.
+        """
         if not self._my_turn or self._gone or self._decided or self._loading is not None:
             return
         head, submitter = self._head, self._serving.submitter
@@ -342,7 +348,7 @@ class Generation(InFlight):
         self._order.answered()
 
     def _let_go(self) -> None:
-        """Frees the memory of the request and of responses that were held back, and cancels the request if its model runs."""
+        """Frees the memory of the request and of responses that were held back; cancels the request if its model still runs."""
         self._drop_body()
         if self._running:
             self._running = False
@@ -357,7 +363,10 @@ class Generation(InFlight):
 
 
 class Generate(Generation):
-    """Handles generate: answers with one JSON object. An error of the model has status 400, unless its own is 501 or 503."""
+    """One request of generate: answers with one JSON object.
+
+    An error of the model has status 400, unless its own is 501 or 503.
+    """
 
     #: The object, once the response came.
     _object: bytes | None = None
@@ -392,7 +401,7 @@ class Generate(Generation):
 
 
 class GenerateStream(Generation):
-    """Handles generate_stream: answers with one server-sent event per response: ``data: <JSON>`` and an empty line.
+    """One request of generate_stream: answers with one server-sent event per response: ``data: <JSON>`` and an empty line.
 
     An error is an event too, unless it is final, the first and not an internal error: then it is an ordinary error response.
     """

@@ -177,7 +177,7 @@ class _Joined:
 class JoinedAnswers:
     """Joins all responses to one request into one answer: each output tensor is concatenated along its first axis.
 
-    For models that want it (``ModelState.joins``), when the client does not ask for a stream.
+    For models that want it (``ModelState.joins``), when the client asks for a single answer (generate).
     """
 
     def __init__(self, state: ModelState, max_byte_size: int) -> None:

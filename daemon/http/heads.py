@@ -49,12 +49,11 @@ class Heads(BoundedCache[bytes, InferHead]):
     def __init__(
         self, max_byte_size: int, max_fields: int, cuts: bool, count: int = MAX_COUNT, joins: bool = False
     ) -> None:
-        """
-        Args:
-          count: how many heads are cached at least, but no more than ``MAX_COUNT``.
-          max_byte_size, max_fields: the most bytes and header fields of a head that the front accepts.
-          cuts: whether header lines that change nothing may be left out, because no rule of the operator looks at them.
-          joins: whether the front reads the ``traceparent`` header.
+        """Args:
+        max_byte_size, max_fields: the most bytes and header fields of a head that the front accepts.
+        cuts: whether header lines that change nothing may be left out, because no rule of the operator looks at them.
+        count: how many heads are cached at least, but no more than ``MAX_COUNT``.
+        joins: whether the front reads the ``traceparent`` header.
         """
         # Each by its bytes, and by what of them matters.
         super().__init__(2 * min(count, MAX_COUNT))
@@ -77,7 +76,10 @@ class Heads(BoundedCache[bytes, InferHead]):
         return meaning
 
     def learn(self, head: bytes, meaning: InferHead) -> None:
-        """Caches what a head means, as the parser read it, unless it is long, refused, or has a chunked body or trace parent."""
+        """Caches the parsed head of a request, so that its bytes are not parsed again.
+
+        Leaves out a head that is long or refused, or has a chunked body or a ``traceparent``.
+        """
         if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
             return
         if meaning.content_length is None or meaning.error is not None or meaning.trace_parent:

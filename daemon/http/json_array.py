@@ -70,7 +70,10 @@ class JsonArray:
         return self.count * (ELEMENT_SIZES[self.datatype] or 0)
 
     def wire_bytes(self) -> bytes:
-        """Converts the whole array at once and returns the tensor's bytes. Raises as ``fill`` does."""
+        """Converts the whole array at once and returns the tensor's bytes.
+
+        Raises InvalidArgument: the text is no JSON array for this datatype and shape.
+        """
         content = bytearray(self.byte_size)
         for _ in self.fill(memoryview(content)):
             pass

@@ -69,7 +69,7 @@ class Cut:
         return None
 
     def place(self, offset: int) -> int:
-        """Converts an offset in ``text`` to the offset of the same byte in the original text."""
+        """Converts an offset in ``text``, which has placeholders, to the offset of the same byte in the original text."""
         for number, (start, end) in enumerate(self.spans):
             if start >= offset:
                 break
@@ -78,7 +78,10 @@ class Cut:
 
 
 def cut(document: bytes | memoryview) -> Cut | None:
-    """Cuts large data out of a JSON text, all at once. Returns None if the text has no large data. Raises as ``steps``."""
+    """Cuts large data out of a JSON text, all at once. Returns None if the text has no large data.
+
+    Raises InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
+    """
     found = steps(document)
     while True:
         try:
@@ -203,7 +206,7 @@ def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
 
 
 def _is_odd(text: bytes) -> bool:
-    """Returns whether a text has an odd number of quotation marks that are not escaped by a backslash."""
+    """Returns whether a text has an odd number of quotation marks that no backslash escapes: a string begins or ends in it."""
     marks = text.count(b'"')
     if marks and b"\\" in text:
         marks -= text.replace(b"\\\\", b"").count(b'\\"')

@@ -49,7 +49,10 @@ class InferRoute:
 
 @functools.lru_cache(_REMEMBERED)
 def infer_route(target: bytes) -> InferRoute | None:
-    """Parses the target of an HTTP request: absolute or not, with or without a query. None: it names no inference endpoint."""
+    """Parses the target of an HTTP request (absolute or not, with or without query).
+
+    Returns None if it is no inference endpoint.
+    """
     match = _INFER_PATH.fullmatch(path_and_query(target)[0])
     if match is None:
         return None
@@ -111,12 +114,15 @@ class InferHead:
         self.key = (self.model, self.version, self.tail_size) if known else None
 
     def tell_origin(self, lines: bytes) -> None:
-        """Sets the CORS header lines of the answer to this request."""
+        """Sets the CORS header lines, which tell a browser which web page may read the answer to this request; empty: none."""
         self.origin_lines = lines
         self.is_plain = self.is_plain and not lines
 
     def forward(self, parameters: dict[str, str]) -> None:
-        """Sets the headers that become parameters of the request. Its JSON is parsed anew then, as it does not say everything."""
+        """Sets the headers that become parameters of the request, name -> value.
+
+        Its JSON is then not taken from the cache of parsed texts, because equal texts may come with other headers.
+        """
         self.forwarded, self.key = parameters, None
 
 

@@ -68,7 +68,7 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
 
 
 class Messages:
-    """Handles the events of httptools' parser on one connection, and adds the connection's requests to ``order``."""
+    """Makes requests of what httptools' parser reports on one connection, and adds them to ``order``, or refuses them."""
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -238,7 +238,7 @@ class Messages:
             head.error = head.error or error
 
     def _join(self, head: InferHead) -> None:
-        """Puts the client's ``traceparent`` header into the head, if the front sends spans to a collector."""
+        """Puts the client's ``traceparent`` header into the head, so that its trace goes on here, if the front sends spans."""
         if self._serving.joins:
             head.trace_parent = dict(self.headers).get(b"traceparent", b"").decode("latin-1")
 
@@ -304,7 +304,10 @@ class Messages:
 
 
 class ParserFeed:
-    """Feeds the HTTP parser of one connection. A connection has none until it sends a request head that was not parsed before."""
+    """Feeds the bytes that one client sends to its connection's HTTP parser.
+
+    A connection has a parser only once it has sent a request head that was not parsed before.
+    """
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -440,7 +443,7 @@ class ParserFeed:
     # ------------------------------------------------------------------------------------------------------- the rest
 
     def _wait_a_turn(self, rest: bytes) -> None:
-        """Leaves ``rest`` to the next iteration of the event loop, so that other connections are served before."""
+        """Stores ``rest`` for the next iteration of the event loop, in which ``_go_on`` parses it, so that others come first."""
         self._rest = rest
         self._order.flow.rest(True)
         asyncio.get_running_loop().call_soon(self._go_on)

@@ -79,7 +79,10 @@ def place(
 
 
 def is_filled(sources: Sequence[Source]) -> bool:
-    """Returns whether ``place`` has put all tensors into their places; False: ``fill`` must still convert large JSON data."""
+    """Returns whether all tensors have their bytes once ``place`` has returned.
+
+    False: ``fill`` must still convert large JSON data into its place.
+    """
     return not any(isinstance(source, JsonArray | JsonStrings | JsonBase64) for source in sources)
 
 

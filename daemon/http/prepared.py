@@ -47,13 +47,17 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PreparedRequests:
-    """Parses inference requests, and caches what requests of the same kind have in common. There is one per front."""
+    """Parses inference requests, and caches what requests of one kind have in common. There is one per front.
+
+    Requests are of one kind if they differ only in id, scheduling and tensor values.
+    """
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
         """Begins with nothing cached.
 
         Args:
-          count: how many kinds of requests are cached at least, and how many JSON texts.
+          count: how many kinds of requests (equal but for id, scheduling and values) are cached at least, and how many JSON
+            texts.
           inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
@@ -72,7 +76,7 @@ class PreparedRequests:
           text: the JSON.
           tail_size: the bytes of all binary tensors that follow the JSON.
           apart: the large data that ``json_cut`` has cut out of a JSON longer than ``request_codec.MAX_UNCUT``; None: nothing.
-        Raises: as ``request_codec.decode``.
+        Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
         """
         if len(text) > MAX_TEXT or head.forwarded is not None:
             return self._read(head, text if apart is None else apart.text, tail_size, apart)
@@ -87,7 +91,7 @@ class PreparedRequests:
         Args:
           head: the request's parsed HTTP head.
           key: the key in ``texts``: model, version, bytes of binary tensors, and the JSON.
-        Raises: as ``read``.
+        Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
         """
         (_, _, tail_size), text = key
         request = self._read(head, text, tail_size, None)
@@ -126,7 +130,10 @@ class PreparedRequests:
         return request
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Converts a decoded request to a parsed one, as the first of its kind: the cache of kinds is neither read nor filled."""
+        """Makes a parsed request, with the constant part that is sent to workers once, from the decoded JSON of a request.
+
+        It neither looks in the cache for requests that differ only in id, scheduling and values, nor stores anything there.
+        """
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(Prepared(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling)
 
@@ -135,8 +142,12 @@ class PreparedRequests:
 
 
 def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[Source]:
-    """Returns the data sources of a request of a known kind, with the tensors in its JSON converted to bytes.
+    """Returns the data sources of a request whose constant part is known, with the tensors in its JSON converted to bytes.
 
+    Args:
+      prepared: the constant part.
+      said: the JSON of the request at hand, as the quick parser read it.
+      apart: the large data that was cut out of the JSON; None: nothing.
     Raises InvalidArgument: a value is wrong; UnusualText: only the exact parser understands the data.
     """
     sources: list[Source] = []
@@ -149,7 +160,10 @@ def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[So
 
 
 class Prepared:
-    """Holds what inference requests of one kind have in common, and the answer heads cached for them; connections share it."""
+    """Holds the constant part of inference requests that differ only in id, scheduling and tensor values.
+
+    Also holds the JSON heads of answers to them that are cached. All connections of the front share it.
+    """
 
     __slots__ = (
         "_answers",
@@ -204,19 +218,19 @@ class Prepared:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the number that stands for this kind in the records sent to workers.
+        """Returns the number that stands for the constant part of these requests in the records sent to workers.
 
-        None: this is the first request of the kind, and its record carries the kind itself.
+        None: this is the first such request, and its record carries the constant part itself.
         """
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the cached encoder for answers of one kind to requests of this kind; makes it from the first such answer.
+        """Returns the cached encoder for answers with this constant part to these requests; makes it from the first such answer.
 
         Args:
-          prepared: what the answers of the kind have in common.
+          prepared: the constant part of the answers: output names, datatypes, shapes.
           own: the record of the answer at hand.
           view: returns the bytes of a slice of the response arena.
         Raises: InvalidArgument: a tensor of the answer is outside the arena.
@@ -234,7 +248,7 @@ class Prepared:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """Holds a parsed inference request: what its kind has in common (``prepared``), and its id, data sources and scheduling."""
+    """A parsed inference request: the constant part that many requests share (``prepared``), its id, sources and scheduling."""
 
     prepared: Prepared
     id: str
@@ -244,7 +258,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 class AnswerText:
-    """Encodes answers of one kind to requests of one kind, with a JSON head that is encoded once."""
+    """Encodes answers that differ only in id and tensor values, to requests that do so too, with a JSON head encoded once."""
 
     __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "prepared")
 
@@ -256,10 +270,14 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head of the first answer of the kind, unless a tensor's values are to be in the JSON.
+        """Encodes the JSON head from the first such answer, unless a tensor's values are to be in the JSON.
+
+        Then ``whole`` and ``pieces`` return None.
 
         Args:
-          asked: a request of the kind, which says which outputs are binary.
+          asked: one of the requests, which says which outputs are binary.
+          prepared: the constant part of the answers.
+          own: the record of the first answer.
           view: returns the bytes of a slice of the response arena.
         Raises: InvalidArgument: a tensor of the answer is outside the arena.
         """
@@ -285,7 +303,9 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
-        """Encodes an answer without a lease as one piece of bytes. None: its tensors have other sizes, so the cache does not fit.
+        """Encodes an answer without a lease as one piece of bytes: HTTP head, JSON and tensors.
+
+        Returns None if its tensors have other sizes than the first answer's, so that the cached head does not fit.
 
         Args:
           client_id: the request's id; "": it has none.
@@ -298,7 +318,9 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Encodes an answer with a lease in pieces, its tensors as views of the arena. None: the cached head does not fit it.
+        """Encodes an answer with a lease in pieces: HTTP head and JSON, then its tensors as views of the arena.
+
+        Returns None if the cached head does not fit it.
 
         Args:
           client_id: the request's id; "": it has none.

@@ -23,7 +23,7 @@ _LABEL = "[request id: <id_unknown>] "
 
 
 def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
-    """Decodes a raw binary request, whose whole body is the one input of the model.
+    """Decodes a raw binary request, whose whole body is the bytes of the model's one input, with no JSON.
 
     Args:
       state: the model version that is asked for.

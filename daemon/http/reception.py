@@ -122,7 +122,7 @@ class Reception(Receiver):
         self._on_progress()
 
     def _collect(self, byte_size: int) -> None:
-        """Counts more bytes of the body that are kept in ordinary memory.
+        """Counts ``byte_size`` more bytes of the body as held in ordinary memory.
 
         Raises Unavailable: the bodies of all connections together would take more than ``http.max_collected_byte_size``.
         """
@@ -169,7 +169,7 @@ class Reception(Receiver):
             self.body.received += byte_size
 
     def complete(self) -> None:
-        """Notes that the whole body has been received."""
+        """Ends the reception, because the whole body has been received; decompression may go on until ``ready``."""
         self._whole = True
         if self._lease is not None:
             self._serving.submitter.arrived(self._lease)
@@ -214,7 +214,7 @@ class Reception(Receiver):
         return () if lease is None else (lease,)
 
     def drop_body(self) -> None:
-        """Drops a body that was collected in ordinary memory, because nobody reads it any more."""
+        """Frees the memory of a body that was collected in ordinary memory, because nobody reads it any more."""
         if self._collected_byte_size:
             self.body, self._inflation = CollectedBody(), None
             self._drop_collected()

@@ -76,11 +76,13 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
 def decode_exactly(
     text: bytes | memoryview, apart: json_cut.Cut | None, tail_size: int, model: str, reason: UnusualText
 ) -> DecodedRequest:
-    """Decodes the JSON head of a request with the exact parser, because the quick one failed. The arguments are as in ``decode``.
+    """Decodes the JSON head of a request with the exact parser, because the quick one failed.
 
     Args:
+      text: the JSON, without the large data in ``apart``; ``tail_size`` and ``model`` are as in ``decode``.
       reason: the error of the quick parser.
-    Raises: InvalidArgument, Unsupported: as ``decode``, worded as Triton words them; or the text is too long for this parser.
+    Raises: InvalidArgument: the JSON is wrong, in Triton's words, or too long for this parser; Unsupported: a string sequence id
+      is too long.
     """
     if len(text) > _MAX_EXACT:
         raise InvalidArgument(f"failed to parse the request JSON: {reason}") from reason
@@ -91,9 +93,12 @@ def decode_exactly(
 def decode_head(
     request: RequestHead | ExactRequest, apart: json_cut.Cut | None, tail_size: int, model: str
 ) -> DecodedRequest:
-    """Checks a parsed JSON head and decodes it to a request. The arguments are as in ``decode``.
+    """Checks a parsed JSON head and decodes it to a request.
 
-    Raises: as ``decode``; UnusualText: only the exact parser understands the data of an input.
+    Args:
+      request: the head, as the quick or the exact parser read it; the other arguments are as in ``decode``.
+    Raises: InvalidArgument: the head is not in the protocol's format or contradicts itself; Unsupported: a string sequence id is
+      too long; UnusualText: only the exact parser understands the data of an input.
     """
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
     if request.parameters:
@@ -124,7 +129,8 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
     Args:
       offset: the offset at which the input's binary part would begin, from the first binary part.
       apart: the large data that was cut out of the JSON; None: nothing.
-    Raises: InvalidArgument: datatype or shape is wrong, or not exactly one source is given; UnusualText: as ``decode_head``.
+    Raises: InvalidArgument: datatype or shape is wrong, or not exactly one source is given; UnusualText: only the exact parser
+      understands the data.
     """
     name, shape = entry.name, entry.shape
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
@@ -279,7 +285,7 @@ def count_in_value(value: Any, datatype: str, what: str) -> int:
 
 
 def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> RequestedOutput:
-    """Reads one entry of ``outputs``, and notes in ``decoded`` whether it is to be binary.
+    """Reads one entry of ``outputs``, and sets in ``decoded.binary`` whether the output is to be sent as binary.
 
     Raises: InvalidArgument: a parameter has a wrong type or value, or two of them exclude each other.
     """

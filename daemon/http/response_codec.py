@@ -94,7 +94,7 @@ def encode_in_steps(
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
     """Encodes a good answer as ``encode`` does, but in steps: yields after each piece of a large tensor's JSON.
 
-    Returns: the pieces of the JSON head, and the binary parts.
+    Returns: the pieces of the JSON head, and the binary parts. Raises: InvalidArgument: an output cannot be written as JSON.
     """
     texts: list[list[Buffer]] = []
     for tensor, place in placed(prepared.outputs, contents):

@@ -46,7 +46,7 @@ TRACE_SETTINGS = ("trace_file", "trace_level", "trace_rate", "trace_count", "log
 
 
 class Routes:
-    """Answers the endpoints that are no inference, over HTTP; makes the ASGI application that serves them."""
+    """Answers the requests to an HTTP front that are no inference; makes the ASGI application that serves them."""
 
     def __init__(self, endpoints: Endpoints, access: Access) -> None:
         self._endpoints = endpoints
@@ -347,19 +347,19 @@ def _description() -> tuple[bytes, str]:
 
 
 def _traced(request: Request) -> str:
-    """Returns the name of the model whose trace settings a request's path means; "": those of all models."""
+    """Returns the model whose trace settings a request's path names; "": the path names those of all models."""
     name: str = request.path_params.get("model", "")
     return name
 
 
 def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
-    """Wraps a handler, so that it checks the request's method and key first.
+    """Wraps a handler, so that it checks the request's method and the key that the operator demands first.
 
     A HEAD request, which Starlette passes to each GET route, is refused with 405 as by Triton, unless ``heads`` allows it: for
     health, which load balancers ask for so, and for a file.
 
     Args:
-      rule: the key that the call needs; None: none.
+      rule: the header and value that the call needs; None: none.
     """
 
     async def handle(request: Request) -> Response:

@@ -112,7 +112,7 @@ class HttpFront(Front):
         return any(not connection.asks_nothing for connection in self._connections)
 
     async def _check_connections(self) -> None:
-        """Checks the deadlines of every connection once a second, until it is cancelled."""
+        """Has every connection act on missed deadlines once a second, until this task is cancelled."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             now = time.monotonic()

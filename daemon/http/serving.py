@@ -25,7 +25,7 @@ from tensord.daemon.tracing.tracer import Tracer
 
 @dataclass(slots=True)
 class HttpServing:
-    """Holds what all connections of an HTTP front, and the requests on them, share."""
+    """Holds what all connections of an HTTP front, and the requests on them, share: options, submitter, caches and counters."""
 
     options: Options
     table: ModelStates

@@ -38,7 +38,7 @@ class Holdings:
 
 
 class Client(Holdings):
-    """Counts the arena bytes that all connections of one client hold together."""
+    """Counts the arena bytes that all connections of one client hold together; knows which of its requests have large answers."""
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
 
@@ -93,14 +93,20 @@ class Account(Holdings):
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Notes for the client that requests of ``kind``, as ``throttle.kind_of`` returns it, have large answers."""
+        """Records that requests of ``kind`` have large answers, so that the client's are throttled while it holds much.
+
+        ``kind``: model, version and input shapes, as ``throttle.kind_of`` returns them.
+        """
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether the connection's next request may be sent now. ``kind``: as ``throttle.kind_of`` returns it."""
+        """Returns whether the connection's next request may be sent now; False: answers must be taken first.
+
+        ``kind``: model, version and input shapes of the request, as ``throttle.kind_of`` returns them.
+        """
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
@@ -125,7 +131,7 @@ class Account(Holdings):
 
 
 class Accounts:
-    """Opens and closes the accounts of a front's connections."""
+    """Opens and closes the accounts of a front's connections, which count the arena bytes that connections and clients hold."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
         """Begins without clients.
@@ -142,7 +148,7 @@ class Accounts:
         self._many = _MANY
 
     def open(self, owner: str) -> Account:
-        """Opens the account of a new connection. ``owner``: its client, as ``Peer.owner`` names it."""
+        """Opens the account of a new connection. ``owner``: its client (a host or a local user), as ``Peer.owner`` names it."""
         client = self._clients.get(owner)
         if client is None:
             self._forget_gone()

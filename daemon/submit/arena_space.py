@@ -25,7 +25,7 @@ OnLease = Callable[[Lease | ServingError], None]
 
 
 def _nobody() -> None:
-    """Ignores that a segment of the arena was closed."""
+    """Does nothing; stands in for ``closed`` where nobody wants to know that a segment of the arena was closed."""
 
 
 @dataclass(slots=True)
@@ -92,19 +92,25 @@ class ArenaSpace:
         return lease
 
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
-        """Returns whether a waiting request comes before a new request of ``account``."""
+        """Returns whether a waiting request of similar size comes before a new request of ``account``.
+
+        It does if its client holds no more of the arena and it only waits for free memory. ``byte_size``: of the new request.
+        """
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
 
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues a wait for memory. Calls ``on_lease`` with a lease, or with Unavailable after ``arenas.wait`` seconds."""
+        """Queues a wait for memory. Calls ``on_lease`` with a lease, or with Unavailable after ``wait_seconds``.
+
+        ``now``: loop time; the other arguments are those of the ``loan`` that has returned None.
+        """
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
         self._count += 1
 
     def arrived(self, lease: Lease) -> None:
-        """Notes that the content of a lease has arrived completely from the client."""
+        """Marks the content of a lease as complete: it no longer counts against the limit of bodies that are still arriving."""
         if lease.arriving:
             lease.arriving = False
             self._arriving_byte_size -= lease.block_size
@@ -169,7 +175,7 @@ class ArenaSpace:
         return bool(others) and others + byte_size > self._arriving_limit and byte_size > self._arena.small_byte_size
 
     def _serve(self) -> None:
-        """Lends memory to the waiting requests, in their order, as long as there is some."""
+        """Lends memory to waiting requests as long as there is some, each time to the client that holds least."""
         if self._serving:
             self._again = True  # whoever got some gave it back at once, from within
             return

@@ -24,9 +24,11 @@ T = TypeVar("T")
 
 
 class BusyPoll:
-    """Keeps the event loop awake, or polls for a single answer, as long as ``spin`` decides.
+    """Keeps a front's event loop awake while answers are about to come, because waking up costs more than polling.
 
-    ``in_flight``: the requests in flight.
+    Args:
+      spin: decides how long polling pays.
+      in_flight: the requests in flight.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, spin: Spin, in_flight: Sized) -> None:
@@ -71,7 +73,10 @@ class BusyPoll:
             self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
-        """Notes that answers arrived. Call it before their requests are removed from ``in_flight``."""
+        """Tells ``spin`` that answers have arrived, so that it learns how long polling pays.
+
+        Call it before their requests are removed from ``in_flight``.
+        """
         if len(self._in_flight) <= _FEW:
             self._spin.end(monotonic_ns())
 

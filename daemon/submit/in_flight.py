@@ -36,7 +36,7 @@ _UNSENT = RequestRecord(0, PreparedRequest(""))
 
 
 class WorkerLink:
-    """Connects a front with a worker: the lane, the pages that the worker publishes, and the requests in flight there."""
+    """Connects a front with a worker: the lane, the worker's status and sequence pages, and the requests in flight there."""
 
     __slots__ = (
         *("closed", "device", "dirty", "in_flight", "incarnation", "lane"),
@@ -71,7 +71,7 @@ class WorkerLink:
 
 
 class InFlight(msgspec.Struct, eq=False, kw_only=True):
-    """Tracks a request until its one final answer. (A Struct, because one is made for every request.)"""
+    """Tracks a request from its sending until its one final answer. (A Struct, because one is made for every request.)"""
 
     #: With its id; 0: it is not sent, so far.
     record: RequestRecord = _UNSENT
@@ -96,7 +96,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
     context: tuple[str, str] | None = None
 
     def is_misplaced(self, answer: AnswerRecord) -> bool:
-        """Returns whether an answer says that the worker does not have the request's model, so that another worker may run it."""
+        """Returns whether an answer only says that the worker does not have the request's model, so that another may run it."""
         unknown = answer.code == NotFound.code and answer.message.startswith(UNKNOWN_MODEL)
         return unknown and not self.cancelled and not self.answered and self.sequence is None
 
@@ -122,10 +122,10 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         """
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Handles an answer to the request; never called again after a final answer.
+        """Called with each answer to the request, which it sends to the client; never called again after a final answer.
 
         Args:
-          prepared: what answers of its kind share.
+          prepared: the constant part of the answer, which many answers have in common.
           own: the rest of this answer.
           lane: has the response arena that the answer's slices lie in; None: there are no slices.
         """
@@ -133,13 +133,14 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def prepared(self) -> PreparedRequest:
-        """Returns the part of the request that all requests of its kind share."""
+        """Returns the constant part of the request, which many requests have in common: all but id, scheduling and contents."""
         return self.record.prepared if self.numbered is None else self.numbered.prepared  # type: ignore[return-value]
 
     def orphaned(self, was_executing: bool, state: ModelState | None) -> ServingError | None:
-        """Notes that the request's worker died. Returns the error to answer with, or None if the request may run again.
+        """Decides what becomes of the request after its worker died, and counts the death if the request may be its cause.
 
-        A request that still waited for its turn was not begun. (``tensord.daemon.submit.sequences`` decides about sequences.)
+        Returns the error to answer with, or None if the request may run again. A request that still waited for its turn was not
+        begun. (``tensord.daemon.submit.sequences`` decides about sequences.)
 
         Args:
           was_executing: whether the worker was executing the request.

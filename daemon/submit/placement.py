@@ -62,7 +62,7 @@ class UnsentRequest(msgspec.Struct):
 
     @property
     def prepared(self) -> PreparedRequest:
-        """Returns the part of the request that all requests of its kind share."""
+        """Returns the constant part of the request, which many requests have in common: all but id, scheduling and contents."""
         tensors = [
             PreparedTensor(name, datatype, shape, content if isinstance(content, RegionSlice) else None)
             for name, datatype, shape, content in self.inputs
@@ -141,9 +141,9 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 
 
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
-    """Places a request's tensors and sends the request.
+    """Copies a request's tensors to their places and sends the request.
 
-    Raises what ``Submitter.send`` raises; the request's leases are given back then.
+    Raises what ``Submitter.send`` raises; the request's leases are given back then, and it gets no answer.
     """
     trace = request.trace
     leases = () if lease is None else (lease,)

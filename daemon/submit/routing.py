@@ -31,7 +31,7 @@ class Routing:
         """Begins without workers.
 
         Args:
-          row: the front's index among the fronts of its protocol.
+          row: the front's index among the fronts of its protocol, so that each front prefers another idle worker.
           in_flight: all requests of the front, by id.
           max_sequences: the most sequences that one worker keeps.
         """
@@ -51,7 +51,10 @@ class Routing:
 
     @property
     def workers(self) -> dict[int, WorkerLink]:
-        """Returns the workers that are not fenced, by incarnation. A worker that is ``closed`` is never chosen."""
+        """Returns the workers by incarnation, without those whose process is certainly gone (fenced).
+
+        A worker that is ``closed`` is still among them, but is never chosen.
+        """
         return self._workers
 
     def add(self, worker: WorkerLink) -> None:
@@ -65,7 +68,7 @@ class Routing:
         self._forget()
 
     def bury(self, worker: WorkerLink) -> dict[int, Unavailable]:
-        """Removes a fenced worker.
+        """Removes a worker whose process is certainly gone.
 
         Returns the errors of those of its requests that are lost with their sequences, by request id.
         """
@@ -174,7 +177,7 @@ class RegionPlaces(dict[str, str]):
     __slots__ = ()
 
     def note(self, place: RegionPlace) -> None:
-        """Notes that a region is on a GPU, or, if ``place`` has no device, that the region is gone."""
+        """Records that a region is on a GPU; if ``place`` has no device, removes the region, because it is gone."""
         if place.device:
             self[place.region] = place.device
         else:

@@ -42,7 +42,9 @@ _MORE_STARTS = 256
 class SequenceRouting:
     """Chooses the workers for a front's requests that are steps of sequences.
 
-    ``in_flight``: all requests of the front, by id. ``workers``: the workers that are not fenced, by incarnation.
+    Args:
+      in_flight: all requests of the front, by id.
+      workers: the workers whose process is not certainly gone, by incarnation.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class SequenceRouting:
         return worker
 
     def bury(self, worker: WorkerLink, orphans: Iterable[InFlight]) -> set[InFlight]:
-        """Reads a dead worker's page. Returns those of its requests, ``orphans``, that are lost with their sequences.
+        """Reads a dead worker's sequence page. Returns those of its requests, ``orphans``, that are lost with their sequences.
 
         The caller sends the other requests again, in their order: nothing of their sequences has run.
         """
@@ -136,7 +138,7 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker, dead or alive, whose page shows the sequence with this key; None: no worker has it."""
+        """Returns the worker, dead or alive, whose sequence page shows the sequence with this key; None: no worker has it."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -154,7 +156,13 @@ class SequenceRouting:
         return nearest(found, gpu, state) if gpu else found
 
     def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> WorkerLink | None:
-        """Returns the worker that a new sequence goes to, and counts the sequence for that worker; None: there is no worker."""
+        """Returns the worker that a new sequence goes to, and counts the sequence for that worker; None: there is no worker.
+
+        Args:
+          key: of the sequence.
+          slots: under which workers publish the free slots of the sequence's model.
+          gpu: has the regions of its first request; "": none has.
+        """
         best, best_rank = None, (0, -1)
         for worker in self._candidates(state, gpu):
             rank = (min(1, _spare(worker, slots)), _rank(key, worker))
@@ -188,10 +196,10 @@ def lost(request: InFlight) -> Unavailable:
 
 
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
-    """Returns the requests at the end of ``run``, one sequence's requests in order, that a dead worker has not begun.
+    """Returns those requests of one sequence that a dead worker has not begun: the end of ``run``, in which they are in order.
 
-    ``state``: what the worker's page says of the sequence; None: nothing. The result is empty if the requests before it may have
-    run, or if a request is missing, because another front had sent it or a client cancelled it.
+    ``state``: what the worker's sequence page says of the sequence; None: nothing. The result is empty if the requests before
+    it may have run, or if a request is missing, because another front had sent it or a client cancelled it.
     """
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
@@ -210,7 +218,10 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns a worker's free sequence slots minus the sequences that wait for one; 0 if the worker has published nothing."""
+    """Returns a worker's free slots for sequences of a model, minus the sequences that wait for one.
+
+    ``slots``: the key under which the worker publishes them. 0 if it has published nothing.
+    """
     published = worker.sequences.slots(slots)
     if published is None:
         return 0
@@ -231,7 +242,7 @@ class _Config(msgspec.Struct):
 
 
 class SequencedModel:
-    """Holds what the routing of a model's sequences needs: the model's state, its keys and its idle time."""
+    """Holds what the routing of a model's sequences needs: the model's state, their keys, and how long a sequence may idle."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 

@@ -178,7 +178,10 @@ class Submitter:
         self._max_in_flight = 0 if refuses else self._most_in_flight
 
     def _route(self, request: InFlight) -> None:
-        """Sends a request to the worker that ``routing`` chooses, or makes it wait for a worker. Raises what ``_put`` raises."""
+        """Sends a request to the worker that ``routing`` chooses, or makes it wait for a worker.
+
+        An error of the choice becomes its answer later. If the lane raises an exception, that is raised, and it is not sent.
+        """
         try:
             worker = self._routing.find(request)
         except ServingError as error:
@@ -252,7 +255,7 @@ class Submitter:
     # --------------------------------------------------------------------------------------- records leave for workers
 
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
-        """Puts a request on a worker's lane. If this raises, the request is on no lane.
+        """Queues a request on a worker's lane. If this raises, the request is on no lane.
 
         An idle worker gets the record at once, so that it begins while this front reads other requests.
         """
@@ -393,7 +396,10 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Handles an answer that is an error, or a response that is not the request's last."""
+        """Passes an answer that is an error, or a response that is not the last, to its request.
+
+        But a request that was withdrawn before it began waits again, and one whose worker does not have its model is routed anew.
+        """
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
         if lease is not None:
@@ -436,7 +442,10 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Counts an answer's bytes (lease ``key``) for its client, that may be throttled. ``request`` None: nobody waits."""
+        """Counts an answer's arena bytes (lease ``key``) for its connection and client until ``release``.
+
+        Withdraws and throttles their requests if they hold their share by that. ``request`` None: nobody waits for the answer.
+        """
         size = 0
         for content in own.contents:
             if type(content) is Slice:
@@ -458,7 +467,10 @@ class Submitter:
                 self._recall(lambda other: other.account is account)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
-        """Withdraws the requests that ``concerned`` selects from their workers; those not begun come back and are throttled."""
+        """Withdraws the requests that ``concerned`` selects from their workers.
+
+        Those that have not begun come back as cancelled and are throttled; the others run on.
+        """
         for worker in self._routing.workers.values():
             for request_id, request in worker.in_flight.items():
                 if not (request.cancelled or request.recalled) and concerned(request) and self._may_come_back(request):
@@ -472,7 +484,10 @@ class Submitter:
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
-        """Gives back the lease of an answer whose bytes have left to the worker behind ``lane``. Idempotent."""
+        """Gives the lease of an answer back to the worker behind ``lane``, once the answer's bytes were sent to its client.
+
+        Idempotent.
+        """
         found = self._outstanding.pop((lane, key), None)
         if found is None:
             return
@@ -489,7 +504,7 @@ class Submitter:
             self._send_all_again(throttle.let_go(account))
 
     def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
-        """Acknowledges a response that is not its request's last, once its bytes have left.
+        """Acknowledges to its worker a response that is not its request's last, once its bytes were sent to the client.
 
         A worker sends only a limited number of bytes before they are acknowledged.
         """
@@ -513,7 +528,13 @@ class Submitter:
     def wait_for_room(
         self, byte_size: int, on_lease: OnLease, model: str = "", account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Calls ``on_lease`` with a lease of request memory, or with Unavailable if none is free for ``arenas.wait`` seconds."""
+        """Calls ``on_lease`` with a lease of request memory, or with Unavailable if none is free for ``arenas.wait`` seconds.
+
+        Args:
+          model: named where the refusal is counted and logged.
+          account: the account of the memory; None: it counts for nobody.
+          arriving: whether the content is still arriving from a client.
+        """
         self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time(), account, arriving)
         self._start_timer()
 
@@ -562,7 +583,7 @@ class Submitter:
     # ---------------------------------------------------------------------------------------- a worker's death
 
     def fence(self, fenced: WorkerFenced) -> None:
-        """Sends the requests of a worker whose process is certainly gone to other workers."""
+        """Sends the requests of a worker whose process is certainly gone to other workers; fails those that may not run twice."""
         worker = self._routing.workers.get(fenced.worker)
         if worker is None:
             return

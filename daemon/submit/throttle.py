@@ -18,7 +18,7 @@ from tensord.shm.errors import Unavailable
 
 
 class _Line:
-    """Holds the throttled requests of one connection."""
+    """Holds the throttled requests of one connection, and the ids of those that were sent since and are not answered."""
 
     __slots__ = ("sent", "waiting")
 
@@ -30,7 +30,7 @@ class _Line:
 
 
 class Throttle:
-    """Decides which requests of a front wait.
+    """Decides which requests of a front wait until their clients have taken answers, which fill their share of response memory.
 
     ``in_flight``: all requests of the front, by id. ``seconds``: how long a request waits at most.
     """
@@ -48,7 +48,10 @@ class Throttle:
     # ---------------------------------------------------------------------------------------------------- who holds its share
 
     def fills_client(self, account: Account, request: InFlight) -> bool:
-        """Notes an answer to a request. Returns whether its client has just reached its share of response memory."""
+        """Returns whether the client of an answered request has just reached its share of response memory.
+
+        Called once the answer has been counted. Records that requests of its kind have large answers, if that is so.
+        """
         client = account.client
         if client.answers < client.limit:
             return False
@@ -61,14 +64,14 @@ class Throttle:
         return True
 
     def fills_connection(self, account: Account) -> bool:
-        """Notes an answer to a connection. Returns whether the connection has just reached its share of response memory."""
+        """Returns whether a connection has just reached its share of response memory; called once an answer has been counted."""
         if not account.is_full or account in self.full:
             return False
         self.full.add(account)
         return True
 
     def taken(self, account: Account) -> None:
-        """Notes that a client has taken an answer, so that the connection or the client may be below its share again."""
+        """Called when an answer was taken: marks its connection and client as below their share, if they are."""
         if self.full:
             self.full -= {each for each in (account, account.client) if each.answers < each.limit}
 

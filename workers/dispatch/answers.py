@@ -50,7 +50,7 @@ def complete(
     places: Places | None = None,
     final: bool = True,
 ) -> AnswerRecord | None:
-    """Writes a request's outputs to their places and returns the answer, in which no number stands for a prepared answer.
+    """Writes a request's outputs to their places and returns the answer's record, with the full description of the outputs.
 
     Returns None if the response arena is full: nothing was written anywhere then, and the caller tries again later.
 
@@ -81,8 +81,9 @@ def complete(
 def _put(
     request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
-    """Writes the outputs that are not in their places yet. Returns the descriptions of all outputs, and the contents or arena
-    places of the outputs that are not in regions.
+    """Writes the outputs to their places, except those that the program has written there itself.
+
+    Returns the descriptions of all outputs, and the contents or arena places of the outputs that are not in regions.
 
     Raises InvalidArgument: the memory of a region is not there any more.
     """
@@ -160,7 +161,10 @@ class _Queued:
         self._sources: list[Array | DeviceArray] = []
 
     def write(self, region: CudaRegion, offset: int, content: Content) -> None:
-        """Begins a copy into a region. Raises InvalidArgument: the region is no longer writable; DeviceLost: the GPU failed."""
+        """Begins to copy an output into a region; ``settle`` or ``abandon`` must follow.
+
+        Raises InvalidArgument: the region is no longer writable; DeviceLost: the GPU failed.
+        """
         if not _byte_size(content):
             return
         self._regions.append(region)
@@ -175,7 +179,10 @@ class _Queued:
         region.write(offset, address_of(flat), flat.nbytes)
 
     def settle(self) -> None:
-        """Waits until all copies have finished. Raises what ``write`` raises."""
+        """Waits until all copies have finished. Raises InvalidArgument: a region is no longer writable.
+
+        DeviceLost: the GPU failed.
+        """
         for region in self._regions:
             region.settle()
 

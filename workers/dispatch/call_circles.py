@@ -41,10 +41,13 @@ def path(call: ModelCall) -> list[str]:
 
 
 class CallCircles:
-    """Finds calls between a worker's models that wait for themselves; only the thread of the worker's loop uses it."""
+    """Finds calls between a worker's models that never end, because all that could run them wait for their end.
+
+    Only the thread of the worker's loop uses it.
+    """
 
     def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
-        """``calls``: the calls that have not ended, with the request that each has made, oldest first; its owner changes it."""
+        """``calls``: each call that has not ended, with the request made for it, oldest first; the caller keeps it up to date."""
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter
@@ -52,7 +55,7 @@ class CallCircles:
         self._by_thread = False
 
     def find(self, now_ns: int) -> tuple[ModelCall | None, int]:
-        """Returns the latest call that waits for itself, or None, and the time at which to search again if nothing changes.
+        """Returns the latest call that waits for its own end, or None, and the time (ns) to search again if nothing changes.
 
         ``NEVER`` as the time: a search is not needed before the next change.
         """
@@ -137,7 +140,10 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """Returns the instance whose model takes the responses to a request; None: a client or a model's thread takes them."""
+        """Returns the instance whose model waits for the responses to a request.
+
+        None: a client or a model's own thread takes them.
+        """
         origin: Request | None = request
         while isinstance(origin, InnerRequest):
             for call, inner in self._calls.items():

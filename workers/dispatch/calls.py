@@ -41,7 +41,7 @@ MAX_DEPTH = 16
 
 
 class Calls:
-    """Serves the calls that a worker's models make to models of the same worker.
+    """Runs the calls that a worker's models make to models of the same worker as requests, and answers the calls.
 
     Any thread may use the methods of ``CallServer``; all other methods are for the worker's loop.
     """
@@ -59,12 +59,11 @@ class Calls:
         withdraw: Callable[[Request], None],
         max_calls: int,
     ) -> None:
-        """
-        Args:
-          post: has the loop call a function; from any thread.
-          enter: queues a request.
-          withdraw: cancels a request.
-          max_calls: how many calls one execution of a model may have under way.
+        """Args:
+        post: has the loop call a function; from any thread.
+        enter: queues a request; gets its model version, the request and the time (ns).
+        withdraw: cancels a request.
+        max_calls: how many calls one execution of a model may have under way.
         """
         self._models = models
         self._responses = responses
@@ -117,7 +116,10 @@ class Calls:
                 self._end(call, Cancelled("the request was cancelled"))
 
     def settle(self, now_ns: int) -> None:
-        """Ends a call that waits for itself, if there is one. Called after each change, and now and then while calls wait."""
+        """Answers a call that waits for its own end with Internal, if there is one.
+
+        Runs after a call has begun, was answered or has ended, and now and then while calls wait.
+        """
         found, again_ns = self._circles.find(now_ns)
         self._agenda.put(self.settle, again_ns)
         if found is not None:
@@ -170,7 +172,10 @@ class Calls:
             self.daemon.is_ready(call.prepared.model, call.prepared.version, said)
 
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
-        """Makes the request that a call stands for. Raises ServingError: the call is not allowed or not valid."""
+        """Makes the request by which a call is run.
+
+        Raises NotFound: this worker does not have the model; another ServingError: the call is not allowed or not valid.
+        """
         caller, prepared = call.caller, call.prepared
         if caller.in_flight >= self._max_calls:
             raise Unavailable(

@@ -13,9 +13,9 @@ from tensord.workers.tensors.signature import TensorSpec
 
 
 def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Array:
-    """Returns the ``count`` largest elements as strings: BYTES [k], or [batch, k] if the model batches.
+    """Returns the ``count`` largest elements as strings "value:index" or "value:index:label" (the labels are in ``spec``).
 
-    They are ordered from the largest; among equals the lower index comes first.
+    They are BYTES [k], or [batch, k] if the model batches, ordered from the largest; among equals the lower index comes first.
 
     Args:
       batches: whether the first dimension of ``values`` is the batch; then each row is classified for itself.

@@ -57,12 +57,12 @@ FIRST_INSTANCE_SLOT = COMPILER_SLOT + 1
 
 
 def _at_once(call: Callable[[], None]) -> None:
-    """Calls a function directly, in place of posting it to a loop; for use without other threads."""
+    """Calls a function directly; stands in for the posting of a function to a loop where there is only one thread."""
     call()
 
 
 class Dispatcher:
-    """Takes the requests of one worker from their arrival to their answers, together with the parts that it owns."""
+    """Queues, runs and answers all requests to one worker, in the thread of its loop, by means of the parts that it owns."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class Dispatcher:
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
         """Submits a request of a client that is connected directly, not through a front.
 
-        Refuses the request above the limits of the client's lane, and clears the fields that only a front may set.
+        Answers it with Unavailable above the limits of the client's lane, and clears the fields that only a front may set.
         """
         assert submitter.segments is not None
         self.lane_requests += 1
@@ -195,7 +195,10 @@ class Dispatcher:
         self.submit(submitter, record, now_ns)
 
     def enter(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Queues a request that was made inside the worker. Raises ServingError: the model cannot take such a request."""
+        """Queues a request that was made inside the worker, by a call of a model or as a step of an ensemble.
+
+        Raises ServingError: the model cannot take such a request.
+        """
         version.loaded.join(request)
         self._queue(version, request, now_ns)
 
@@ -264,7 +267,9 @@ class Dispatcher:
         self.calls.cancelled(request)
 
     def taken(self, submitter: SubmitterLink[Request], record: Taken) -> None:
-        """Notes how many bytes of responses the client of a request has taken. Ignores a request that is not in flight.
+        """Counts bytes of responses as taken by the client of a request, so that the request's model may send more.
+
+        Ignores a request that is not in flight.
 
         Raises: InvalidArgument: a client that is connected directly says that it has taken more bytes than were sent.
         """
@@ -326,7 +331,7 @@ class Dispatcher:
         return not self._stepping.living and self.loop_runs.share < 1
 
     def _retry(self, now_ns: int) -> None:
-        """Sends answers and responses that waited for room and fit by now; replaces those that waited too long by an error."""
+        """Sends answers and responses that waited for room and fit by now; those that waited too long are replaced by errors."""
         for version, requests in by_version(self._outbox.retry(now_ns)).items():
             version.executing -= len(requests)
             self._restore(version, requests)
@@ -353,7 +358,10 @@ class Dispatcher:
             self._agenda.wake(first)
 
     def _decide(self, version: ModelVersion, now_ns: int) -> Run | None:
-        """Does what the planner of a version decides, except a run in the loop itself: returns that decision, otherwise None."""
+        """Does what the planner of a version decides: refuses requests, gives batches to instances, or notes when to ask again.
+
+        Returns only a decision to run a batch in the loop itself, which is left to the caller; None: all is done.
+        """
         planner, instances = version.planner, version.loaded.instances
         decision = planner.decide(now_ns)
         while isinstance(decision, Refuse):
@@ -374,7 +382,10 @@ class Dispatcher:
         return None
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes the next batch of a version from its queue; holds requests back whose submitter has too many answers waiting."""
+        """Removes the next batch of a version from its queue and returns it, without the requests that are held back.
+
+        Those are requests whose submitter has too many large answers waiting for room; they run once there is room again.
+        """
         batch = version.take(now_ns, instance)
         if not self._outbox.blocked:
             return batch
@@ -391,7 +402,10 @@ class Dispatcher:
         self._agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
-        """Ends a request, without running it, if it was cancelled or its submitter's lane has ended. Returns whether it did."""
+        """Answers a request with Cancelled, unrun, if it was cancelled or its submitter's lane has ended.
+
+        Returns whether it did; False: the request is still to be run.
+        """
         if not request.submitter.closed and not request.cancelled:
             return False
         others = request.version.planner.dropped(request, now_ns)

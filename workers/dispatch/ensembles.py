@@ -79,7 +79,10 @@ class _Run:
 
 
 class EnsembleRuns:
-    """Runs the ensembles of one worker; only the thread of the worker's loop uses it."""
+    """Runs the requests to ensembles of one worker: step by step, or as pipelines of compiled programs.
+
+    Only the thread of the worker's loop uses it.
+    """
 
     def __init__(
         self,
@@ -92,11 +95,10 @@ class EnsembleRuns:
         finish: Callable[[ModelVersion, Execution], None],
         withdraw: Callable[[Request], None],
     ) -> None:
-        """
-        Args:
-          enter: queues a request.
-          finish: answers the requests of an execution that has run.
-          withdraw: cancels a request.
+        """Args:
+        enter: queues a step's request; gets its model version, the request and the time (ns).
+        finish: answers the requests of an execution that has run.
+        withdraw: cancels a step's request.
         """
         self._models = models
         self._outbox = outbox
@@ -308,9 +310,9 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Passes waiting responses of streaming steps on to the next steps.
+        """Starts the next steps for responses of streaming steps that have come.
 
-        Stops when as many as allowed are being worked on, or when the client has not taken enough of the answers.
+        Stops when as many responses as allowed are being worked on, or when the client has not taken enough of the answers.
         """
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
@@ -338,7 +340,7 @@ class EnsembleRuns:
         self._go_on(run, run.run.responded(start, result, controls))
 
     def _must_wait(self, run: _Run) -> bool:
-        """Returns whether a run has to wait until its client takes answers; it then goes on by itself when the client does."""
+        """Returns whether a run has to wait until its client takes answers; if so, it goes on by itself when the client does."""
 
         def go_on() -> None:
             self._take(run)
@@ -348,7 +350,10 @@ class EnsembleRuns:
         return run.sender is not None and run.sender.is_full and run.sender.when_room(go_on)
 
     def _fail(self, run: _Run, error: ServingError) -> None:
-        """Notes an error of a run and cancels its other steps. The first error is the answer once all steps have ended."""
+        """Sets the error that answers a run's request, unless it has one already, and cancels the run's other steps.
+
+        The error is sent once all steps have ended.
+        """
         if run.error is None:
             run.error = from_code(error.code, f"in ensemble '{run.version.name}', {error.message}")
             run.untaken.clear()
@@ -356,7 +361,7 @@ class EnsembleRuns:
         self._due.append((run, None))
 
     def _end(self, run: _Run) -> None:
-        """Answers the request of a run if none of its steps runs any more; otherwise only sends a response that was held back."""
+        """Answers the request of a run if none of its steps runs any more; else only sends the response held back, if any."""
         request, version = run.request, run.version
         if run.run.running or run.untaken or self._runs.get(request) is not run:
             self._send_unsent(run)
@@ -395,7 +400,10 @@ class EnsembleRuns:
             run.sender.send(outputs, wait=False)
 
     def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
-        """Ends a streaming request: sends the response that was held back as the last one; after an error, sends both."""
+        """Ends a streaming request: sends the response that was held back as the last one.
+
+        After an error sends that response, if there is one, and then the error as the last.
+        """
         error, sender.returned = run.error, True
         if error is None:
             outputs, run.unsent = run.unsent, None
@@ -412,13 +420,13 @@ class EnsembleRuns:
 
 
 def _told(before: Mapping[str, Parameter], inner: InnerRequest) -> dict[str, Parameter]:
-    """Returns what an ensemble's answer says about the parameter sets of its steps, with one more step added.
+    """Adds one more step to what an ensemble's answer says about the parameter sets of its steps, and returns the sum.
 
     Each key ends with the name of the step's model. If a model ran several times with different versions of its parameters, the
     answer names the lowest version.
 
     Args:
-      before: what the steps before said.
+      before: what the answer says about the steps before.
       inner: the request of the added step.
     """
     said = dict(before)
@@ -447,7 +455,9 @@ def _check_set(version: ModelVersion, request: Request, members: Iterable[ModelV
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
     """Reshapes tensors to the shapes that a model declares: adds or removes the batch dimension.
 
-    ``batches``: whether the model has a batch dimension.
+    Args:
+      specs: the model's inputs or outputs by name; tensors of other names are returned as they are.
+      batches: whether the model has a batch dimension.
     """
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()

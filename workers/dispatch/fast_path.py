@@ -56,7 +56,10 @@ AnyProgram = Executable | GroupedProgram | PipelineProgram
 
 
 class _Batch:
-    """Describes requests to one loaded model version with inputs of one shape, which can share a run, for the C part."""
+    """Describes, for the C extension that answers repeated requests, those that can share a run.
+
+    These are the requests to one loaded model version with inputs of one shape.
+    """
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Hashable, runs: SequenceRuns | None = None
@@ -80,7 +83,7 @@ class _Batch:
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _native.Batch:
-        """Returns this batch as the tuple that ``_native.FastPath.learn`` takes."""
+        """Returns this batch as the tuple that ``learn`` of the C extension's ``FastPath`` takes."""
         made: list[AnyProgram] = []
         by_rows: list[int] = []
         for program in self.programs:
@@ -111,7 +114,7 @@ class _Batch:
         return run, program.rows, program.clears, memory
 
     def count(self, done: NativeRuns) -> None:
-        """Adds requests that the C part has answered to the statistics of the model version."""
+        """Adds requests that the C extension has answered to the statistics of the model version."""
         self.version.statistics.add(done)
         if isinstance(self.model, EnsemblePipeline):
             self.model.credit(done)
@@ -121,7 +124,10 @@ class _Batch:
 
 
 class _Alone:
-    """Describes large requests to one loaded model version with inputs of one shape, each of which runs alone, for the C part."""
+    """Describes, for the C extension that answers repeated requests, large ones, each of which runs alone.
+
+    These are the requests to one loaded model version with inputs of one shape.
+    """
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -129,7 +135,10 @@ class _Alone:
         self.executable = executable
 
     def native(self) -> _native.Batch:
-        """Returns the tuple that ``_native.FastPath.learn_alone`` takes, without programs that run several requests together."""
+        """Returns the tuple that ``learn_alone`` of the C extension's ``FastPath`` takes.
+
+        It is the same tuple as of ``_Batch``, but without programs, because no requests are run together.
+        """
         shapes, rules = self.executable.wanted.shapes, self._version.loaded.queue_rules
         most = min(self._version.batcher.at_once(shapes), _native.MAX_ROWS)
         share = self.executable.share / self.executable.rows
@@ -137,7 +146,7 @@ class _Alone:
         return self, self._version.page_key, rules.max_size, share, False, (), (-1,) * max(1, most), None, histograms
 
     def count(self, done: NativeRuns) -> None:
-        """Adds requests that the C part has answered to the statistics of the model version."""
+        """Adds requests that the C extension has answered to the statistics of the model version."""
         self._version.statistics.add(done)
         # Marks the executable as used, so that it is not dropped as the one that was not used for longest.
         self._model.executables.find(self.executable.wanted)
@@ -317,7 +326,10 @@ class FastPath(Poller):
         self._numbers.setdefault(lane.fileno(), set()).add(preparation.number)
 
     def _learn_alone(self, version: ModelVersion, model: JaxModel, execution: Execution) -> None:
-        """Has the C part learn a request with large tensors, which was the only one of its run."""
+        """Has the C extension answer repeats of a large request, which was the only one of its run, from now on.
+
+        Does nothing if such requests cannot be answered in C.
+        """
         (request,) = execution.requests
         preparation, lane, executable = request.preparation, request.submitter.lane, execution.executable
         if preparation is None or preparation.checked is None:
@@ -365,7 +377,7 @@ class FastPath(Poller):
 
     @staticmethod
     def _found(places: Sequence[RegionSlice], regions: RegionTable | LaneSegments) -> dict[str, Region] | None:
-        """Returns the regions (name -> region) that places lie in, or None if a region is not mapped here or a place is empty."""
+        """Returns the regions (name -> region) that slices lie in; None: a region is not mapped here, or a slice is empty."""
         found: dict[str, Region] = {}
         for place in places:
             try:
@@ -405,7 +417,7 @@ class FastPath(Poller):
 def _says_what_holds(request: Request, execution: Execution) -> bool:
     """Returns whether repeats of a request would run with the same parameter set, and their answers would name the same set.
 
-    This is asked for the time until other parameters are put into use.
+    The answer holds until other parameters are put into use.
     """
     ran, sets = execution.parameters_of(request), request.version.sets
     if isinstance(request.chosen, ParameterSet):
@@ -416,9 +428,9 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(request: Request, execution: Execution) -> bytes | None:
-    """Returns the encoded end of a timeline, which follows the moments, for requests like this one.
+    """Returns the encoded part of a traced request's timeline that follows its times, and that its repeats have in common.
 
-    None: it may change from request to request, so Python has to write it.
+    None: that part may change from request to request, so Python has to write it.
     """
     ran = execution.parameters_of(request)
     if ran is None:
@@ -436,7 +448,9 @@ def _is_large(request: Request) -> bool:
 
 
 def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
-    """Reads a datagram by which a submitter gives leases back. Returns whether its lane has something to send afterwards.
+    """Reads a datagram by which a submitter gives leases of the response arena back, and frees them.
+
+    Returns whether its lane has something to send afterwards.
 
     Raises InvalidArgument: a lease that is given back is not outstanding.
     """

@@ -25,7 +25,10 @@ from tensord.workers.scheduling.planner import Run, WaitUntil
 
 
 class InstanceRuns:
-    """Gives batches to the instances of one worker's models; only the thread of the worker's loop uses it."""
+    """Gives batches to the instances of one worker's models, each of which runs them in its own thread.
+
+    Only the thread of the worker's loop uses it.
+    """
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class InstanceRuns:
 
 
 def _count_ahead(version: ModelVersion) -> None:
-    """Tells a version's queue how many batches its only instance has besides the one that it runs."""
+    """Tells a version's queue how many batches its only instance has that have not begun: they still count as queued."""
     if version.runs_ahead:
         version.queue.ahead = max(0, len(version.loaded.instances[0].given) - 1)
 

@@ -30,7 +30,7 @@ _CALLS = 32
 
 
 class LoopRuns:
-    """Runs batches in the thread of one worker's loop."""
+    """Runs batches of one worker's jitted models and ensembles in the thread of the worker's loop itself."""
 
     def __init__(
         self,

@@ -47,14 +47,17 @@ _MAX_BLOCKED = 4
 
 
 class _Placing(enum.Enum):
-    """An outcome of placing an answer that is neither success (None) nor an error."""
+    """The outcome of an attempt to send an answer that was neither sent (None) nor failed (its error)."""
 
     #: The response arena has no room now.
     FULL = enum.auto()
 
 
 class Outbox:
-    """Sends the answers of one worker; only the thread of the worker's loop uses it."""
+    """Sends the answers of one worker to fronts and clients; answers that find no room in the response arena wait here.
+
+    Only the thread of the worker's loop uses it.
+    """
 
     def __init__(self, options: Arenas, agenda: Agenda[AgendaPart] | None = None) -> None:
         self._options = options
@@ -67,7 +70,10 @@ class Outbox:
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
 
     def fail(self, request: Request, error: ServingError) -> None:
-        """Answers a request with an error and ends it; if its model answers in order, after the blocked answers before it."""
+        """Answers a request with an error and ends it.
+
+        If its model answers in order and earlier answers still wait for room, the error is queued behind them instead.
+        """
         if request.sink is not None:
             hand_over(request, error)
         elif self._overtakes(request):
@@ -77,7 +83,10 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Returns whether a request's model answers in order and an earlier answer of this model is still blocked."""
+        """Returns whether an answer that is sent now would overtake another one which must leave first.
+
+        It would if the request's model answers in order and an earlier answer of this model still waits for room.
+        """
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False
@@ -173,7 +182,10 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers the request with index i of an execution, in the general way. Returns why it got an error; None: it did not."""
+        """Answers the request with index i of an execution, whatever its outputs are and whoever made it.
+
+        Returns the reason to count an error under; None: it got no error.
+        """
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
@@ -187,7 +199,10 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Answers a request that was made inside the worker. Returns what its maker gets: the result, or an error."""
+        """Answers a request that was made inside the worker. Returns what its maker gets: the result, or an error.
+
+        ``moments``: when its execution began, had its inputs and had computed; None: not known.
+        """
         if request.cancelled:
             result = Cancelled("the request was cancelled")
         elif not isinstance(result, ServingError):
@@ -229,7 +244,10 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Plans how to answer a request, and keeps the plan for its repeats. Returns None if such an answer cannot be planned."""
+        """Plans how to answer a request whose batch has outputs of this layout, and stores the plan for the request's repeats.
+
+        Returns None if such an answer cannot be planned.
+        """
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
             plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))
@@ -302,7 +320,10 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | None:
-        """Keeps an answer until there is room. Returns the error to answer with instead, if too much is kept already, or None."""
+        """Queues an answer until there is room for it in the response arena; returns None then.
+
+        Returns the error to answer with instead if too many bytes of answers to the submitter wait already.
+        """
         submitter, request = answer.request.submitter, answer.request
         if submitter.blocked and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._bound(submitter):
             return self.no_room(request, answer.byte_size, now_ns)
@@ -316,7 +337,7 @@ class Outbox:
         return None
 
     def _bound(self, submitter: SubmitterLink[Request]) -> int:
-        """Returns how many bytes of a submitter's answers may be blocked before more requests like theirs are held."""
+        """Returns how many bytes of a submitter's answers may wait for room before more requests like theirs are held back."""
         if submitter.segments is None:
             return self._options.byte_size
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
@@ -341,9 +362,9 @@ class Outbox:
         return False
 
     def retry(self, now_ns: int) -> list[Request]:
-        """Sends blocked answers that fit by now; answers those that waited too long with an error.
+        """Sends answers that waited for room and fit by now; answers requests whose answers waited too long with an error.
 
-        Returns the held requests that may run now.
+        Returns the requests that ``hold`` has held back and that may run now.
         """
         freed: list[Request] = []
         for submitter in list(self.blocked):
@@ -394,7 +415,7 @@ class Outbox:
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends the blocked answers and held requests of a submitter whose lane is closed, without answering them."""
+        """Ends, without answering them, the requests of a submitter whose lane is closed that are held back or wait for room."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:

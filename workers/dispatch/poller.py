@@ -20,7 +20,7 @@ Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):
-    """The result of one wait of the worker's loop for events."""
+    """The result of one wait of the worker's loop for events: events, and datagrams that C has read or could not send."""
 
     #: File descriptor and its epoll event mask.
     events: list[tuple[int, int]]
@@ -47,7 +47,7 @@ class Poller:
         """Adds a submitter's lane, whose file descriptor is in the epoll, to those that are served during a wait."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
-        """Removes a submitter's lane that has ended."""
+        """Removes a submitter's lane that has ended from those that are served during a wait."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         """Learns how the requests of an execution were answered, so that their repeats may be answered during a wait."""

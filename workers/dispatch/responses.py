@@ -37,7 +37,7 @@ _Sent = tuple[Sent, bool, int]
 
 
 class Responses:
-    """Sends the responses of the streaming models of one worker."""
+    """Sends the responses of the streaming models of one worker; those that find the response arena full wait here."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Responses:
 
         Args:
           result: the response; None: only the mark that no further one follows.
-          byte_size: the bytes that it counts as until it is placed.
+          byte_size: the bytes that it counts as until it is written to the lane.
           wake: False if the loop is about to be woken anyway.
         """
         self._arrived.append((sender, (result, final, byte_size)))
@@ -126,7 +126,7 @@ class Responses:
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """Handles the return of a model: removes the requests that senders answer from the execution, which keeps the others.
+        """Called when a model has returned: removes the requests that senders answer from the execution, which keeps the others.
 
         A removed request is ended if the model failed for it or if it was cancelled.
         """
@@ -192,7 +192,7 @@ class Responses:
         )
 
     def taken(self, request: Request, byte_size: int) -> None:
-        """Notes that the client of a request has taken ``byte_size`` more bytes of its responses."""
+        """Counts ``byte_size`` more bytes of a request's responses as taken by its client, so that its model may send more."""
         sender = request.version.senders.get(request)
         if sender is not None:
             sender.settle(byte_size)
@@ -212,11 +212,11 @@ class Responses:
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Notes that whatever made a request inside the worker has taken the next response to it."""
+        """Counts the next response to a request made inside the worker as taken by its maker, so that its model may send more."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
-        """Handles a cancelled request: wakes its model if that waits for the client, and ends it if the model has returned."""
+        """Wakes the model of a cancelled request, if it waits for the client; ends the request, if the model has returned."""
         sender = request.version.senders.get(request)
         if sender is not None:
             sender.wake()
@@ -305,7 +305,7 @@ class Responses:
             self._hand_over(request, result, final, byte_size)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Adds the run of a traced request and its last response to its timeline."""
+        """Adds the run of a traced request and its last response to its timeline; None: a mark without outputs was the last."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
@@ -323,7 +323,7 @@ class Responses:
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
         """Writes a response to the lane.
 
-        Returns the bytes that count until the client has taken them; None: the response arena is full; an error: what to send
+        Returns the bytes that count until the client has taken them; None: the response arena is full; an error: send this error
         instead of the response.
         """
         request = sender.request

@@ -32,7 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 class SequenceRuns:
-    """Runs requests of one model version with sequences for the C part of the loop, while no request of that version waits."""
+    """Runs requests of one model version with sequences for the C extension that answers repeated requests.
+
+    It does so while no request of that version waits.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,9 @@ class SequenceRuns:
         self._given: list[dict[str, Array]] = []
 
     def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
-        """Chooses requests to run now. Returns how many, counted from the first; 0: all go the ordinary way through Python.
+        """Begins to run those of the requests that may run now; ``program`` computes them.
+
+        Returns how many, counted from the first; 0: all go the ordinary way through Python.
 
         Args:
           asked: (correlation id, START, END) of each request.
@@ -80,7 +85,7 @@ class SequenceRuns:
         return len(self._chosen)
 
     def _note_clients(self, clients: list[int]) -> None:
-        """Notes for each chosen sequence the client whose lane its request came on: the sequence ends when that lane ends."""
+        """Sets for each chosen sequence the client whose lane its request came on: the sequence ends when that lane ends."""
         for live, fd in zip(self._chosen, clients, strict=False):
             submitter = self._submitters.get(fd)
             live.client = 0 if submitter is None else submitter.peer
@@ -88,9 +93,9 @@ class SequenceRuns:
                 submitter.sequences = True
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs the chosen requests, whose inputs the C part has gathered in the executable's memory.
+        """Returns a function that runs the requests that ``choose`` has chosen, and returns the contents of the outputs.
 
-        The function returns the contents of the outputs.
+        The C extension has gathered their inputs in the executable's memory before.
         """
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
@@ -110,7 +115,7 @@ class SequenceRuns:
         return run
 
     def _ran(self) -> None:
-        """Notes that the chosen requests have run, successfully or not. Must be called before any answer leaves."""
+        """Marks the chosen requests as run, successfully or not. Must be called before any answer leaves."""
         self._sequences.have_run(self._chosen, time.monotonic_ns())
         self._chosen = []
         if self._register.changed:

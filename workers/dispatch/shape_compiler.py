@@ -38,7 +38,7 @@ COMPILER_SLOT = 1
 
 
 class ShapeCompiler:
-    """Has programs for unexpected shapes of a worker's models compiled in a thread, and parks their requests meanwhile."""
+    """Has programs for unexpected shapes compiled in a thread, and parks the requests that need them until they are there."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class ShapeCompiler:
         self._grouped: deque[tuple[ModelVersion, GroupedCalls, Executable]] = deque()
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
-        """Has the program for a batch compiled and parks its requests until then; refuses them if too many shapes compile.
+        """Has the program for a batch compiled and parks its requests until then.
 
-        Waiting requests of the same key are parked too. Other requests go on.
+        Answers them with Unavailable if too many shapes compile. Waiting requests of the same key are parked too; others go on.
         """
         model = version.jitted
         if model is None:
@@ -114,9 +114,10 @@ class ShapeCompiler:
     def _compile(
         self, version: ModelVersion, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]
     ) -> Executable:
-        """Compiles a program; called in the compiler's thread.
+        """Compiles a program; called in the compiler's thread. Raises what the compiler raises, or the failure of the device.
 
-        The status page shows the ids of the waiting requests meanwhile, because a compilation may kill the process.
+        ``running``: submitter and request id of each waiting request; the status page shows them meanwhile, because a compilation
+        may kill the process.
         """
         self._page.begin(COMPILER_SLOT, running, version.page_key, self._clock())
         try:

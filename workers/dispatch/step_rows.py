@@ -32,7 +32,7 @@ _MOST = 4096
 
 
 class _Joined(NamedTuple):
-    """A request in a slot that is answered together with others."""
+    """A request in a slot of a stepped model whose responses are sent together with those of other requests."""
 
     sender: ResponseSender
     #: How many steps were noted by then, and how many will be when its client may be too far behind.
@@ -50,7 +50,7 @@ class _Lane:
         self._slots = np.zeros(0, np.int64)
 
     def take(self, slots: list[int], request_ids: list[int]) -> None:
-        """Sets the slots whose responses go to the submitter, and the ids of the requests in them, in the same order."""
+        """Sets the slots for which ``send`` queues responses to the submitter, and the ids of their requests, in that order."""
         self._slots = np.array(slots)
         self._records.name(request_ids)
 
@@ -61,7 +61,10 @@ class _Lane:
 
 
 class StepRows:
-    """Sends responses to the joined requests of one model version; ``joined[slot]`` is True where the slot's request joined."""
+    """Sends the responses of each step of one stepped model version to many requests at once: to those that have joined.
+
+    ``joined[slot]`` is True where the slot's request has joined.
+    """
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -95,7 +98,10 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """Has a slot's request answered separately again; notes its responses so far. Ignores a slot that has not joined."""
+        """Has a slot's request answered separately again; adds its responses so far to the statistics.
+
+        Ignores a slot that has not joined.
+        """
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -133,7 +139,10 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Prepares the lanes to answer exactly these slots; requests in other slots are answered separately again."""
+        """Sets which of these slots each submitter's lane answers.
+
+        Joined requests in other slots are answered separately again.
+        """
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
@@ -149,9 +158,9 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Has requests whose clients may be too far behind answered separately again, or all if too many steps are noted.
+        """Has requests whose clients may be too far behind answered separately again, and all of them after very many steps.
 
-        Returns their senders.
+        Returns the senders of these requests.
         """
         steps = len(self._left_ns)
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]

@@ -47,7 +47,7 @@ class _Given(NamedTuple):
 
 
 class SteppingRuns:
-    """Runs the steps of all stepped models of a worker, one version after the other."""
+    """Runs the steps of all stepped models of a worker (whose requests run step by step), one version after the other."""
 
     def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
         """``check``: raises an error if the worker's device has failed."""
@@ -67,7 +67,7 @@ class SteppingRuns:
 
     @property
     def waits(self) -> bool:
-        """True while any request to a stepped model waits for a slot."""
+        """True while any request to a stepped model waits for a slot, in which its steps would run."""
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:

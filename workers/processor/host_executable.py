@@ -33,7 +33,7 @@ _Range = tuple[tuple[int, int], int, int]
 
 
 class _Buffers(dict[str, GatherBuffer | RaggedBuffer]):
-    """The gather buffers of an executable, input name -> buffer; each is made when it is first needed."""
+    """The buffers in which an executable's batches are gathered, input name -> buffer; each is made when it is first needed."""
 
     #: Whether the inputs can be gathered here.
     fit = True
@@ -59,7 +59,7 @@ class _Buffers(dict[str, GatherBuffer | RaggedBuffer]):
         return {name: self[name].array for name in self._specs}
 
     def send(self) -> dict[str, Any]:
-        """Returns the gathered inputs as arguments of the program."""
+        """Returns the gathered inputs as arguments of the program: the buffers' own arrays, without a copy."""
         return self.arrays
 
 
@@ -97,7 +97,7 @@ class HostExecutable(Executable):
     def _fits(self, array: Array, shape: tuple[int, ...]) -> bool:
         """Returns whether a tensor may be used without a copy: in host memory, in the program's shape, and aligned if large.
 
-        ``shape``: of the program's input, without the batch.
+        ``shape``: of the program's input, without the batch dimension.
         """
         if (array.shape[1:] if self._batches else array.shape) != shape or not isinstance(array, np.ndarray):
             return False
@@ -113,7 +113,9 @@ class HostExecutable(Executable):
         return outputs
 
     def computed(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program. Returns its outputs, which may not be computed yet.
+        """Runs the program, and learns how XLA allocates its outputs if that is not known.
+
+        Returns outputs that may still be computed.
 
         ``addresses``: output name -> address of the memory that XLA should write the output to.
         """
@@ -127,16 +129,16 @@ class HostExecutable(Executable):
         return self.call(parameters, arguments)
 
     def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
-        """Waits for all outputs and returns them. Only afterwards may the inputs' memory be changed."""
+        """Waits until all outputs are computed and returns them. Only afterwards may the inputs' memory be changed."""
         arrays = {name: np.asarray(made[name]) for name in self._signature.outputs}
         return RunOutputs(arrays, [*arrays.values()])
 
     # -------------------------------------------------------------------------------------------------------- outputs in place
 
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """Returns output name -> bytes if an output is large enough to be written to its place; None: none is, or not possible.
+        """Returns output name -> bytes if the program can write an output straight to its place and one is large enough for that.
 
-        ``whole``: whether a single request gets the program's outputs as they are.
+        None: the outputs are copied to their places. ``whole``: whether a single request gets the program's outputs as they are.
         """
         if self.memory_of_outputs is None or not whole:
             return None
@@ -144,10 +146,12 @@ class HostExecutable(Executable):
         return sizes if max(sizes.values(), default=0) >= output_memory.WORTH else None
 
     def offer(self, request: Request, places: Places) -> None:
-        """Prepares the next run to write large outputs directly to their places, if these are aligned.
+        """Chooses the places to which the next run is to write large outputs directly, and stores them in ``places``.
 
-        A client can read and change its region while the program runs. So outputs go directly to regions only for programs that
-        write nothing else to their outputs' memory, and not to bytes that the request also reads or writes otherwise.
+        Only aligned places are chosen. A client can read and change its region while the program runs. So outputs go directly to
+        regions only for programs that write nothing else to their outputs' memory, and not to bytes that the request also reads
+        or
+        writes otherwise.
         """
         outputs = self.memory_of_outputs
         if outputs is None:
@@ -168,9 +172,10 @@ class HostExecutable(Executable):
             places.addresses[name] = address
 
     def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
-        """Returns the names of the outputs that lie at the addresses offered for them.
+        """Returns the names of the outputs that XLA has written to the addresses that it should write them to.
 
-        If an output lies elsewhere, the next run learns again how XLA allocates the outputs.
+        ``addresses``: output name -> address. If an output lies elsewhere, the next run learns again how XLA allocates the
+        outputs.
         """
         found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
         if len(found) < len(addresses):
@@ -178,16 +183,19 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """Ends the use of the memory that was offered for outputs.
+        """Makes memory that XLA was to write outputs to free for other use, after the answer.
 
-        If an array still lies there, the outputs of later runs are copied.
+        If an array still lies there, that memory is never unmapped, and the outputs of later runs are copied.
         """
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()
 
     def give_up(self, address: int, memory: memoryview) -> None:
-        """Checks that no array lies in memory that was offered for an output. If one does, later outputs are copied."""
+        """Checks that no array lies any more in memory that XLA was to write an output to.
+
+        If one does, the memory is never unmapped, and outputs of later runs are copied. ``address``: of ``memory``.
+        """
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()
 

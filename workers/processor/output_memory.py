@@ -37,9 +37,10 @@ _attached = False
 
 
 def attach() -> bool:
-    """Redirects XLA's allocations and tests the result; to be called after XLA's back end was opened.
+    """Redirects XLA's allocations, so that it can be made to write outputs to given memory, and tests that this works.
 
-    Returns whether it works; if not, outputs are copied to their places, which is logged.
+    To be called after XLA's back end was opened. Returns whether it works; if not, outputs are copied to their places, and the
+    reason is logged.
     """
     global _attached
     if not available:
@@ -55,14 +56,14 @@ def attach() -> bool:
 
 
 def _led() -> str:
-    """Redirects XLA's allocations to the C extension. Returns the reason for a failure, or ""."""
+    """Redirects XLA's allocations to the C extension. Returns the reason for a failure, or "" if it is done."""
     if not _native.redirect_allocations(f"{Path(jaxlib.__file__).parent}/"):
         return "XLA's library does not take its memory from the C library in the way that is known"
     return ""
 
 
 def _tried(byte_size: int = WORTH) -> str:
-    """Runs a test program with memory offered for its output. Returns the reason for a failure, or "".
+    """Runs a test program and has XLA write its output to given memory. Returns the reason for a failure, or "" if it works.
 
     The memory comes from the C library, so it does no harm if XLA frees it there directly, as it would if only its allocations
     were redirected.
@@ -101,17 +102,17 @@ def _tried_at(address: int, byte_size: int) -> str:
 
 
 def attached() -> bool:
-    """Returns whether ``attach`` has succeeded, so that memory can be offered for outputs."""
+    """Returns whether ``attach`` has succeeded, so that XLA can be made to write outputs to given memory."""
     return _attached
 
 
 class OutputMemory:
-    """Knows by which allocations XLA gets the memory for the outputs of one program."""
+    """Knows which of XLA's allocations in a run become the outputs of one program, and makes XLA use given memory for them."""
 
     __slots__ = ("_skips", "sizes")
 
     def __init__(self, outputs: Mapping[str, Array], allocations: Iterable[tuple[int, int]]) -> None:
-        """Learns from one run.
+        """Learns from one run which allocation becomes which output.
 
         Args:
           outputs: of the run, by name.
@@ -135,15 +136,21 @@ class OutputMemory:
 
     @property
     def offerable(self) -> frozenset[str]:
-        """The names of the outputs for which memory can be offered."""
+        """The names of the outputs that XLA can be made to write to given memory.
+
+        An output is missing if XLA did not allocate it separately.
+        """
         return frozenset(self._skips)
 
     def refuse(self) -> None:
-        """Ends the use of offered memory for this program: all its outputs are copied from now on."""
+        """Has all outputs of this program copied to their places from now on: XLA is no longer made to write them there."""
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program with memory offered for outputs (name -> address). Returns what ``call`` returns."""
+        """Runs the program and has XLA write outputs to given memory (output name -> address). Returns what ``call`` returns.
+
+        XLA may write an output elsewhere nevertheless; the caller compares the addresses.
+        """
         try:
             for name, address in addresses.items():
                 _native.offer(self.sizes[name], self._skips[name], address)
@@ -158,7 +165,7 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
     Args:
       call: runs the program.
       names: of the outputs.
-    Returns: what ``call`` returned, and the allocations of the outputs.
+    Returns: what ``call`` returned, and the object by which later runs can write outputs to given memory.
     """
     _native.watch_allocations()
     try:
@@ -169,7 +176,9 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether no array lies in memory that was offered for an output. If one does, the memory is never unmapped.
+    """Returns whether no array lies any more in memory that XLA was to write an output to.
+
+    If one does, the memory is never unmapped, which is logged.
 
     Args:
       address: of the memory.

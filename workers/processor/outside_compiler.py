@@ -38,7 +38,7 @@ _MOST = 4
 
 
 class OutsideCompiler:
-    """Has programs compiled in compile processes; several threads may use it at a time."""
+    """Has processes outside the worker (compile processes) compile its programs; several threads may use it at a time."""
 
     def __init__(self, compilers: Compilers) -> None:
         self._compilers = compilers
@@ -129,9 +129,9 @@ class OutsideCompiler:
 
 
 def outside_compiler(processes: int | Literal["auto"], long_seconds: float = 0.0) -> OutsideCompiler | None:
-    """Makes a compiler that uses ``processes`` processes; "auto": one for every two cores, at most four; 0: returns None.
+    """Makes a compiler that uses ``processes`` compile processes; "auto": one for every two cores, at most four.
 
-    ``long_seconds``: passed to ``Compilers``.
+    Returns None for 0 processes: the worker compiles its programs itself. ``long_seconds``: passed to ``Compilers``.
     """
     # XLA compiles with more than one thread itself.
     count = min(_MOST, max(1, len(os.sched_getaffinity(0)) // 2)) if processes == "auto" else processes
@@ -140,10 +140,9 @@ def outside_compiler(processes: int | Literal["auto"], long_seconds: float = 0.0
 
 @functools.cache
 def _hook() -> threading.local | None:
-    """Replaces JAX's compile function, once in a process.
+    """Replaces JAX's compile function, once in a process, by one that first calls a function of the calling thread.
 
-    Returns thread-local storage: while a thread's ``compile`` is set there, it is called first. None: this JAX has no such
-    function.
+    Returns thread-local storage, in whose ``compile`` a thread sets that function. None: this JAX lacks the interfaces for it.
     """
     try:
         compiler = COMPILER.find()

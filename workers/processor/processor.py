@@ -22,7 +22,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class Processor(ExecutionDevice):
-    """Runs programs on the processor, on several devices, or on a GPU that only XLA can access; any thread may use it."""
+    """Runs programs on the worker's CPU, on several devices, or on a GPU that only XLA can access; any thread may use it."""
 
     remote = False
 

@@ -41,7 +41,7 @@ _LEASED = -1
 def plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
     """Returns the plan by which a prepared request, the only one of its run, was answered, and content index -> output name.
 
-    None: its answer cannot be planned so, and its repeats take the ordinary path.
+    A prepared request is the constant part of many requests. None: there can be no plan, and repeats take the ordinary path.
     """
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
@@ -65,7 +65,10 @@ def plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerP
 
 
 class SingleRun:
-    """Runs the repeats of one prepared request of one submitter; only the thread of the worker's loop uses it."""
+    """Runs, one at a time, the repeats of one prepared request (the constant part of many requests) of one submitter.
+
+    Only the thread of the worker's loop uses it.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class SingleRun:
         regions: Mapping[str, Region],
         name: str | None = None,
     ) -> None:
-        """Finds the tensors that lie in regions.
+        """Makes arrays of the inputs that lie in regions, and finds where each output goes.
 
         Args:
           executable: runs the requests.
@@ -130,7 +133,7 @@ class SingleRun:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The bytes of each input that is not in a region, so that its place differs from request to request."""
+        """The bytes of each input that is not in a region; its place differs from request to request."""
         return tuple([size for *_, size in self._inputs])
 
     @property
@@ -139,7 +142,9 @@ class SingleRun:
         return not [array for array in self._fixed.values() if array.ctypes.data % ALIGNMENT]
 
     def __call__(self, places: Sequence[Place]) -> Outcome | None:
-        """Runs one request. Returns None if it must take the ordinary path; no lease is held then.
+        """Runs one request and returns where its outputs are.
+
+        None: the request must take the ordinary path; no lease is held then.
 
         ``places``: for each input that is not in a region its place in the arena, or its bytes.
 
@@ -169,7 +174,12 @@ class SingleRun:
         return made
 
     def _run_placed(self, arguments: dict[str, Array]) -> Outcome | None:
-        """Runs the program with memory offered for its large outputs. Returns what ``__call__`` returns."""
+        """Runs the program and has XLA write its large outputs straight to their places, in a lease or in regions.
+
+        Returns where all outputs are; None: the request must take the ordinary path. Raises LookupError: XLA can no longer be
+        made
+        to write outputs to their places.
+        """
         memory, lane = self._executable.memory_of_outputs, self._lane
         if memory is None:
             return None  # the ordinary path learns their allocation anew
@@ -213,5 +223,5 @@ class SingleRun:
 
 
 def _waited_for(made: Mapping[str, Any]) -> dict[str, Array]:
-    """Waits for all outputs of a run and returns them. Only afterwards may the inputs' memory be changed."""
+    """Waits until all outputs of a run are computed and returns them. Only afterwards may the inputs' memory be changed."""
     return {name: np.asarray(array) for name, array in made.items()}

@@ -27,7 +27,7 @@ _MAX_BYTE_SIZE = 8 << 20
 
 
 class SingleThreadDevice:
-    """A device of the worker that runs programs with one thread, and the limit on the programs that suit it."""
+    """An additional CPU device of the worker that runs small programs with one thread; also knows which programs are small."""
 
     def __init__(self, max_flops: int) -> None:
         """Opens the device. Raises whatever JAX raises if it cannot have such a device.

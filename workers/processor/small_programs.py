@@ -47,7 +47,10 @@ class SmallPrograms:
         self._possible = True
 
     def open(self) -> Placement | None:
-        """Returns the placement of small programs on the single-thread device, or None if this version cannot use that device."""
+        """Returns where small programs run: on the single-thread device, with the parameters in the same memory.
+
+        None: this version cannot use that device.
+        """
         with self._opening:
             if self._placement is None and self._possible:
                 try:
@@ -61,7 +64,10 @@ class SmallPrograms:
         return self._is_small(lowered) is True
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
-        """Returns whether a program is small; None: only its compilation shows that, because it sets sizes that are open now."""
+        """Returns whether a lowered program is small.
+
+        None: only its compilation shows that, because its sizes are not known now.
+        """
         # XLA raises an error for the cost of a program with open sizes, or (from JAX 0.11 on) ends the process.
         if _has_open_sizes(lowered):
             return None
@@ -102,7 +108,10 @@ class SmallPrograms:
         return CompiledProgram(made, placement)
 
     def give_up(self, error: Exception) -> None:
-        """Has all further programs use all threads, after an error; logs it. Programs that are on one thread already stay."""
+        """Has all further programs use all threads, because of an error, which it logs.
+
+        Programs that use one thread already stay.
+        """
         name, kind = self._signature.model, type(error).__name__
         _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
         self._possible = False
