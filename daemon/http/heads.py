@@ -49,11 +49,12 @@ class Heads(BoundedCache[bytes, InferHead]):
     def __init__(
         self, max_byte_size: int, max_fields: int, cuts: bool, count: int = MAX_COUNT, joins: bool = False
     ) -> None:
-        """Args:
-        max_byte_size, max_fields: the most bytes and header fields of a head that the front accepts.
-        cuts: whether header lines that change nothing may be left out, because no rule of the operator looks at them.
-        count: how many heads are cached at least, but no more than ``MAX_COUNT``.
-        joins: whether the front reads the ``traceparent`` header.
+        """
+        Args:
+          max_byte_size, max_fields: the most bytes and header fields of a head that the front accepts.
+          cuts: whether header lines that change nothing may be left out, because no rule of the operator looks at them.
+          count: how many heads are cached at least, but no more than ``MAX_COUNT``.
+          joins: whether the front reads the ``traceparent`` header.
         """
         # Each by its bytes, and by what of them matters.
         super().__init__(2 * min(count, MAX_COUNT))

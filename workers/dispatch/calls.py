@@ -59,11 +59,12 @@ class Calls:
         withdraw: Callable[[Request], None],
         max_calls: int,
     ) -> None:
-        """Args:
-        post: has the loop call a function; from any thread.
-        enter: queues a request; gets its model version, the request and the time (ns).
-        withdraw: cancels a request.
-        max_calls: how many calls one execution of a model may have under way.
+        """
+        Args:
+          post: has the loop call a function; from any thread.
+          enter: queues a request; gets its model version, the request and the time (ns).
+          withdraw: cancels a request.
+          max_calls: how many calls one execution of a model may have under way.
         """
         self._models = models
         self._responses = responses

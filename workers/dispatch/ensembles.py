@@ -95,10 +95,11 @@ class EnsembleRuns:
         finish: Callable[[ModelVersion, Execution], None],
         withdraw: Callable[[Request], None],
     ) -> None:
-        """Args:
-        enter: queues a step's request; gets its model version, the request and the time (ns).
-        finish: answers the requests of an execution that has run.
-        withdraw: cancels a step's request.
+        """
+        Args:
+          enter: queues a step's request; gets its model version, the request and the time (ns).
+          finish: answers the requests of an execution that has run.
+          withdraw: cancels a step's request.
         """
         self._models = models
         self._outbox = outbox

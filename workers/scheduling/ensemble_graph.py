@@ -38,10 +38,11 @@ class EnsembleGraph:
     def __init__(
         self, inputs: Collection[str], outputs: Collection[str], steps: Sequence[EnsembleStep], most: int = 0
     ) -> None:
-        """Args:
-        inputs: names of the tensors that clients send.
-        outputs: names of the tensors that clients get.
-        most: how many answers of one streaming step may be worked on at a time; 0: any number.
+        """
+        Args:
+          inputs: names of the tensors that clients send.
+          outputs: names of the tensors that clients get.
+          most: how many answers of one streaming step may be worked on at a time; 0: any number.
         """
         self.inputs = tuple(inputs)
         self.steps = tuple(steps)

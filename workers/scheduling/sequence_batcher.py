@@ -60,10 +60,11 @@ class SequenceBatcher(Generic[S]):
         events: RegisteredSequences,
         attach: Callable[[S], None] | None = None,
     ) -> None:
-        """Args:
-        strategy: makes the strategy of one instance.
-        events: registers each sequence when it arrives, begins and ends.
-        attach: called with each request before it may run; None: not needed.
+        """
+        Args:
+          strategy: makes the strategy of one instance.
+          events: registers each sequence when it arrives, begins and ends.
+          attach: called with each request before it may run; None: not needed.
         """
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
         self._attach = attach
@@ -152,7 +153,7 @@ class SequenceBatcher(Generic[S]):
 
         Args:
           asked: (correlation id, START, END) of each request.
-        Returns the sequences of the requests that begin, in the order of ``asked``; call ``have_run`` when they have run.
+        Returns: the sequences of the requests that begin, in the order of ``asked``; call ``have_run`` when they have run.
         """
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
