@@ -33,7 +33,7 @@ _MAX_MARKS = 1 << 18
 
 
 def decode(body: bytes, model: str, version: int, metadata: bytes) -> UnsentRequest:
-    """Reads the body of a generate request to an inference request.
+    """Makes an inference request of the body of a generate request.
 
     Args:
       metadata: the metadata of the model, as JSON, which names its inputs; the batch dimension is in their shapes.

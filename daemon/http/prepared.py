@@ -56,8 +56,7 @@ class PreparedRequests:
         """Begins with nothing cached.
 
         Args:
-          count: how many kinds of requests (equal but for id, scheduling and values) are cached at least, and how many JSON
-            texts.
+          count: how many kinds of requests, and how many JSON texts, are cached at least.
           inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
@@ -86,7 +85,8 @@ class PreparedRequests:
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
         """Parses the JSON of a request that is not in the cache ``texts``.
 
-        Caches it there if the last such request of its kind had the same id and scheduling, and no tensor values are in the JSON.
+        Caches it there if no tensor values are in the JSON, and the last such request that differs in nothing else had the same
+        id and scheduling.
 
         Args:
           head: the request's parsed HTTP head.

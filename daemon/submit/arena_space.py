@@ -94,7 +94,8 @@ class ArenaSpace:
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
         """Returns whether a waiting request of similar size comes before a new request of ``account``.
 
-        It does if its client holds no more of the arena and it only waits for free memory. ``byte_size``: of the new request.
+        It does if its client holds no more of the arena, and no limit but only free memory is missing for it. ``byte_size``: of
+        the new request.
         """
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))

@@ -38,7 +38,7 @@ class ModelStates:
         self._changed(gone.name)
 
     def judge(self, readiness: Readiness) -> None:
-        """Stores the daemon's readiness as the supervisor last sent it."""
+        """Stores the readiness of the daemon, which the supervisor has sent, for health requests."""
         self.readiness = readiness
         self.edition += 1
 

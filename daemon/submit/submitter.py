@@ -81,7 +81,7 @@ class Submitter:
         Args:
           row: this front's index among the fronts of its protocol.
           counted: called for every request that is refused.
-          on_number: called for every prepared request that gets a number.
+          on_number: called for every prepared request (the constant part of many requests) that gets a number.
         """
         self._incarnation = incarnation
         self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
@@ -486,7 +486,7 @@ class Submitter:
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
         """Gives the lease of an answer back to the worker behind ``lane``, once the answer's bytes were sent to its client.
 
-        Idempotent.
+        Does nothing if it was given back before.
         """
         found = self._outstanding.pop((lane, key), None)
         if found is None:
@@ -627,7 +627,10 @@ class Submitter:
                 worker.writing = False
 
     def _give_up(self, worker: WorkerLink, error: ServingError) -> None:
-        """Fails the requests in flight on a worker that is still alive; their memory is given back once the worker is fenced."""
+        """Answers the requests in flight on a worker that is still alive with an error.
+
+        Their memory is given back only once the worker's process is certainly gone.
+        """
         for request in list(worker.in_flight.values()):
             if not request.cancelled:
                 request.cancelled = True

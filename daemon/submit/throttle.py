@@ -173,13 +173,16 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether a connection's share has room for one more answer, on top of the answers that are still to come."""
+    """Returns whether a connection's share of response memory has room for one more answer beside those still to come."""
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 
 
 def _has_common_room(client: Client, kind: Hashable) -> bool:
-    """Returns whether a client's share, for all its connections, has room for one more answer to a request of ``kind``."""
+    """Returns whether a client's share of response memory has room for one more answer beside those still to come.
+
+    ``kind``: model, version and input shapes of the request; small answers always have room.
+    """
     expected = client.answers + (len(client.sent) + 1) * client.last
     return kind not in client.bulky or expected <= client.limit or not (client.sent or client.answers)
 

@@ -179,9 +179,9 @@ class _Queued:
         region.write(offset, address_of(flat), flat.nbytes)
 
     def settle(self) -> None:
-        """Waits until all copies have finished. Raises InvalidArgument: a region is no longer writable.
+        """Waits until all copies have finished.
 
-        DeviceLost: the GPU failed.
+        Raises InvalidArgument: a region is no longer writable; DeviceLost: the GPU failed.
         """
         for region in self._regions:
             region.settle()

@@ -69,8 +69,7 @@ class CachedAnswers:
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
         """Stores the results of an execution in the response cache, for later requests with the same inputs.
 
-        Leaves out errors, and results of parameters that were replaced since the request came; logs it if a result cannot be
-        stored.
+        Leaves out errors, and results of parameters that were replaced since the request came. A failure to store is only logged.
         """
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):

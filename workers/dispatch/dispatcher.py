@@ -144,8 +144,8 @@ class Dispatcher:
     def submit(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
         """Validates a received request and queues it, or answers it with an error.
 
-        Raises: InvalidArgument: a request with its id is in flight already, or it names a number that stands for no prepared
-        request.
+        Raises: InvalidArgument: a request with its id is in flight already, or the number that it names for its constant part (a
+        prepared request) is unknown.
         """
         if record.request_id in submitter.in_flight:
             raise InvalidArgument(f"request id {record.request_id} is in flight already")

@@ -182,7 +182,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers the request with index i of an execution, whatever its outputs are and whoever made it.
+        """Answers the request with index i of an execution, whatever its outputs are, and whether a client or a model made it.
 
         Returns the reason to count an error under; None: it got no error.
         """

@@ -53,7 +53,10 @@ class Poller:
         """Learns how the requests of an execution were answered, so that their repeats may be answered during a wait."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Forgets what was learned for a submitter's number, because it stands for another prepared request from now on."""
+        """Forgets what was learned for the number of a prepared request (the constant part of many requests) of a submitter.
+
+        From now on the number stands for another prepared request.
+        """
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
         """Forgets everything that was learned for a submitter's requests, so that it is learned anew."""

@@ -77,8 +77,8 @@ class HostExecutable(Executable):
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
         """Gathers the arguments of a batch. Returns them, and how many bytes were copied.
 
-        The tensors of a single request that fills the bucket are used without a copy, unless they lie in its record, which is
-        never aligned. XLA copies small unaligned arguments itself; large ones are copied here, which is faster.
+        The tensors of a single request with as many rows as the program are used without a copy, unless they lie in its record,
+        which is never aligned. XLA copies small unaligned arguments itself; large ones are copied here, which is faster.
         """
         arguments: dict[str, Any] = {}
         copied = 0
@@ -150,8 +150,7 @@ class HostExecutable(Executable):
 
         Only aligned places are chosen. A client can read and change its region while the program runs. So outputs go directly to
         regions only for programs that write nothing else to their outputs' memory, and not to bytes that the request also reads
-        or
-        writes otherwise.
+        or writes otherwise.
         """
         outputs = self.memory_of_outputs
         if outputs is None:

@@ -176,9 +176,9 @@ class SingleRun:
     def _run_placed(self, arguments: dict[str, Array]) -> Outcome | None:
         """Runs the program and has XLA write its large outputs straight to their places, in a lease or in regions.
 
-        Returns where all outputs are; None: the request must take the ordinary path. Raises LookupError: XLA can no longer be
-        made
-        to write outputs to their places.
+        Returns where all outputs are; None: the request must take the ordinary path.
+
+        Raises LookupError: XLA can no longer be made to write outputs to their places.
         """
         memory, lane = self._executable.memory_of_outputs, self._lane
         if memory is None:

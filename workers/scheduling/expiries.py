@@ -39,9 +39,9 @@ class Expiries(Generic[S]):
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """Removes and returns one request whose time is up, with its error, or None.
+        """Removes and returns one request whose time is up, with its error; None: there is none.
 
-        The caller has to cancel its whole sequence.
+        The caller has to cancel the request's sequence.
         """
         while self._moments and self._moments[0][0] <= now_ns:
             _, _, request = heapq.heappop(self._moments)

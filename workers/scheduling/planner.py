@@ -55,11 +55,10 @@ class Planner(Protocol[P]):
 
     @property
     def arrived(self) -> Callable[[P], Replacement[P] | None]:
-        """A function that queues a request.
+        """A function that queues a request. It returns the discarded request and the newer one if one replaces the other.
 
-        It returns the discarded request and the newer one if one replaces the other, or None.
-
-        It raises InvalidArgument: the request fits no sequence; Unavailable: there is no room. Then nothing has changed.
+        Otherwise it returns None. It raises InvalidArgument: the request fits no sequence; Unavailable: there is no room. Then
+        nothing has changed.
         """
 
     def cancelled(self, request: P) -> list[tuple[P, ServingError]]:

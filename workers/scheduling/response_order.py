@@ -27,7 +27,7 @@ class ResponseOrder(Generic[K, A]):
         return len(self._turns)
 
     def taken(self, request: K) -> None:
-        """Notes that a request leaves the queue, to be run or refused: its answer is due after those of all earlier ones."""
+        """Appends a request that leaves the queue, to be run or refused: its answer is due after those of all earlier ones."""
         self._turns.append(request)
 
     def done(self, request: K, answer: A) -> list[tuple[K, A]]:

@@ -104,13 +104,19 @@ class SequenceBatcher(Generic[S]):
         return [(request, _cancelled(request)) for request in lost]
 
     def dropped(self, request: S, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Notes that a request that was taken will never run. Returns its sequence's waiting requests, each with its error."""
+        """Ends the sequence of a request that was taken and will never run.
+
+        Returns the sequence's waiting requests, each with its error; not the request itself.
+        """
         answers = [] if request.live.cancelled else self._lose(request, _cancelled(request))
         self.done([request], now_ns)
         return answers
 
     def tick(self, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends silent sequences, and those of expired requests. Returns the requests that fail by that, each with its error."""
+        """Ends sequences that got no request for too long, and those of which a request waited too long.
+
+        Returns the requests that fail by that, each with its error.
+        """
         for live in self.table.close_idle(now_ns):
             self._look(live)
         answers: list[tuple[S, ServingError]] = []

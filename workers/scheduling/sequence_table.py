@@ -236,7 +236,7 @@ class SequenceTable(Generic[S]):
     def restore(self, request: S) -> LiveSequence[S] | None:
         """Puts a request that was taken back as the first of its sequence.
 
-        Returns the sequence; None: it is cancelled, call ``done``.
+        Returns the sequence; None: it was cancelled, so the request is not queued and the caller has to call ``done`` for it.
         """
         live = request.live
         if live.cancelled:
@@ -326,9 +326,9 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends sequences that were silent too long; without ``now_ns`` all idle ones.
+        """Ends idle sequences that got no request for too long before ``now_ns``; None: all idle ones.
 
-        Returns the sequences that get their slots.
+        Returns the sequences of the backlog that get their slots and may run now.
         """
         ready: list[LiveSequence[S]] = []
         while self._idle:

@@ -137,9 +137,9 @@ class StepBatcher(QueuePlanner[W]):
         return None if head is None else head.since_ns
 
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
-        """Gives slots to the next waiting requests and returns them, for one insertion.
+        """Gives slots to the next waiting requests and returns these requests, to be inserted together.
 
-        Empty: none may begin before the next step.
+        Empty: none may get a slot before the next step.
         """
         head = self._queue.head() if self._queue.size and self._free and self._room else None
         if head is None:
@@ -257,7 +257,7 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], says: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
-        """Notes the results of the oldest step on the device, and frees the slots of requests that are over.
+        """Makes answers of the result flags of the oldest step on the device, and frees the slots of requests that are over.
 
         Args:
           says: for each slot the flags EMITS (its request gets outputs) and FINISHED (it is over), or'ed.
