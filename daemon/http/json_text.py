@@ -41,7 +41,8 @@ def whole(tensor: PreparedTensor, content: bytes | memoryview) -> bytes:
 def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
     """Yields the JSON array of a tensor whose bytes are ``content``, in pieces that take about a millisecond each.
 
-    Raises InvalidArgument, perhaps only after some pieces: JSON cannot express the tensor (FP16, BF16, no UTF-8).
+    Raises InvalidArgument, perhaps only after some pieces: JSON cannot express the tensor (FP16, BF16, strings that are not
+    UTF-8).
     """
     separator = b"["
     for text in _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content):

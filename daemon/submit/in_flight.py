@@ -116,9 +116,9 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         return "", ""
 
     def left_line(self) -> None:
-        """Is called when the request no longer waits for arena memory: it was sent, or answered.
+        """Called when the request no longer waits for arena memory, because it was sent or answered; here it does nothing.
 
-        Not called if it was cancelled.
+        Not called if the request was cancelled.
         """
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:

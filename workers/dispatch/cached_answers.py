@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class CachedAnswers:
-    """Looks up and stores answers in the response cache of a worker."""
+    """Answers requests from the response cache of a worker, and stores answers there."""
 
     def __init__(self, outbox: Outbox, clock: Callable[[], int]) -> None:
         self._outbox = outbox

@@ -22,7 +22,10 @@ from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 
 
 class Expiry:
-    """Ends the expired sequences and requests of one worker; only the thread of the worker's loop uses it."""
+    """Ends sequences that got no request for too long, and answers requests that waited too long, on one worker.
+
+    Only the thread of the worker's loop uses it.
+    """
 
     def __init__(self, models: ModelTable, outbox: Outbox, agenda: Agenda[AgendaPart]) -> None:
         self._models = models

@@ -56,9 +56,9 @@ AnyProgram = Executable | GroupedProgram | PipelineProgram
 
 
 class _Batch:
-    """Describes, for the C extension that answers repeated requests, those that can share a run.
+    """Describes a group of repeated requests that can share a run, for the C extension that answers them.
 
-    These are the requests to one loaded model version with inputs of one shape.
+    The group are the requests to one loaded model version with inputs of one shape.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class _Batch:
 
 
 class _Alone:
-    """Describes, for the C extension that answers repeated requests, large ones, each of which runs alone.
+    """Describes a group of repeated requests that are large and run alone, for the C extension that answers them.
 
-    These are the requests to one loaded model version with inputs of one shape.
+    The group are the requests to one loaded model version with inputs of one shape.
     """
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:

@@ -39,7 +39,7 @@ class BatchRules:
 
 
 class DynamicBatcher(QueuePlanner[W]):
-    """Makes batches of the requests in the queue of one model version."""
+    """Makes batches of the requests in the queue of one model version; delays requests as ``BatchRules`` say, to fill batches."""
 
     def __init__(self, rules: BatchRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)

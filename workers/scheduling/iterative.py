@@ -11,7 +11,7 @@ from tensord.workers.scheduling.sequence import Controls
 
 
 class IterativeIds:
-    """Gives a new correlation id to each request to one model version that comes without one."""
+    """Gives each request to one model version that comes without a correlation id a new one, for runs that its model asks for."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)

@@ -19,7 +19,7 @@ _UNBOUNDED = QueueRules(sys.maxsize)
 
 
 class OldestBatcher(Generic[S]):
-    """Makes one instance's batches of the oldest requests of its sequences."""
+    """Makes one instance's batches for Triton's strategy "oldest": of the oldest waiting requests of its ready sequences."""
 
     def __init__(self, rules: BatchRules) -> None:
         self._queue: RequestQueue[S] = RequestQueue(_UNBOUNDED)

@@ -11,7 +11,7 @@ from tensord.workers.scheduling.sequence import Slot
 
 
 class Slots:
-    """The slots in which the sequences of one model version run; it gives them out and takes them back."""
+    """Gives the sequences of one model version the slots in which they run, and takes the slots back."""
 
     def __init__(self, of_each: int, instances: int) -> None:
         """Makes ``of_each`` slots for each instance."""
