@@ -155,8 +155,8 @@ class Infer:
         Args:
           message: the request is ``message[start:end]``.
           streamed: whether the call may get several responses, so that its model may be decoupled.
-          waited_ns, read_ns: when the call began to wait for the message, and when the message was complete, CLOCK_MONOTONIC;
-            0: the request is not traced.
+          waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
+          read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
         Raises: RefusedRequest: the message is no valid request, or cannot be sent.  Unavailable: too many requests are in flight.
           No arena memory stays reserved then.
         """
@@ -165,16 +165,20 @@ class Infer:
         known = None if walked is None else self._prepared[walked[0]]
         if known is not None and walked is not None and self._forwarding is None:
             if waited_ns:
-                # Sampled here, so that those that are not traced go by their number all the same.
                 sampled, waited_ns = self._sample(known.decoded.model, call.stream.head, waited_ns, read_ns), 0
-            asked = self._ask_known(call, walked, known, streamed) if sampled is None else None
+            asked = self._ask_known(call, walked, known, streamed, sampled)
             if asked is not None:
                 return asked
         understood = self._prepared.read(message, start, end, walked, known)
         return self._ask_read(call, understood, streamed, waited_ns, read_ns, sampled)
 
-    def _ask_known(self, call: InferCall, walked: Walked, known: PreparedMessage, streamed: bool) -> CallRequest | None:
-        """Sends the request of a complete message whose kind is cached. Returns None if the message must be decoded in full."""
+    def _ask_known(
+        self, call: InferCall, walked: Walked, known: PreparedMessage, streamed: bool, trace: Trace | None
+    ) -> CallRequest | None:
+        """Sends the request of a complete message whose kind is cached. Returns None if the message must be decoded in full.
+
+        ``trace``: the request's trace; None: it is not sampled.
+        """
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not streamed):
             return None
@@ -193,11 +197,11 @@ class Infer:
             except BaseException:
                 self.submitter.give_back(lease)
                 raise
-            return self._send(call, known, client_id, text, scheduling, contents, (lease,))
+            return self._send(call, known, client_id, text, scheduling, contents, (lease,), trace)
         if room:
             # Whoever reads it waits for room.
             return None
-        return self._send(call, known, client_id, text, scheduling, raws, ())  # type: ignore[arg-type]
+        return self._send(call, known, client_id, text, scheduling, raws, (), trace)  # type: ignore[arg-type]
 
     def ask_placed(
         self, call: InferCall, message: ArrivingMessage, streamed: bool, waited_ns: int = 0, read_ns: int = 0
@@ -209,27 +213,28 @@ class Infer:
         try:
             head, client_id, contents = message.fields()
             walked = walk(head, 0, len(head), 0)
-            known = None if walked is None else self._prepared[walked[0]]
+            known, sampled = None if walked is None else self._prepared[walked[0]], None
             if (
                 known is not None
                 and walked is not None
                 and self._forwarding is None
-                and not waited_ns
                 and self._prepared.is_usable(known, len(contents))
                 and (streamed or not known.decoupled)
             ):
+                if waited_ns:
+                    sampled, waited_ns = self._sample(known.decoded.model, call.stream.head, waited_ns, read_ns), 0
                 scheduling = self._prepared.scheduling(walked[2]) if walked[2] else UNSCHEDULED
                 if scheduling is not None:
                     with contextlib.suppress(UnicodeDecodeError):  # whoever reads it says what is wrong
                         text = client_id.decode()
                         leases = (message.leave(),)
-                        return self._send(call, known, client_id, text, scheduling, contents, leases)
+                        return self._send(call, known, client_id, text, scheduling, contents, leases, sampled)
             understood = self._prepared.understand(head, client_id, contents, walked, known)
             understood[1].lease = message.leave()
         except BaseException:
             message.drop()
             raise
-        return self._ask_read(call, understood, streamed, waited_ns, read_ns)
+        return self._ask_read(call, understood, streamed, waited_ns, read_ns, sampled)
 
     def _send(
         self,
@@ -240,6 +245,7 @@ class Infer:
         scheduling: Scheduling,
         contents: tuple[Content, ...],
         leases: tuple[Lease, ...],
+        trace: Trace | None,
     ) -> CallRequest:
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
         assert numbered is not None
@@ -248,11 +254,11 @@ class Infer:
             client_id = text.encode()
         number = numbered.number
         # Most say nothing of their scheduling, and to unpack that costs more than all else here.
-        record = (
-            RequestRecord(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns())
-            if scheduling is UNSCHEDULED
-            else scheduling.record(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns())
-        )
+        if scheduling is UNSCHEDULED and trace is None:
+            record = RequestRecord(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns())
+        else:
+            level = 0 if trace is None else trace.level
+            record = scheduling.record(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns(), level)
         asked = CallRequest(
             call,
             known.decoded,
@@ -264,6 +270,14 @@ class Infer:
             numbered=numbered,
             leases=leases,
         )
+        if trace is not None:
+            asked.trace, asked.context = trace, trace.context
+            trace.sent(text)
+            try:
+                submitter.send(asked)
+            except ServingError as error:
+                raise RefusedRequest(error, text, trace) from None
+            return asked
         submitter.send(asked)
         return asked
 
@@ -322,9 +336,10 @@ class Infer:
     def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
         """Returns a trace if the request is sampled, else None.
 
-        ``waited_ns``, ``read_ns``: when its message began, and was complete.
+        ``waited_ns``, ``read_ns``: when its call began to wait for its message, and when the message was complete (0: now).
         """
-        parent = dict(head.metadata).get("traceparent", "") if self.tracer.joins else ""
+        metadata = head.metadata
+        parent = dict(metadata).get("traceparent", "") if metadata and self.tracer.joins else ""
         trace = self.tracer.sample(model, parent, waited_ns)
         if trace is not None:
             trace.stamp(trace_stamps.GRPC_WAITREAD_START, waited_ns)

@@ -54,7 +54,12 @@ class UnaryInfer(InferCall):
         self._sequence: tuple[int, Sequence | None] = 0, None
         self._asked: CallRequest | None = None
         #: CLOCK_MONOTONIC ns, if it may be traced.
-        self._waits_since = time.monotonic_ns() if infer.tracer.on else 0
+        self._waits_since = 0
+        passes = infer.tracer.passes
+        if passes.left and not stream.head.metadata:
+            passes.left -= 1
+        elif infer.tracer.on:
+            self._waits_since = time.monotonic_ns()
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage:
         connection = self.stream.connection
@@ -123,12 +128,11 @@ class UnaryInfer(InferCall):
         message, self._message = self._message, None
         assert message is not None
         infer, waited_ns = self._infer, self._waits_since
-        read_ns = time.monotonic_ns() if waited_ns else 0
         try:
             asked = self._asked = (
-                infer.ask_placed(self, message, False, waited_ns, read_ns)
+                infer.ask_placed(self, message, False, waited_ns)
                 if isinstance(message, ArrivingMessage)
-                else infer.ask(self, message, 0, len(message), False, waited_ns, read_ns)
+                else infer.ask(self, message, 0, len(message), False, waited_ns)
             )
         except RefusedRequest as refused:
             self._refuse(refused.error, refused.trace)

@@ -38,7 +38,7 @@ from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from tensord.daemon.tracing.tracer import Trace, Tracer
+from tensord.daemon.tracing.tracer import Trace
 from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
 from tensord.shm.errors import DEFECT, InvalidArgument, ServingError, Unavailable, Unsupported
@@ -145,12 +145,11 @@ class Exchange(InFlight):
             if table.expect(head.model, head.version).streams:
                 raise Unsupported(DECOUPLED)
             head.edition = table.edition
-        tracer = self._serving.tracer
-        if tracer is not None and tracer.on:
-            self._sample(tracer)
+        self._sample()
 
-    def _sample(self, tracer: Tracer) -> None:
-        trace = tracer.sample(self._head.model, self._head.trace_parent)
+    def _sample(self) -> None:
+        """Traces the request if it is sampled."""
+        trace = self._serving.tracer.sample(self._head.model, self._head.trace_parent)
         if trace is not None:
             self._trace, self.context = trace, trace.context
             trace.stamp(trace_stamps.HTTP_RECV_START)
@@ -206,12 +205,14 @@ class Exchange(InFlight):
           data: received bytes; the body is all of them from the offset ``begins`` on.
         """
         serving, head = self._serving, self._head
-        tracer = serving.tracer
+        passes = serving.tracer.passes
         try:
             if head.edition != serving.table.edition:
                 self._admit()
-            elif tracer is not None and tracer.on:
-                self._sample(tracer)
+            elif passes.left and not head.trace_parent:
+                passes.left -= 1
+            else:
+                self._sample()
             if self._trace is not None:
                 self._trace.stamp(trace_stamps.HTTP_RECV_END)
             ends = begins + head.text_size
@@ -386,8 +387,7 @@ class Exchange(InFlight):
         numbered = asked.numbered or asked.on_lane(submitter.numbers)
         if trace is not None:
             noted |= trace.level
-            trace.client_id = self._client_id
-            trace.stamp(trace_stamps.REQUEST_START)
+            trace.sent(self._client_id)
         prepared = asked.record if numbered is None else numbered.number
         self.record = scheduling.record(
             submitter.next_id(), prepared, contents, self._client_id, 0, monotonic_ns(), noted
@@ -399,7 +399,9 @@ class Exchange(InFlight):
     # ----------------------------------------------------------------------------------------------- answer
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        if type(own.prepared) is not int or not prepared.final or self._trace is not None or not self._head.is_plain:
+        if self._trace is not None:
+            self._trace.completed(prepared.version, own.trace)
+        if type(own.prepared) is not int or not prepared.final or not self._head.is_plain:
             self._answer_anew(prepared, own, lane)
             return
         if own.timing is not None:
@@ -412,7 +414,7 @@ class Exchange(InFlight):
                 text = asked.answer(prepared, own, lane.view)  # type: ignore[union-attr]
             answer = text.whole(self._client_id, own)
             if answer is not None:
-                if self.keep_alive:
+                if self.keep_alive and self._trace is None:
                     if self._timing_line:
                         answer = answer.replace(_LENGTH, b"\r\n" + self._timing_line + _LENGTH[2:], 1)
                     self._serving.answered.good(self, prepared.version, answer)
@@ -437,15 +439,12 @@ class Exchange(InFlight):
             pieces[0] = bytes(pieces[0]).replace(_LENGTH, b"\r\n" + lines + _LENGTH[2:], 1)
         self._serving.answered.good(self, prepared.version, pieces)
         self.phase = ExchangePhase.ANSWERED
-        if self._order.answer_pieces(pieces):
-            self.written()
+        self._hand_over(pieces)
 
     def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Encodes and writes an answer for which no cached head is used: an error, a traced or compressed answer, and others."""
         if own.lease is not None and lane is not None:
             self._unwritten = (lane, own.lease)
-        if self._trace is not None:
-            self._trace.completed(prepared.version, own.trace)
         if own.code:
             self._answer_error(http_status(own.code), own.message)
             return

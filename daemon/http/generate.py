@@ -190,13 +190,12 @@ class Generation(InFlight):
 
         Raises NotFound: no such model version serves requests; InvalidArgument: the body is compressed.
         """
-        head, table, tracer = self._head, self._serving.table, self._serving.tracer
+        head, table = self._head, self._serving.table
         state = table.find(head.model, head.version)
-        if tracer is not None and tracer.on:
-            self._trace = tracer.sample(head.model, head.trace_parent)
-            if self._trace is not None:
-                self.context = self._trace.context
-                self._trace.stamp(trace_stamps.HTTP_RECV_START)
+        trace = self._trace = self._serving.tracer.sample(head.model, head.trace_parent)
+        if trace is not None:
+            self.context = trace.context
+            trace.stamp(trace_stamps.HTTP_RECV_START)
         if head.coding:
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         return state

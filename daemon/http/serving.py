@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp
 
-from tensord.config.options import COMPRESSION_LEVELS, Options
+from tensord.config.options import COMPRESSION_LEVELS, Options, TraceOptions
 from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.front.access import Rule
 from tensord.daemon.front.answered import Answered
@@ -50,7 +50,7 @@ class HttpServing:
     forwarding: Forwarding | None = None
     #: The origins whose web pages may send requests; None: none.
     cross_origin: CrossOrigin | None = None
-    tracer: Tracer | None = None
+    tracer: Tracer = field(default_factory=lambda: Tracer(0, TraceOptions()))
     #: Whether clients' ``traceparent`` is read.
     joins: bool = field(init=False)
     conversions: Conversions = field(default_factory=Conversions)
@@ -76,7 +76,7 @@ class HttpServing:
         self.prepared = PreparedRequests(expert.max_prepared, self.submitter.inline_byte_size)
         self.lingering = LingeringClose(http.min_rate)
         self.compression = COMPRESSION_LEVELS[http.response_compression]
-        self.joins = self.tracer is not None and self.tracer.joins
+        self.joins = self.tracer.joins
         self.has_rules = not (self.infer_rule is None and self.forwarding is None and self.cross_origin is None)
         self.heads = Heads(
             http.max_head_byte_size, http.max_head_fields, not self.has_rules, expert.max_prepared, self.joins

@@ -20,7 +20,6 @@ from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace
-from tensord.shm import trace_stamps
 from tensord.shm.arena import ALIGNMENT, Lease
 from tensord.shm.errors import DEFECT, Internal, ServingError
 from tensord.shm.messages import (
@@ -161,8 +160,7 @@ def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: 
             0 if trace is None else trace.level,
         )
         if trace is not None:
-            trace.client_id = request.id
-            trace.stamp(trace_stamps.REQUEST_START)
+            trace.sent(request.id)
     except BaseException:
         for each in leases:
             submitter.give_back(each)

@@ -10,6 +10,8 @@ import os
 
 #: The most requests that a front passes over for one look at the shared counter: a front that is asked seldom keeps no more back.
 _MAX_BLOCK = 64
+#: More requests than ever come.
+_ENDLESS = 1 << 62
 
 
 class TraceBudget:
@@ -46,7 +48,17 @@ class TraceBudget:
         os.close(self.fd)
 
 
-class SampleCounter:
+class Passes:
+    """Counts down the requests that are not traced, whatever model they ask: while any are left, no settings are looked at."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int = _ENDLESS) -> None:
+        """``left``: how many pass; by default more than ever come."""
+        self.left = left
+
+
+class SampleCounter(Passes):
     """Samples one request in every ``rate``, counted over all fronts. Owns its descriptor.
 
     The counter holds blocks of requests that are passed over before the next request is traced. A front takes a block, and passes
@@ -55,14 +67,15 @@ class SampleCounter:
     over then: over time it is one request in ``rate``, however the requests are shared out.
     """
 
+    __slots__ = ("_block", "_blocks", "_rest", "fd")
+
     def __init__(self, fd: int, rate: int) -> None:
         """Takes over the descriptor of a counter that ``create`` made with this ``rate`` (at least 1), perhaps elsewhere."""
         self.fd = fd
         self._block = _block(rate)
         #: Requests between two traced ones: so many whole blocks, and a rest that the front of the first one passes over.
         self._blocks, self._rest = divmod(rate - 1, self._block)
-        #: Requests that are passed over before the counter is asked again.
-        self.passes = self._rest
+        super().__init__(self._rest)
 
     @classmethod
     def create(cls, rate: int) -> SampleCounter:
@@ -72,8 +85,8 @@ class SampleCounter:
 
     def take(self) -> bool:
         """Counts one request. Returns whether the request is sampled."""
-        if self.passes:
-            self.passes -= 1
+        if self.left:
+            self.left -= 1
             return False
         if not self._blocks:
             return True
@@ -81,9 +94,9 @@ class SampleCounter:
             os.eventfd_read(self.fd)
         except BlockingIOError:
             os.eventfd_write(self.fd, self._blocks)
-            self.passes = self._rest
+            self.left = self._rest
             return True
-        self.passes = self._block - 1
+        self.left = self._block - 1
         return False
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
     sample ─▶ Trace: stamps of the front ─▶ RequestRecord.trace ─▶ worker ─▶ AnswerRecord.trace ─▶ more stamps ─▶ end: written
 
-A request that is not sampled costs one look at ``Tracer.on``, and a subtraction if any request is traced. Times are
+A request that is not sampled costs a subtraction (``Tracer.passes``), unless models have settings of their own. Times are
 CLOCK_MONOTONIC in nanoseconds, which all processes share. Source of the names and the JSON: Triton docs/user_guide/trace.md.
 """
 
@@ -18,7 +18,7 @@ import msgspec
 from tensord.config.options import TraceOptions
 from tensord.daemon.tracing.exemplars import Exemplars
 from tensord.daemon.tracing.spans import SpanIds, Spans, without_tensors
-from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
+from tensord.daemon.tracing.trace_counters import Passes, SampleCounter, TraceBudget
 from tensord.daemon.tracing.trace_file import TraceFiles
 from tensord.daemon.tracing.trace_settings import LEVELS
 from tensord.shm import trace_stamps
@@ -54,6 +54,8 @@ class Tracer:
         self.joins = self._spans is not None
         #: Whether any request may be sampled at all.
         self.on = self.joins
+        #: Counts the requests that need not be ``sample``d: while any are left, one without a ``traceparent`` takes one off.
+        self.passes = Passes()
         self._samplers: dict[str, Sampler] = {}
         self._files = TraceFiles(options.max_byte_size, options.max_files)
         self._last_id = incarnation << _ID_BITS
@@ -78,7 +80,16 @@ class Tracer:
             former.close()
 
     def _look(self) -> None:
+        """Finds out again what requests have to look at, after the settings have changed."""
+        turns = [sampler.turn for sampler in self._samplers.values() if sampler.turn is not None]
         self.on = self.joins or any(sampler.level for sampler in self._samplers.values())
+        if not turns:
+            self.passes = Passes()
+        elif len(self._samplers) == 1 and "" in self._samplers:
+            self.passes = turns[0]
+        else:
+            # Which requests pass depends on their models.
+            self.passes = Passes(0)
 
     def sample(self, model: str, traceparent: str = "", began_ns: int = 0) -> Trace | None:
         """Returns a trace if this request for ``model`` is sampled, else None.
@@ -95,8 +106,8 @@ class Tracer:
             turn = sampler.turn
             if turn is None:
                 return None
-            if turn.passes:
-                turn.passes -= 1
+            if turn.left:
+                turn.left -= 1
                 return None
             if not sampler.hit():
                 return None
@@ -114,6 +125,7 @@ class Tracer:
         for model in list(self._samplers):
             self._forget(model)
         self.on = self.joins = False
+        self.passes = Passes()
         self._files.close()
         if self._spans is not None:
             self._spans.flush()
@@ -232,6 +244,11 @@ class Trace:
     def stamp(self, name: str, ns: int = 0) -> None:
         """Adds a timestamp, ``ns`` of CLOCK_MONOTONIC; 0: now."""
         self._stamps.append((ns or time.monotonic_ns(), name))
+
+    def sent(self, client_id: str) -> None:
+        """Notes that the request goes to a worker now. ``client_id``: the request's ``id``; "": it has none."""
+        self.client_id = client_id
+        self.stamp(trace_stamps.REQUEST_START)
 
     def responded(self, version: int) -> None:
         """Stores which model version sent a response that is not the last one; 0: the response is an error, nothing is stored."""

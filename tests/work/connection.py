@@ -19,10 +19,11 @@ from tensord.daemon.http.connection import Http1Connection
 from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
+from tensord.daemon.tracing.tracer import Tracer
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import Prepare, RequestRecord
+from tensord.shm.messages import Prepare, RequestRecord, TraceContext
 from tensord.shm.sequence_keys import SequenceKeys
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
@@ -122,6 +123,8 @@ class LaneBench(ABC):
             self.sequences.begin(key, self.sequences.admit(key, 1))
         self.counters = SharedCounters.create()
         self.transports: list[KeptTransport] = []
+        #: Requests that a datagram brought, by number or as they are, of all that were answered.
+        self.by_number: list[bool] = []
 
     @abstractmethod
     def connect(self) -> KeptTransport:
@@ -167,7 +170,10 @@ class LaneBench(ABC):
                 submits = [record for record in records if isinstance(record, RequestRecord)]
                 datagrams += bool(submits)
                 got += len(submits)
+                self.by_number += [isinstance(submit.prepared, int) for submit in submits]
                 for record in records:
+                    if isinstance(record, TraceContext):
+                        continue
                     assert isinstance(record, Prepare | RequestRecord)
                     whole = self._whole.read(record)
                     if whole is None:
@@ -200,9 +206,10 @@ class LaneBench(ABC):
 class Bench(LaneBench):
     """The HTTP front's bench."""
 
-    def __init__(self, options: Options = OPTIONS) -> None:
+    def __init__(self, options: Options = OPTIONS, tracer: Tracer | None = None) -> None:
         super().__init__(options)
-        self.serving = HttpServing(options, self.table, self.submitter, self.counters.front(0))
+        tracer = tracer or Tracer(1, options.trace)
+        self.serving = HttpServing(options, self.table, self.submitter, self.counters.front(0), tracer=tracer)
         self.connections: set[Http1Connection] = set()
 
     def connect(self) -> KeptTransport:

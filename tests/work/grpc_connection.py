@@ -49,9 +49,10 @@ _BLOCK = {path: head_of(path) for path in (INFER, STREAM)}
 class GrpcBench(LaneBench):
     """The gRPC front's bench."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer | None = None) -> None:
         super().__init__()
-        infer = Infer(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, Tracer(1, OPTIONS.trace))
+        tracer = tracer or Tracer(1, OPTIONS.trace)
+        infer = Infer(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, tracer)
         methods: dict[str, Callable[[Stream], Call]] = {
             INFER: functools.partial(UnaryInfer, infer),
             STREAM: functools.partial(StreamInfer, infer),
