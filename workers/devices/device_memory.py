@@ -1,7 +1,8 @@
 """Checks how much memory a device has left, before a model that needs more makes XLA or the kernel end the process.
 
 GPU    memory that XLA's allocator may still take
-CPU    memory that the kernel could give without swapping, within the control group's bound; all CPU devices share it
+CPU    memory that the kernel could give without swapping, within the bounds of the process's control groups; all CPU devices
+       share it
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from pathlib import Path
 
 import jax
 
+from tensord.config.control_groups import memory_groups
 from tensord.shm.errors import Internal
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) -> None:
@@ -47,10 +47,5 @@ def _host_left() -> int | None:
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
-    # In a container the root is its own control group. The page cache counts as free.
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((_CGROUP / "memory.max").read_text())
-        figures = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        taken = int((_CGROUP / "memory.current").read_text()) - int(figures.get("file", 0))
-        found.append(limit - taken)
+    found += [left for group in memory_groups() if (left := group.left) is not None]
     return min(found, default=None)

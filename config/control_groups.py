@@ -1,0 +1,104 @@
+"""Reads the memory control groups that hold this process: what each allows, has left, and how many processes it was killed.
+
+A container's group is one, and a service with ``MemoryMax=``; each group also keeps to the limits of all groups around it. Both
+versions of control groups are read. Source: the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+#: Where the kernel says which groups hold this process, and where groups are mounted.
+_OWN = Path("/proc/self/cgroup")
+_ROOT = Path("/sys/fs/cgroup")
+
+
+class _Names(NamedTuple):
+    """Names of a group's files, and of the lines of ``memory.stat`` that count the page cache and the shared memory in it."""
+
+    limit: str
+    used: str
+    events: str
+    cache: str
+    shared: str
+
+
+_NAMES = {
+    1: _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_cache", "total_shmem"),
+    2: _Names("memory.max", "memory.current", "memory.events", "file", "shmem"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """One memory control group. ``version``: the version of control groups that its files belong to, 1 or 2."""
+
+    folder: Path
+    version: int = 2
+
+    @property
+    def limit(self) -> int | None:
+        """Returns how many bytes the processes of this group may use together; None: there is no limit.
+
+        In version 1 a group without a limit has one beyond all memory.
+        """
+        return self._number(_NAMES[self.version].limit)
+
+    @property
+    def left(self) -> int | None:
+        """Returns how many bytes the processes of this group may still use; None: there is no limit.
+
+        The kernel gives up the page cache first, so that counts as left; shared memory, which is counted with it, does not.
+        """
+        names = _NAMES[self.version]
+        limit, used = self.limit, self._number(names.used)
+        if limit is None or used is None:
+            return None
+        said = self._lines("memory.stat")
+        return limit - used + max(0, said.get(names.cache, 0) - said.get(names.shared, 0))
+
+    @property
+    def kills(self) -> int | None:
+        """Returns how many processes of this group the kernel has killed for want of memory; None: it does not count them.
+
+        In version 2 those that were killed because the host had no memory left are counted as well.
+        """
+        return self._lines(_NAMES[self.version].events).get("oom_kill")
+
+    def _number(self, name: str) -> int | None:
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.folder / name).read_text())
+        return None
+
+    def _lines(self, name: str) -> dict[str, int]:
+        """Returns the numbers of a file that has a name and a number in each line."""
+        found: dict[str, int] = {}
+        with contextlib.suppress(OSError):
+            for line in (self.folder / name).read_text().splitlines():
+                key, _, number = line.partition(" ")
+                if number.isdecimal():
+                    found[key] = int(number)
+        return found
+
+
+def memory_groups() -> list[MemoryGroup]:
+    """Returns the groups that may hold this process, the innermost first, then those around it up to the root.
+
+    Within a container the kernel may name the group as the host knows it, which is not there; the container's own group is the
+    root then. A group that is not there has no limit, and counts nothing.
+    """
+    found: list[MemoryGroup] = []
+    with contextlib.suppress(OSError):
+        for line in _OWN.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "" or "memory" in controllers.split(","):
+                version, root = (2, _ROOT) if controllers == "" else (1, _ROOT / "memory")
+                inner = root / path.lstrip("/")
+                # A path with ".." leads out of what is mounted here.
+                folders = [] if ".." in inner.parts else [inner, *inner.parents]
+                found += [MemoryGroup(folder, version) for folder in folders if folder.is_relative_to(root)]
+    roots = [MemoryGroup(_ROOT, 2), MemoryGroup(_ROOT / "memory", 1)]
+    return [*found, *(root for root in roots if root not in found)]
