@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.server import children
@@ -15,9 +17,13 @@ class Footprint:
     """File descriptors and memory of one process at one moment."""
 
     descriptors: int
-    #: Resident and shared with nobody. Arenas are shared: they are in ``shared_bytes``.
+    #: Resident and shared with nobody. Arenas are in ``shared_bytes``, but for what no other process has mapped now.
     private_bytes: int
     shared_bytes: int
+    #: Of ``private_bytes``, what lies in arenas: ``arenas.keep_byte_size`` of it may be kept for the next large tensors.
+    arena_bytes: int = 0
+    #: What the descriptors are, "socket" or "memfd:tensord" -> how many.
+    kinds: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, pid: int) -> Footprint:
@@ -27,7 +33,27 @@ class Footprint:
             kind = line.partition("_")[0]
             if kind in kilobytes:
                 kilobytes[kind] += int(line.split()[1])
-        return cls(len(os.listdir(f"/proc/{pid}/fd")), kilobytes["Private"] << 10, kilobytes["Shared"] << 10)
+        kinds = Counter(_kinds(pid))
+        private, shared, arenas = kilobytes["Private"] << 10, kilobytes["Shared"] << 10, _arena_kilobytes(pid) << 10
+        return cls(kinds.total(), private, shared, arenas, kinds)
+
+
+def _kinds(pid: int) -> Iterator[str]:
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(entry.path).removesuffix(" (deleted)").partition(":[")[0].strip("/")
+
+
+def _arena_kilobytes(pid: int) -> int:
+    """Counts resident memory of arenas' segments that no other process has mapped."""
+    found, inside = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name = line.split(maxsplit=1)[0]
+        if not name.endswith(":"):  # the first line of a mapping
+            inside = "/memfd:tensord " in line
+        elif inside and name.startswith("Private_"):
+            found += int(line.split()[1])
+    return found
 
 
 def footprints(supervisor: int) -> dict[str, Footprint]:

@@ -197,7 +197,13 @@ def _report(
     leaked = False
     for name, (descriptors, private_bytes) in grown(samples).items():
         rate = private_bytes / max(1, answers)  # megabytes a million
-        print(f"{name}: {descriptors:+} descriptors, {private_bytes / 1e6:+.1f} MB ({rate:+.1f} a million answers)")
+        first, now = samples[0][name], samples[-1][name]
+        kinds = {kind: more for kind, count in now.kinds.items() if (more := count - first.kinds.get(kind, 0)) > 0}
+        print(
+            f"{name}: {descriptors:+} descriptors, {private_bytes / 1e6:+.1f} MB ({rate:+.1f} a million answers); since the "
+            f"first line {(now.arena_bytes - first.arena_bytes) / 1e6:+.1f} MB of arenas (arenas.keep_byte_size may stay), "
+            f"more descriptors: {kinds or 'none'}"
+        )
         leaked |= descriptors > _MORE_DESCRIPTORS
     lost_for_nothing = lost > 0 and not any(kind.startswith("daemon.") for kind in killed)
     return int(bool(failed) or lost_for_nothing or leaked or tracebacks > 0)

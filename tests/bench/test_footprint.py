@@ -10,10 +10,14 @@ from bench.soak import grown
 
 #: Takes that much when it is told to. A process of its own: nobody else allocates or frees in it.
 _TAKES = """
-import os
+import mmap, os
 print(flush=True)
 input()
-taken = [os.dup(0) for _ in range(10)], os.urandom(32 << 20)
+taken = [os.dup(0) for _ in range(10)], os.urandom(24 << 20)
+arena = os.memfd_create("tensord")
+os.ftruncate(arena, 16 << 20)
+mapped = mmap.mmap(arena, 16 << 20)
+mapped[: 8 << 20] = bytes(8 << 20)
 print(flush=True)
 input()
 """
@@ -29,7 +33,10 @@ def test_a_process_holds_descriptors_and_memory() -> None:
         child.stdin.flush()
         child.stdout.readline()
         now = Footprint.of(child.pid)
-    assert now.descriptors == before.descriptors + 10
+    assert now.descriptors == before.descriptors + 12
+    assert now.kinds["pipe"] == before.kinds["pipe"] + 10
+    assert now.kinds["memfd:tensord"] == 2
+    assert (before.arena_bytes, now.arena_bytes) == (0, 8 << 20)
     # Not to the byte: Python's own pages are private or not as other processes of it come and go.
     assert 16 << 20 < now.private_bytes - before.private_bytes < 48 << 20
 
