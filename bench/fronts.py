@@ -43,6 +43,13 @@ class Run:
     busiest: float
     #: Requests that the client had answered and the daemon does not count as answered.
     lost: int
+    #: Of all other processes of the daemon: the supervisor, and fronts of other protocols.
+    others_us: float = 0.0
+
+    @property
+    def all_us(self) -> float:
+        """The processor time of all processes of the daemon."""
+        return self.fronts_us + self.worker_us + self.others_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class Server:
 
     def run(self, measure: Load) -> Run:
         """Measures the daemon once, with the processor time that its processes used meanwhile."""
-        processes = children(self.pid)
+        processes = {self.pid: "supervisor", **children(self.pid)}
         before, counted = {pid: Usage.of(pid) for pid in processes}, answered(self.http)
         rate, p50_us, count = measure(self.address)
         used = {pid: Usage.of(pid).since(usage) for pid, usage in before.items()}
@@ -71,7 +78,8 @@ class Server:
 
         fronts, workers = spent(f"daemon.{self.protocol}"), spent("workers")
         busiest = max(fronts) / sum(fronts) if any(fronts) else 1.0
-        return Run(rate, p50_us, sum(fronts), sum(workers), busiest, count - counted)
+        others = sum(sum(spent(name)) for name in {*processes.values()} - {f"daemon.{self.protocol}", "workers"})
+        return Run(rate, p50_us, sum(fronts), sum(workers), busiest, count - counted, others)
 
 
 def closed(row: closed_loop.Row, seconds: float) -> Load:

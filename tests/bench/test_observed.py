@@ -22,6 +22,7 @@ def test_a_scrape_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_pairs_are_compared() -> None:
     """A machine that grows slower changes both rates, and no ratio."""
-    off = [Run(rate, 100.0, 20.0, 10.0, 1.0, 0) for rate in (1000.0, 500.0, 100.0)]
-    on = [Run(rate, 100.0, 22.0, 11.0, 1.0, 0) for rate in (990.0, 495.0, 99.0)]
-    assert observed._line("small", off, on) == "| small | 500 | 495 | 0.990 | 20.0 | 22.0 | 10.0 | 11.0 |"
+    off = [Run(rate, 100.0, 20.0, 10.0, 1.0, 0, 10.0) for rate in (1000.0, 500.0, 100.0)]
+    on = [Run(rate, 100.0, 22.0, 11.0, 1.0, 0, 11.0) for rate in (990.0, 495.0, 99.0)]
+    cells = "500 | 0.990 | 1.000 | 1.100 | 1.000 | 40.0 -> 44.0 | 20.0 -> 22.0 | 10.0 -> 11.0 | 10.0 -> 11.0"
+    assert observed._line("small", off, on, off) == f"| small | {cells} |"
