@@ -417,7 +417,7 @@ def connections(daemon: _Daemon, watch: float | None) -> None:
 @_watched
 @click.pass_obj
 def errors(daemon: _Daemon, watch: float | None) -> None:
-    """List the last errors that clients got, newest first: when, from which front, for which model, and the text; at most 100."""
+    """List the last errors that clients got, newest first, at most 100: when, from which front or (on lanes) worker, and why."""
     daemon.show(watch, lambda rows: tables.show(_ERROR_COLUMNS, rows), "errors")
 
 

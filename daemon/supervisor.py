@@ -541,7 +541,7 @@ class Supervisor:
 
     async def _describe_page(self) -> dict[str, Any]:
         """Returns what the status page in browsers shows: as ``describe``, with each model's state and recent errors."""
-        errors = await recent_errors(self.fronts)
+        errors = await recent_errors(self.fronts, self.workers.ready())
         standings = [
             {"name": model.name, "served": list(model.served), "reason": model.reason}
             for model in self._models.standings()

@@ -343,7 +343,10 @@ class ConnectionRecords(Record, frozen=True, tag="c.connrec"):
 
 
 class RecentErrors(Record, frozen=True, tag="c.errors"):
-    """Asks a front for the last errors that it has sent to clients. Reply: JSON array, at most 100, the latest last."""
+    """Asks a front (or, for its lanes, a worker) for the last errors that clients got.
+
+    Reply: JSON array, at most 100, the latest last.
+    """
 
 
 class TraceExemplars(Record, frozen=True, tag="c.exemplars"):

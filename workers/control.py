@@ -50,6 +50,7 @@ from tensord.shm.operations import (
     EndIdleLanes,
     ModelReady,
     ModelStatistics,
+    RecentErrors,
     RegionRecords,
     RegisterCudaRegion,
     RegisterSystemRegion,
@@ -263,6 +264,8 @@ class Control:
                 self._channel.put(Reply(call.call_id, result=json.dumps(self._sequences()).encode()))
             elif isinstance(operation, TakeProfile):
                 self._profile(call, operation)
+            elif isinstance(operation, RecentErrors):
+                self._channel.put(Reply(call.call_id, result=msgspec.json.encode(self._worker.recent_lane_errors())))
             elif isinstance(operation, WorkerFigures):
                 self._channel.put(Reply(call.call_id, result=self._figures()))
             elif isinstance(operation, ParameterOperation):

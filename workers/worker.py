@@ -531,8 +531,12 @@ class Worker:
     @property
     def lane_answers(self) -> dict[str, int]:
         """Code -> number of final answers on clients' lanes since the worker started; "OK" counts those without error."""
-        answers = self._dispatcher.lane_answers
+        answers = self._dispatcher.lane_answers.counts
         return {**answers, "OK": answers["OK"] + self._poller.lane_requests}
+
+    def recent_lane_errors(self) -> list[dict[str, Any]]:
+        """Describes the last errors that clients got on their lanes, the latest last."""
+        return self._dispatcher.lane_answers.recent()
 
     # ------------------------------------------------------------------------------------------------- models, the end
 

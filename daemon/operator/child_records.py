@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tensord.daemon.processes.child import Child, FrontProcess
+from tensord.daemon.processes.child import Child
 from tensord.shm import descriptors
 from tensord.shm.errors import ServingError
 from tensord.shm.operations import Operation, RecentErrors
@@ -34,11 +34,11 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
     return msgspec.json.decode(result, type=list[dict[str, Any]])
 
 
-async def recent_errors(fronts: Iterable[FrontProcess]) -> list[dict[str, Any]]:
-    """Returns the latest errors that the fronts have sent to clients, the newest first."""
-    asked = list(fronts)
-    told = await asyncio.gather(*(records(front, RecentErrors()) for front in asked))
-    rows = [{**row, "front": front.name} for front, found in zip(asked, told, strict=True) for row in found]
+async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
+    """Returns the latest errors that fronts have sent to clients, and workers to those on lanes, the newest first."""
+    asked = [*fronts, *workers]
+    told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
+    rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]
     latest = sorted(rows, key=lambda row: row["time"], reverse=True)[:_MAX_ERRORS]
     return [
         row | {"time": datetime.fromtimestamp(row["time"], UTC).isoformat(timespec="milliseconds")} for row in latest

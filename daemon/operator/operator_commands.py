@@ -107,7 +107,8 @@ class OperatorCommands:
             case "connections":
                 return await self._connections()
             case "errors":
-                return msgspec.json.encode(await recent_errors(self._supervisor.fronts))
+                supervisor = self._supervisor
+                return msgspec.json.encode(await recent_errors(supervisor.fronts, supervisor.workers.ready()))
             case "sequences":
                 return await self._sequences()
             case "model":

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from tensord.shm.messages import PreparedRequest, PreparedTensor
 from tests import repositories
+from tests.daemon.clients.lane_client import LaneClient
 from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.raw_lane import RawLane
 
 BODY = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -31,7 +34,8 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     repositories.write_model(
         folder / "models", "broken", "def create(path, config, device):\n    raise ValueError('<b>no</b>')"
     )
-    with DaemonProcess(folder, [folder / "models"], {"repository": {"strict_readiness": False}}) as running:
+    options = {"repository": {"strict_readiness": False}, "clients": {"socket": str(folder / "clients.sock")}}
+    with DaemonProcess(folder, [folder / "models"], options) as running:
         running.wait_ready()
         yield running
 
@@ -56,6 +60,28 @@ def test_it_says_what_is_served_and_why_not(daemon: DaemonProcess) -> None:
     assert re.search(r"<h2>Recent errors</h2>.*<td>http-0</td><td>404</td><td>nobody</td>", get(daemon)[2])
     assert get(daemon, method="HEAD")[2] == ""
     assert get(daemon, "/other")[0] == 404
+
+
+def test_it_has_the_errors_of_clients_on_lanes(daemon: DaemonProcess) -> None:
+    """Workers answer those, and no front sees them."""
+    with LaneClient(daemon.folder / "clients.sock") as client:
+        client.ask(hello={})
+        client.open("scale")
+        (sock,) = client.lanes.values()
+        lane = RawLane(sock)
+        try:
+            wrong = PreparedRequest("scale", 0, (PreparedTensor("x", "FP32", (1, 5)),))
+            lane.ask(wrong, bytes(20), client_id="the-lanes")
+            while not (answers := lane.receive()):
+                assert lane.poll(PATIENCE)
+            assert answers[0].code == "INVALID_ARGUMENT"
+            errors = get(daemon)[2].partition("<h2>Recent errors</h2>")[2].partition("</table>")[0]
+            cells = re.findall(r"<td>([^<]*)</td>", errors)
+            at = cells.index("the-lanes")
+            assert cells[at - 3 : at] == ["worker-0", "INVALID_ARGUMENT", "scale"]
+            assert "shape" in cells[at + 2]
+        finally:
+            lane.close()
 
 
 def test_it_may_be_turned_off(start_daemon: Callable[..., Any], tmp_path: Path) -> None:

@@ -174,6 +174,24 @@ def test_answers_are_counted_by_code(loop: WorkerLoop, lane: RawLane) -> None:
     assert counted == {"OK": 40, "NOT_FOUND": 1, "INVALID_ARGUMENT": 2}
 
 
+def test_the_last_errors_are_kept(loop: WorkerLoop, lane: RawLane) -> None:
+    """Not good answers, nor what a client has cancelled; as many as operators are shown, and of texts the beginning."""
+    unknown = msgspec.structs.replace(addsub(), model="nobody" * 100)
+    for asked, contents in ((addsub(), vector(1)), (unknown, vector(1)), (addsub(), b"short")):
+        lane.ask(asked, vector(1), contents, client_id="mine")
+        loop.client_answers(lane, 1)
+    found = loop.worker.recent_lane_errors()[-2:]
+    assert [(row["protocol"], row["code"], row["model"], row["id"]) for row in found] == [
+        ("lane", "NOT_FOUND", ("nobody" * 100)[:300], "mine"),
+        ("lane", "INVALID_ARGUMENT", "addsub", "mine"),
+    ]
+    assert "byte size mismatch" in found[1]["error"]
+    for _ in range(120):
+        lane.ask(addsub(), vector(1), b"short")
+        loop.client_answers(lane, 1)
+    assert len(loop.worker.recent_lane_errors()) == 100
+
+
 def test_inputs_and_outputs_in_segments_are_not_copied(loop: WorkerLoop, lane: RawLane) -> None:
     """Fixed slots: one number for each, and nothing but it in a call. Soon outside of Python, too."""
     count, before = 1 << 20, loop.worker._poller.lane_requests

@@ -16,7 +16,6 @@ batch, the one whose request has waited longest. Every request in ``SubmitterLin
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -32,6 +31,7 @@ from tensord.workers.dispatch.calls import Calls
 from tensord.workers.dispatch.ensembles import EnsembleRuns
 from tensord.workers.dispatch.expiry import Expiry
 from tensord.workers.dispatch.instance_runs import InstanceRuns
+from tensord.workers.dispatch.lane_answers import LaneAnswers
 from tensord.workers.dispatch.loop_runs import LoopRuns
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
@@ -135,8 +135,8 @@ class Dispatcher:
         self._asked_of = 0
 
     @property
-    def lane_answers(self) -> Counter[str]:
-        """Counts of final answers to clients that are connected directly, not through a front: error code or "OK" -> count."""
+    def lane_answers(self) -> LaneAnswers:
+        """Returns the counts of answers to clients that are connected directly, not through a front, and their last errors."""
         return self._outbox.lane_answers
 
     # ---------------------------------------------------------------------------------------------------------- arrival
@@ -161,13 +161,11 @@ class Dispatcher:
             if version.joins:
                 version.loaded.join(request)
         except ServingError as error:
-            self._outbox.reject(submitter, record.request_id, error)
+            self._outbox.reject(submitter, record, error)
             return
         except Exception as error:  # a defect of ours must not cost the other requests
             _log.exception("%svalidating a request for model '%s' failed", named(record.client_id), prepared.model)
-            self._outbox.reject(
-                submitter, record.request_id, Internal(f"the request failed with {type(error).__name__}")
-            )
+            self._outbox.reject(submitter, record, Internal(f"the request failed with {type(error).__name__}"))
             return
         submitter.in_flight[record.request_id] = request
         self._queue(version, request, now_ns)
@@ -182,13 +180,13 @@ class Dispatcher:
         count, most = len(submitter.in_flight), submitter.segments.limits.in_flight
         if count >= most and record.request_id not in submitter.in_flight:
             error = Unavailable(f"{count} requests are in flight on this lane, at most {most} may be")
-            self._outbox.reject(submitter, record.request_id, error)
+            self._outbox.reject(submitter, record, error)
             return
         if submitter.owner is not None:
             try:
                 submitter.owner.check()
             except Unavailable as refused:
-                self._outbox.reject(submitter, record.request_id, refused)
+                self._outbox.reject(submitter, record, refused)
                 return
         if record.received_ns or record.strikes or record.trace & ~TIMING:
             record = replace(record, received_ns=0, strikes=0, trace=record.trace & TIMING)

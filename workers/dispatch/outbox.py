@@ -15,7 +15,7 @@ import contextlib
 import enum
 import logging
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from typing import cast
 
@@ -24,10 +24,11 @@ import msgspec
 from tensord.config.options import Arenas
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, Internal, Replaced, ServingError, Unavailable
-from tensord.shm.messages import TIMING, AnswerRecord, PreparedAnswer
+from tensord.shm.messages import TIMING, AnswerRecord, PreparedAnswer, RequestRecord
 from tensord.shm.prepared import Numbered
 from tensord.shm.refusals import Refusal, RefusalLog
 from tensord.workers.dispatch.answers import complete, failure
+from tensord.workers.dispatch.lane_answers import LaneAnswers
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.models.statistics import Failure
@@ -64,8 +65,7 @@ class Outbox:
         self._wait_ns = int(options.wait * 1e9)
         #: Submitters with answers that wait for room, because earlier answers were not taken.
         self.blocked: dict[SubmitterLink[Request], None] = {}
-        #: Counts of answers on clients' lanes by error code, "OK" for success; answers of the C part are not counted here.
-        self.lane_answers: Counter[str] = Counter()
+        self.lane_answers = LaneAnswers()
         self._refusals = RefusalLog()
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
 
@@ -95,7 +95,7 @@ class Outbox:
     def _fail(self, request: Request, error: ServingError) -> None:
         answer = failure(request.request_id, error, request.version.version)
         request.submitter.answer(answer if request.timeline is None else request.timeline.attach(answer))
-        self.end(request, error.code)
+        self.end(request, error)
 
     def fail_all(
         self, answers: list[tuple[Request, ServingError]], now_ns: int, why: Failure = Failure.CANCELED
@@ -123,20 +123,19 @@ class Outbox:
         self._refusals.settle(now_ns)
         self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
 
-    def reject(self, submitter: SubmitterLink[Request], request_id: int, error: ServingError) -> None:
+    def reject(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
         """Answers a received record that could not be turned into a request with the error that was found in it."""
-        submitter.answer(failure(request_id, error))
-        if submitter.segments is not None:
-            self.lane_answers[error.code] += 1
+        submitter.answer(failure(record.request_id, error))
+        self.lane_answers.rejected(submitter, record, error)
 
-    def end(self, request: Request, code: str = "OK") -> None:
-        """Ends a request: releases its regions and forgets its id. ``code``: the error code of its final answer, or "OK"."""
+    def end(self, request: Request, error: ServingError | None = None) -> None:
+        """Ends a request: releases its regions and forgets its id. ``error``: its final answer; None: that was a good one."""
         if request.regions:
             request.release()
         submitter = request.submitter
         submitter.in_flight.pop(request.request_id, None)
-        if submitter.segments is not None and not submitter.closed:
-            self.lane_answers[code] += 1
+        if submitter.segments is not None:
+            self.lane_answers.ended(request, error)
 
     def prepare(self, execution: Execution, sizes: Mapping[str, int]) -> None:
         """Reserves places for the large outputs of an execution of one request, so that its program can write them there itself.

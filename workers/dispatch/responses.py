@@ -297,8 +297,8 @@ class Responses:
         placed_ns = self._clock()
         request.version.statistics.responded(sender, result, now_ns, placed_ns)
         if final:
-            code = result.code if isinstance(result, ServingError) else "OK"
-            self._end(sender, placed_ns, Failure.BACKEND if sender.failed else None, code)
+            error = result if isinstance(result, ServingError) else None
+            self._end(sender, placed_ns, Failure.BACKEND if sender.failed else None, error)
         if request.sink is not None:
             if final and request.timeline is not None:
                 self._note_end(sender, result)
@@ -384,18 +384,18 @@ class Responses:
         sender.catch_up()
         if request.sink is None and not request.submitter.closed:
             request.submitter.answer(failure(request.request_id, error))
-        self._end(sender, self._clock(), Failure.CANCELED, error.code)
+        self._end(sender, self._clock(), Failure.CANCELED, error)
         if request.sink is not None:
             hand_over(request, error)
 
-    def _end(self, sender: ResponseSender, now_ns: int, failure: Failure | None, code: str) -> None:
+    def _end(self, sender: ResponseSender, now_ns: int, failure: Failure | None, error: ServingError | None) -> None:
         request = sender.request
         sender.end()
         self.kept.pop(sender, None)
         request.version.senders.pop(request, None)
         request.version.statistics.streamed(sender, now_ns, failure)
         if request.sink is None:
-            self._outbox.end(request, code)
+            self._outbox.end(request, error)
 
     def __repr__(self) -> str:
         return f"<Responses {len(self._arrived)} to be placed, {len(self.kept)} requests wait for room>"
