@@ -4,8 +4,8 @@
     python -m bench.observed --scrape [--models 100]       the supervisor's time for a scrape, and the memory of an idle front
 
 The metrics are scraped once a second meanwhile, and the spans are sent to a collector that throws them away. A third daemon is a
-control: it has none of that either, so its ratios are noise. Rates of one machine's cores that client, daemons and collector share
-scatter by a tenth; the processor time of all processes of a daemon for an answer scatters less, so judge by that.
+control: it has none of that either, so its ratios are noise. Rates scatter by a tenth where client, daemons and collector share
+two cores; the processor time of all processes of a daemon for an answer scatters less, so judge by that.
 """
 
 from __future__ import annotations
