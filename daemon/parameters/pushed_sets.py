@@ -39,11 +39,6 @@ class Content:
     pushed_at: float = 0.0
     pushed_by: Peer | None = None
 
-    @property
-    def is_kept(self) -> bool:
-        """Returns whether the memory or file of these parameters is known, from which a worker's replacement gets them."""
-        return not self.number or self.memory >= 0 or self.file is not None
-
     def close(self) -> None:
         """Closes the memory of these parameters. A second call does nothing.
 
