@@ -38,6 +38,7 @@ from tensord.shm.messages import (
     WIRE_VERSION,
     AnswerRecord,
     Cancel,
+    EndSequence,
     Prepare,
     PrepareAnswer,
     PreparedAnswer,
@@ -64,9 +65,9 @@ _MAX_RELEASES = 1024
 #: Bytes of the largest record on a client's lane, and of the first segment of its response arena.
 MAX_CLIENT_RECORD = 1 << 20
 CLIENT_BYTE_SIZE = 256 << 10
-_REQUESTS = (RequestRecord, Prepare, Cancel, Taken, TraceContext)
+_REQUESTS = (RequestRecord, Prepare, Cancel, Taken, TraceContext, EndSequence)
 #: The records that a submitter sends to a worker's dispatcher; SegmentClosed on a client's lane only.
-Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | SegmentClosed
+Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | EndSequence | SegmentClosed
 
 
 class SubmitterLane:

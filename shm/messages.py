@@ -25,7 +25,7 @@ from tensord.shm.errors import InvalidArgument
 from tensord.shm.record import Record
 
 #: The edition of these records; another one whenever any of them changes.
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 Parameter = bool | int | float | str
 #: The bit of ``RequestRecord.trace`` that asks for ``AnswerRecord.timing``.
 TIMING = 4
@@ -241,6 +241,16 @@ class Cancel(Record, frozen=True, tag="X"):
     request_id: int
 
 
+class EndSequence(Record, frozen=True, tag="E"):
+    """Tells the worker that a client sends no further request of a sequence, the last of which came on its own lane.
+
+    The sequence ends once its waiting requests have run. The record is not answered.
+    """
+
+    model: str
+    sequence_id: SequenceId
+
+
 class PreparedAnswer(Record, frozen=True, tag="A"):
     """The part of an answer that many answers share: version, outputs without contents, parameters."""
 
@@ -299,6 +309,7 @@ ToWorker = (
     | Release
     | Taken
     | Cancel
+    | EndSequence
 )
 ToSubmitter = WireVersion | SegmentOpened | SegmentClosed | SegmentRefused | PrepareAnswer | AnswerRecord
 

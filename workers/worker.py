@@ -32,7 +32,7 @@ from tensord.shm.control_records import ChildReady, LaneClosed, LaneOpened
 from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import CLIENT_BYTE_SIZE, Instruction, WorkerLane
-from tensord.shm.messages import Cancel, Prepare, SegmentClosed, Taken, TraceContext
+from tensord.shm.messages import Cancel, EndSequence, Prepare, SegmentClosed, Taken, TraceContext
 from tensord.shm.status_page import LOOP_SLOT, SLOTS, Outputs, WorkerState, model_key
 from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
@@ -375,6 +375,8 @@ class Worker:
                 if submitter.segments is not None:
                     raise InvalidArgument("only fronts say which trace a request belongs to")
                 submitter.context = record
+            elif type(record) is EndSequence:
+                self._dispatcher.end_sequence(submitter, record)
             elif type(record) is SegmentClosed:
                 # What was learned may lie there.
                 self._poller.forget_all(submitter)

@@ -6,7 +6,7 @@
  * 1. The clients' socket (clients.sock in $RUNTIME_DIRECTORY, in $XDG_RUNTIME_DIR/tensord or in /tmp/tensord-UID): AF_UNIX,
  *    SOCK_SEQPACKET. A message is a JSON object, requests are answered in order.
  *
- *      {"hello": {}}                           {"server": "tensord", "version": "...", "wire": 2, "lanes": true, "http": [...]}
+ *      {"hello": {}}                           {"server": "tensord", "version": "...", "wire": 3, "lanes": true, "http": [...]}
  *      {"open": {"model": "m", "version": 0,   {"model": "m", "version": 3, "metadata": {...}, "max_batch_size": 8, "streams": false,
  *        "ended": [17], "wait": 5.0}}           "sequences": false, "pure": true, "lanes": [{"lane": 18, "device": "cpu:0",
  *                                               "new": true}], "limits": {"in_flight": n, "segments": n, "segment_byte_size": n,
@@ -25,7 +25,7 @@
  *
  * 3. Records are arrays that begin with a tag. Fields at the end may be left out by the worker; they are then "" or nil or 0.
  *
- *      both      ["V", 2]                              first, in a datagram of its own, in each direction
+ *      both      ["V", 3]                              first, in a datagram of its own, in each direction
  *                ["S+", segment, byte size]            a segment of memory; alone in its datagram, with its descriptor beside it
  *                ["S-", segment]                       it will not be named again
  *                ["S!", segment]                       the sender could not map the receiver's segment
@@ -40,6 +40,8 @@
  *                ["T", request id, byte size]          so much more of its responses was taken: 256 and the bytes of the contents for each
  *                                                      that is not final. A model that streams stops where too much is not taken.
  *                ["X", request id]                     nobody waits any more; a final answer comes all the same
+ *                ["E", model, sequence id]             no request of the sequence comes any more, the last of which came on this lane: it
+ *                                                      ends once those that wait have run. Not answered.
  *      worker    ["C+", number, prepared answer]
  *                ["c", request id, prepared, [content, ...], lease, code, message, nil, [queue ns, compute ns, copied bytes]]
  *                                                      content: bytes, or ["a", segment, offset, byte size] of the worker's memory.
@@ -86,7 +88,7 @@
 extern "C" {
 #endif
 
-#define TENSORD_WIRE 2
+#define TENSORD_WIRE 3
 #define TENSORD_MAX_DATAGRAM 65536
 #define TENSORD_MAX_RECORD (1 << 20)
 #define TENSORD_MAX_NUMBERS 1024
@@ -833,6 +835,18 @@ static inline int tensord_cancel(tensord_lane *lane, uint64_t request_id) {
     tensord__put_array(&to, 2);
     tensord__put_text(&to, "X");
     tensord__put_uint(&to, request_id);
+    return tensord__send_written(lane, buffer, &to);
+}
+
+/* Ends a sequence without a request, once those that wait have run. The last one must have been sent on this lane. ``sequence_id`` is a number
+ * that is not 0. Returns 0, or an error. */
+static inline int tensord_end_sequence(tensord_lane *lane, const char *model, uint64_t sequence_id) {
+    unsigned char buffer[1024];
+    tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
+    tensord__put_array(&to, 3);
+    tensord__put_text(&to, "E");
+    tensord__put_text(&to, model);
+    tensord__put_uint(&to, sequence_id);
     return tensord__send_written(lane, buffer, &to);
 }
 

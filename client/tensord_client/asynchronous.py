@@ -144,10 +144,7 @@ class AsyncModel(Calls):
         return AsyncModelSequence(self, sequence_id or self.sequence_id())
 
     async def end_sequence(self, sequence_id: SequenceId) -> None:
-        """Forgets a sequence without sending a request with ``end``.
-
-        What becomes of the sequence is as for ``Model.end_sequence``.
-        """
+        """Ends a sequence without a request with ``end``, as ``Model.end_sequence`` does."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._connection.end_sequence, self.name, sequence_id)
 

@@ -81,10 +81,7 @@ class Connection(Protocol):
         """
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Forgets a sequence without sending a request with ``end``.
-
-        A server ends the sequence once it has been idle for long enough.
-        """
+        """Ends a sequence without a request with ``end``; over HTTP the server is not told, and ends an idle one by itself."""
 
     def push(
         self,

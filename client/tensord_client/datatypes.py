@@ -30,6 +30,8 @@ DTYPES: dict[str, np.dtype] = {
     "FP32": np.dtype(np.float32),
     "FP64": np.dtype(np.float64),
 }
+#: The dtypes that need no conversion: numbers in this host's byte order.
+NATIVE = frozenset(DTYPES.values())
 _DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH = struct.Struct("<I")
 _UINT16 = DTYPES["UINT16"]

@@ -420,7 +420,7 @@ class _Infer(Exchange):
             raise _error(response)
         tail = np.empty(0, np.uint8) if response.tail is None else response.tail
         answer = self._answer(json.loads(response.text), tail)
-        answer.timing = _timing(response.fields.get(b"tensord-timing"))
+        answer.times = _timing(response.fields.get(b"tensord-timing"))
         return answer
 
     def read_next(self, response: Response) -> Answer | None:

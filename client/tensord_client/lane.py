@@ -310,11 +310,10 @@ class LaneConnection:
             asked.close()
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Forgets which lane a sequence is on; nothing is sent.
-
-        The worker ends the sequence once it has been idle for long enough.
-        """
-        self._sequences.pop((model, sequence_id), None)
+        """Ends a sequence without a request: its worker ends it once its waiting requests have run."""
+        lane = self._sequences.pop((model, sequence_id), None)
+        if lane is not None:
+            lane.say(wire.end_sequence(model, sequence_id))
 
     def _send(self, pending: Pending) -> bool:
         """Sends a request on the best usable lane. Returns False: there is no usable lane.
@@ -419,13 +418,12 @@ class LaneConnection:
         known = self.models.get((pending.call.model, pending.call.version))
         return not self.is_closed and known is not None and time.monotonic() - known.opened_at > _REFUSED_AFTER
 
-    def find_again(self, call: Call, refusal: ServingError, until: float | None) -> bool:
-        """Asks the daemon where a call's model is, after a worker refused the request or its lane ended.
+    def find_again(self, call: Call, until: float | None) -> bool:
+        """Asks the daemon where a call's model is, after a worker refused the request.
 
         Returns whether the request is to be sent again.
 
         Args:
-          refusal: the error with which the worker refused the request or the lane ended.
           until: seconds of ``time.monotonic()``; None: no deadline.
 
         Raises: ServingError: no worker serves the model.  TimeoutError: ``until`` has passed.
@@ -434,7 +432,7 @@ class LaneConnection:
         if before is None or before.choose() is None:
             self.find_lanes(call, until)
             return True
-        if time.monotonic() - before.opened_at <= _REFUSED_AFTER and refusal.code != "INTERNAL":
+        if time.monotonic() - before.opened_at <= _REFUSED_AFTER:
             return any(not lane.usable for lane in before.lanes)
         try:
             after = self._ask_for(call.model, call.version, time.monotonic(), anew=True)
@@ -457,7 +455,7 @@ class LaneConnection:
         if not pending.claim():
             return
         refusal, pending.refusal = pending.refusal, None
-        if refusal is not None and not self.find_again(pending.call, refusal, until):
+        if refusal is not None and not self.find_again(pending.call, until):
             raise refusal
         while not self._send(pending):
             self.find_lanes(pending.call, until)

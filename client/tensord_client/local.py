@@ -15,7 +15,7 @@ import numpy as np
 from tensord_client.call import Call
 from tensord_client.errors import NotFound, Unavailable, Unsupported, from_code
 from tensord_client.http_channel import Buffer
-from tensord_client.results import Answer, Array, Description, Timing, written
+from tensord_client.results import Answer, Array, Description, written
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -215,7 +215,7 @@ class LocalPending:
     def _answer(self, found: testing.Answer) -> Answer:
         answer = Answer(written(dict(found), self._call.places))
         answer.version, answer.parameters = found.version, found.parameters
-        answer.timing = None if found.timing is None else Timing(*found.timing)
+        answer.times = found.timing
         return answer
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:

@@ -82,7 +82,7 @@ class Calls:
             raise Unavailable("the model was closed")
         if not streams and self._description.streams:
             raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
-        if unknown := own.keys() - Own.__annotations__.keys():
+        if own and (unknown := own.keys() - Own.__annotations__.keys()):
             raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
         if self._set:
             own = {**own, "parameters": {**self._set, **own.get("parameters", {})}}
@@ -196,10 +196,9 @@ class Model(Calls):
         return ModelSequence(self, sequence_id or self.sequence_id())
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
-        """Forgets a sequence without sending a request with ``end``.
+        """Ends a sequence without a request with ``end``, once its requests in flight have run. Idempotent.
 
-        A server then ends the sequence once it has been idle for long enough; a model that this process serves itself ends it at
-        once.
+        Over HTTP the server is not told: it ends the sequence once that has been idle for as long as the model says.
         """
         self._connection.end_sequence(self.name, sequence_id)
 

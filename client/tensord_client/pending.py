@@ -31,7 +31,7 @@ from tensord_client.errors import (
     from_code,
 )
 from tensord_client.placement import Placed, own_fields
-from tensord_client.results import Answer, Array, Timing
+from tensord_client.results import Answer, Array
 from tensord_client.wire import AnswerRecord, OutputTensor
 from tensord_client.worker_lane import Lease, WorkerLane
 
@@ -452,9 +452,9 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
     answer = Answer()
     prepared = record.prepared
     answer.version = prepared.version
-    answer.parameters = prepared.parameters
-    if record.timing is not None:
-        answer.timing = Timing(*record.timing)
+    if prepared.parameters:
+        answer.parameters = prepared.parameters
+    answer.times = record.timing
     if prepared.plan is None:
         prepared.plan = _plan(prepared.outputs)
     if prepared.plan and arrays(answer, prepared.plan, record.contents):

@@ -52,15 +52,20 @@ class Answer(dict):  # type: ignore[type-arg]
     version: int = 0
     #: The parameters of the model's answer.
     parameters: Mapping[str, Parameter] = {}
-    #: The time and the copied bytes of the request in the server; None: the server did not send them.
-    timing: Timing | None = None
+    #: The fields of ``timing``, as they came.
+    times: Sequence[int] | None = None
     #: Has ``release()``; None where no output lies in the server's memory.
     lease: Any = None
 
     @property
+    def timing(self) -> Timing | None:
+        """Returns the time and the copied bytes of the request in the server; None: the server did not send them."""
+        return None if self.times is None else Timing(*self.times)
+
+    @property
     def copied_bytes(self) -> int | None:
         """Returns how many bytes the server copied for the request; None: the server did not say."""
-        return None if self.timing is None else self.timing.copied_bytes
+        return None if self.times is None else Timing(*self.times).copied_bytes
 
     def release(self) -> None:
         """Gives the memory that outputs lie in back to the server, and removes all outputs from this answer. Idempotent.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tensord_client.datatypes import datatype_of, dtype_of, encode_strings
+from tensord_client.datatypes import NATIVE, datatype_of, dtype_of, encode_strings
 from tensord_client.errors import InvalidArgument
 from tensord_client.results import Array
 
@@ -55,6 +55,8 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
       datatype: the input's datatype in the model's metadata; None: the model has no such input, and numpy chooses a dtype.
     Raises: InvalidArgument: the value cannot be an array, or has a dtype that the protocol lacks.
     """
+    if type(value) is np.ndarray and value.dtype in NATIVE and value.flags.c_contiguous:
+        return value
     if isinstance(value, np.ndarray):
         made = value
     elif getattr(value, "place", None) is not None:

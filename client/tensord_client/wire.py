@@ -17,7 +17,7 @@ from typing import Any, Union
 from tensord_client import msgpack, native
 from tensord_client.msgpack import Malformed, pack
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_DATAGRAM = 64 << 10
 #: The most bytes of encoded records in one datagram.
 ROOM = MAX_DATAGRAM - 8
@@ -186,6 +186,11 @@ def taken(request_id: int, byte_size: int) -> bytes:
 def cancel(request_id: int) -> bytes:
     """Encodes the record that tells the worker that nobody waits for a request any more."""
     return pack(("X", request_id))
+
+
+def end_sequence(model: str, sequence_id: int | str) -> bytes:
+    """Encodes the record that ends a sequence without a request, once its waiting requests have run."""
+    return pack(("E", model, sequence_id))
 
 
 class OutputTensor:

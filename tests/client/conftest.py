@@ -88,7 +88,7 @@ def write_models(repository: Path) -> None:
         """,
         """
         max_batch_size: 4
-        sequence_batching { oldest { max_candidate_sequences: 8 } }
+        sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 8 } }
         """,
     )
 

@@ -168,7 +168,7 @@ def test_addresses(serve: Callable[..., Server], folder: Path, monkeypatch: pyte
 
 def test_the_socket_for_clients_says_where_http_is(serve: Callable[..., Server], folder: Path) -> None:
     server = serve(name="elsewhere.sock")
-    told = {"server": "tensord", "wire": 2, "lanes": False, "http": ["127.0.0.1:1", f"unix:{server.address.path}"]}
+    told = {"server": "tensord", "wire": 3, "lanes": False, "http": ["127.0.0.1:1", f"unix:{server.address.path}"]}
     listening, thread = clients_socket(folder / "clients.sock", told)
     for address in (folder, folder / "clients.sock"):
         with tensord_client.connect(address) as client:

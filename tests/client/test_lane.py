@@ -364,6 +364,22 @@ def test_sequences_stay_on_the_lane_where_they_began(connection: LaneConnection)
         connection.ask(Call("total", {"x": np.zeros((1, 1), np.float32)}, sequence_id=1)).result(_PATIENCE)
 
 
+async def test_a_sequence_that_is_left_gives_its_slot_back(daemon: DaemonProcess) -> None:
+    """Two workers have 16 slots together, and a sequence of which nothing comes would keep its own for ten minutes."""
+    one = {"x": np.ones((1, 1), np.float32)}
+    with tensord_client.connect(clients_socket(daemon.folder)) as client:
+        model = client.model("total", timeout=_PATIENCE)
+        for _ in range(20):
+            with model.sequence() as step:
+                assert [step(one)["sum"][0, 0] for _ in range(3)] == [1, 2, 3]
+        model.end_sequence("nobody's")
+    async with await tensord_client.connect_async(clients_socket(daemon.folder)) as several:
+        model = await several.model("total", timeout=_PATIENCE)
+        for _ in range(20):
+            async with model.sequence("the same") as step:
+                assert [(await step(one))["sum"][0, 0] for _ in range(3)] == [1, 2, 3]
+
+
 # ----------------------------------------------------------------------------------------------------- prepared calls
 
 

@@ -16,6 +16,7 @@ from tensord.shm import messages
 from tensord.shm.messages import (
     AnswerRecord,
     Cancel,
+    EndSequence,
     Prepare,
     PrepareAnswer,
     PreparedAnswer,
@@ -299,6 +300,8 @@ def test_the_small_records_are_what_the_server_means() -> None:
         (wire.release([(0, 4096, 1 << 40)] * 20), Release(((0, 4096, 1 << 40),) * 20)),
         (wire.taken(1 << 32, 70000), Taken(1 << 32, 70000)),
         (wire.cancel(1 << 33), Cancel(1 << 33)),
+        (wire.end_sequence("total", 1 << 62), EndSequence("total", 1 << 62)),
+        (wire.end_sequence("total", "camera"), EndSequence("total", "camera")),
     ):
         assert encoded == encoder.encode(expected)
 
@@ -362,4 +365,4 @@ def test_the_two_directions_have_the_records_that_the_client_knows() -> None:
     """Fails where a record is added that the client would not know."""
     tags = {kind.__struct_config__.tag for kind in (ToWorker | ToSubmitter).__args__}
     # Only fronts send a trace's ids: "tc".
-    assert tags - {"tc"} == {"V", "S+", "S-", "S!", "Q+", "q", "L", "T", "X", "C+", "c"}
+    assert tags - {"tc"} == {"V", "S+", "S-", "S!", "Q+", "q", "L", "T", "X", "E", "C+", "c"}

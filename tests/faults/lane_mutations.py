@@ -13,6 +13,7 @@ from tensord.shm.messages import (
     TIMING,
     WIRE_VERSION,
     Cancel,
+    EndSequence,
     Prepare,
     PreparedRequest,
     PreparedTensor,
@@ -110,7 +111,12 @@ def conversation(chance: random.Random) -> list[Said]:
         lambda: RequestRecord(next(ids), addsub(), (vector(3), vector(4)), sequence_id="s"),
         lambda: RequestRecord(next(ids), addsub(places=(at, None)), (vector(5),)),
     ]
-    others = [Cancel(chance.randrange(1, 20)), Taken(chance.randrange(1, 20), 320), Release(())]
+    others = [
+        Cancel(chance.randrange(1, 20)),
+        EndSequence("total", chance.randrange(1, 20)),
+        Taken(chance.randrange(1, 20), 320),
+        Release(()),
+    ]
     for _ in range(chance.randrange(2, 8)):
         records: list[Any] = [chance.choice(requests)() for _ in range(chance.randrange(1, 6))]
         if chance.random() < 0.3:

@@ -25,6 +25,7 @@ from tensord.shm.messages import (
     WIRE_VERSION,
     AnswerRecord,
     Cancel,
+    EndSequence,
     Prepare,
     PreparedRequest,
     PreparedTensor,
@@ -610,6 +611,40 @@ def test_a_sequence_ends_with_the_lane_that_asked_for_it(loop: WorkerLoop, total
         assert [each.correlation_id for each in sequences.table.sequences()] == ["front"]
         sequences.close("front")
     assert sorted(loop.closed()) == [CLIENT, CLIENT, CLIENT + 1, CLIENT + 1]
+
+
+def test_a_client_ends_its_own_sequences(loop: WorkerLoop, total: ModelVersion) -> None:
+    """What waits is answered. One that somebody else has asked for since, a front's, or none is left alone."""
+    one = np.ones(1, np.float32).tobytes()
+    step = PreparedRequest("total", 0, (PreparedTensor("x", "FP32", (1, 1)),))
+    sequences = total.sequences
+    assert sequences is not None
+    leaving, staying = loop.open_client(CLIENT), loop.open_client(CLIENT + 1)
+    for lane, name in ((leaving, "leaves"), (leaving, 7), (leaving, "taken"), (staying, "taken")):
+        lane.ask(step, one, sequence_id=name, sequence_start=name != "taken" or lane is leaving)
+        assert loop.client_answers(lane, 1)[0].code == ""
+    loop.submit("total", [Tensor("x", "FP32", (1, 1), one)], own={"sequence_id": "front", "sequence_start": True})
+    assert loop.answers(1)[0].code == ""
+    for name in ("taken", "front", "nowhere", "7"):
+        leaving.send(EndSequence("total", name))
+    leaving.send(EndSequence("nothing", 7))
+    leaving.ask(step, one, sequence_id="leaves")
+    leaving.send(EndSequence("total", "leaves"))
+    leaving.ask(step, one, sequence_id=7)
+    answers = loop.client_answers(leaving, 2)
+    assert [answer.code for answer in answers] == ["", ""]
+    assert sorted(str(each.correlation_id) for each in sequences.table.sequences()) == ["7", "front", "taken"]
+    leaving.send(EndSequence("total", 7))
+    while sequences.table.live > 2:
+        loop.worker.iterate()
+    leaving.ask(step, one, sequence_id=7)
+    assert loop.client_answers(leaving, 1)[0].code == "INVALID_ARGUMENT"
+    for lane in (leaving, staying):
+        lane.close()
+    while len(loop.worker._clients):
+        loop.worker.iterate()
+    sequences.close("front")
+    assert sorted(loop.closed()) == [CLIENT, CLIENT + 1]
 
 
 def test_lanes_that_come_and_go_leave_nothing(loop: WorkerLoop) -> None:

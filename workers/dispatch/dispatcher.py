@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from tensord.config import rate_limits
 from tensord.config.options import Options
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
-from tensord.shm.messages import TIMING, RequestRecord, Taken
+from tensord.shm.messages import TIMING, EndSequence, RequestRecord, Taken
 from tensord.shm.refusals import Refusal
 from tensord.shm.status_page import StatusPage
 from tensord.workers.dispatch.cached_answers import CachedAnswers
@@ -296,6 +296,18 @@ class Dispatcher:
         for version in self._models:
             if version.sequences is not None:
                 version.sequences.close_client(submitter.peer)
+
+    def end_sequence(self, submitter: SubmitterLink[Request], record: EndSequence) -> None:
+        """Ends a sequence whose last request came on the client's own lane. Ignores any other.
+
+        Raises: InvalidArgument: a front sends this; only a client that is connected directly may.
+        """
+        if submitter.segments is None:
+            raise InvalidArgument("only clients end sequences without a request")
+        for version in self._models:
+            if version.name == record.model and version.sequences is not None:
+                version.sequences.close_client(submitter.peer, record.sequence_id)
+                self._changed(version)
 
     # ---------------------------------------------------------------------------------------------------------- running
 

@@ -220,13 +220,16 @@ class SequenceBatcher(Generic[S]):
         """Ends a sequence once its waiting requests have run; later requests of its id do not join it."""
         self._look(self.table.close(correlation_id))
 
-    def close_client(self, client: int) -> None:
-        """Ends sequences whose last request came on a client connection that has ended; their waiting requests still run.
+    def close_client(self, client: int, correlation_id: int | str | None = None) -> None:
+        """Ends sequences whose last request came on a client's connection; their waiting requests still run.
 
-        ``client``: the number of the connection's lane.
+        Args:
+          client: the number of the connection's lane.
+          correlation_id: the sequence's id; None: the connection has ended, and all of its sequences with it.
         """
         for live in [live for live in self.table.sequences() if live.client == client and not live.closed]:
-            self.close(live.correlation_id)
+            if correlation_id is None or live.correlation_id == correlation_id:
+                self.close(live.correlation_id)
 
     def close_all(self) -> None:
         """Ends every sequence once its waiting requests have run, because no more requests will come."""
