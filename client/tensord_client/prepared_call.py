@@ -315,7 +315,9 @@ class PreparedCall:
         if not self._matches(lane, bound, until, begun):
             error, self._error = self._error, None
             if error is not None:
-                if self._astray and sending < _SENDINGS and self._connection.find_again(self._call, error, until):
+                again = self._astray and sending < _SENDINGS
+                # Where a lane has ended ``_send`` finds another one, or waits for it.
+                if again and (lane.ended or self._connection.find_again(self._call, until)):
                     return None
                 if self._astray and lane.ended:
                     raise Internal(f"the request was given up: {sending} worker processes ended while they had it")
