@@ -273,13 +273,13 @@ class AsyncModelParameters:
         return await _in_a_thread(self._sets.list)
 
     async def drop(self, set: str) -> None:
-        """Drops a parameter set. ``set``: its name; ``main`` cannot be dropped. Raises as ``ModelParameters.drop``."""
+        """Drops the set named ``set``: later requests for it fail. Raises NotFound: no such set; InvalidArgument: ``main``."""
         await _in_a_thread(functools.partial(self._sets.drop, set))
 
     async def roll_back(self, set: str = "main") -> int:
-        """Puts the parameters that a set had before the newest push into use again.
+        """Puts the parameters that a set had before the newest push into use again. Returns the number that identifies them.
 
-        Returns and raises as ``ModelParameters.roll_back``.
+        Raises: NotFound: nothing was pushed into the set, or the server has not kept the parameters before the newest.
         """
         return await _in_a_thread(functools.partial(self._sets.roll_back, set))
 

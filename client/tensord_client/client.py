@@ -155,7 +155,7 @@ def _usual() -> Iterator[str]:
 
 
 def _way(address: str, patience: float) -> Connection:
-    """Connects to one address. Raises Unavailable: no server answers there; InvalidArgument: the text is no address."""
+    """Connects to one address, or serves the folder there itself. Raises Unavailable: none answers; InvalidArgument: no address."""
     path = address[len("unix:") :] if address.startswith("unix:") else address
     try:
         kind = os.stat(path).st_mode
@@ -174,7 +174,7 @@ def _way(address: str, patience: float) -> Connection:
 
 
 def _unreachable(path: str, error: OSError) -> Unavailable:
-    """Returns the error of a path that cannot be reached; where this user may not, it says who may."""
+    """Returns the error to raise for a path that cannot be reached; if this user has no permission, its text says who has."""
     text = f"{path}: {error.strerror}"
     if not isinstance(error, PermissionError):
         return Unavailable(text)
@@ -191,7 +191,7 @@ def _unreachable(path: str, error: OSError) -> Unavailable:
 
 
 def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
-    """Says who has the ``wanted`` access to a path that this user has not."""
+    """Returns a phrase for an error's text: which group or user has the access ``wanted`` (os.R_OK, ...) that this user lacks."""
     # Imported where it is needed: a client's start is to be quick.
     import grp
     import pwd

@@ -11,7 +11,7 @@ from tensord_client.results import Answer, Array, Description
 
 
 class Pending(Protocol):
-    """A request that was sent. ``await`` returns its answer as well; cancelling the task that awaits cancels the request."""
+    """A request that was sent. ``await`` on it returns its answer, like ``result``; cancelling the task cancels the request."""
 
     def result(self, timeout: float | None = None) -> Answer:
         """Waits for the answer and returns it, or raises it if it is an error (ServingError).
@@ -29,7 +29,10 @@ class Pending(Protocol):
         """
 
     def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop. ``timeout`` and leaving early are as for ``responses``."""
+        """Iterates over the responses on the running event loop, waiting at most ``timeout`` seconds for each.
+
+        Leaving the iteration early cancels the request.
+        """
 
     def __await__(self) -> Generator[Any, None, Answer]: ...
 

@@ -123,7 +123,7 @@ def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def typestr(dtype: np.dtype) -> tuple[str, bool]:
-    """Returns a dtype's name in numpy's array interface, and whether the array must then be viewed as that dtype."""
+    """Returns a dtype's name in numpy's array interface, and whether an array of that name must then be viewed as the dtype."""
     if dtype.kind == "V" and dtype.names is None:
         return f"|V{dtype.itemsize}", True
     return dtype.str, False

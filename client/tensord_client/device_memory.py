@@ -76,12 +76,12 @@ _exported: dict[int, tuple[Any, ...]] = {}
 
 
 def _let_go(address: int) -> None:
-    """Forgets an exported tensor because its consumer has released it, from any thread. ``address``: of its DLManagedTensor."""
+    """Drops the reference to an exported tensor that its consumer released. ``address``: that of its DLManagedTensor."""
     _exported.pop(address, None)
 
 
 def _never_consumed(capsule: int) -> None:
-    """Forgets an exported tensor whose capsule is destroyed before a consumer has taken the tensor. ``capsule``: its address."""
+    """Drops the reference to an exported tensor whose capsule (at address ``capsule``) dies before a consumer took it."""
     if _is_valid(capsule, _NAME):
         _exported.pop(_pointer_of_dying(capsule, _NAME), None)
 
@@ -241,7 +241,7 @@ class DeviceArray:
 
 
 class DeviceMemory:
-    """All arrays on GPUs of one connection. Thread-safe. A process that is forked off has none of its parent's arrays."""
+    """Makes one connection's arrays on GPUs, and frees them when nothing refers to them. Thread-safe; a fork has none of them."""
 
     def __init__(self, http: HttpConnection) -> None:
         """``http``: the HTTP connection over which arrays are registered with the daemon, whatever connection requests take."""
@@ -301,7 +301,7 @@ class DeviceMemory:
         return DeviceArray(self, name, ordinal, address, wanted, dtype)
 
     def _collect(self) -> None:
-        """Unregisters and frees the memory of all arrays that have been collected."""
+        """Unregisters and frees the memory of all arrays that the program no longer refers to (``returned``)."""
         while self.returned:
             name, ordinal, address = self.returned.popleft()
             try:
@@ -312,7 +312,7 @@ class DeviceMemory:
                 self.driver.free(address)
 
     def close(self) -> None:
-        """Frees the memory of arrays that have been collected; arrays still in use stay until the process ends. Idempotent."""
+        """Frees the memory of arrays that nothing refers to; arrays in use stay until the process ends. Idempotent."""
         with self._lock:
             self._is_closed = True
             if self._driver is not None and self._pid == os.getpid():

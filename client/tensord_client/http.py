@@ -56,7 +56,7 @@ _connections: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
 
 
 class Pending(HttpPending):
-    """An inference request that was sent over HTTP. ``await`` returns its answer as well."""
+    """An inference request that was sent over HTTP. ``await`` on it returns its answer, as ``result`` does."""
 
     def result(self, timeout: float | None = None) -> Answer:
         """Waits for the answer and returns it, or raises it if it is an error (ServingError).
@@ -89,7 +89,10 @@ class Pending(HttpPending):
         return self.result()
 
     async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop. ``timeout`` and leaving early are as for ``responses``."""
+        """Iterates over the responses on the running event loop, waiting at most ``timeout`` seconds for each.
+
+        Leaving the iteration early cancels the request.
+        """
         try:
             while True:
                 self.hurry(timeout)
@@ -131,7 +134,7 @@ class HttpConnection:
         self._fields = b" HTTP/1.1\r\nHost: " + self.address.authority.encode() + b"\r\n"
 
     def begin_anew(self) -> None:
-        """Drops, after a fork, all that belongs to the parent process, and makes a new pool for this one."""
+        """Makes a new pool of connections after a fork, and closes this process's copies of the parent's sockets."""
         pool, waiting = self._pool, self._waiting
         self._begin()
         pool.abandon()
@@ -234,7 +237,7 @@ class HttpConnection:
         return cast("dict[str, Any]", self._manage(b"POST", path, [b"Content-Length: 0\r\n\r\n"]))
 
     def _manage(self, method: bytes, path: str, rest: Sequence[Buffer], timeout: float | None = None) -> Any:
-        """Sends a request that changes something, and returns the JSON of the answer. If it may have run it is not sent again.
+        """Sends a request that changes something on the server; returns the answer's JSON. Never sent again if it may have run.
 
         Args:
           rest: the request's last header fields with the empty line, and behind them pieces of its body.
@@ -261,7 +264,7 @@ class HttpConnection:
         return Pending(self._pool, exchange, self._waiter, self._patience)
 
     def prepare(self, call: Call) -> PreparedCall:
-        """Makes a request that can be sent many times, each time with what its arrays hold then."""
+        """Makes a request that can be sent many times, each time with what its arrays hold then; nothing is sent yet."""
         return PreparedCall(self, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -345,7 +348,7 @@ class HttpConnection:
         return made
 
     def _wanted(self, call: Call, name: str) -> tuple[str, int, int] | None:
-        """Returns the region that the server is to write an output to; None: the output comes with the answer."""
+        """Returns name, offset and byte size of the region for output ``name``; None: the output comes with the answer."""
         place = call.places.get(name)
         return None if place is None else self._region(place)
 
@@ -393,7 +396,7 @@ class PreparedCall:
     def __call__(self, timeout: float | None = None) -> Answer:
         """Sends the request, waits for the answer at most ``timeout`` seconds (None: without limit), and returns it.
 
-        Raises: ServingError.
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time.
         """
         return self._connection.ask(self._call).result(timeout)
 

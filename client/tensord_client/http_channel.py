@@ -84,7 +84,7 @@ class Response:
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
-        """Notes that ``count`` bytes were received into ``place``."""
+        """Counts ``count`` bytes that were received into ``place`` as part of the body; the last ones complete the answer."""
         rest = self._places[0][count:]
         if len(rest):
             self._places[0] = rest
@@ -193,7 +193,7 @@ class Response:
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
-        """Notes that the server closed the connection. Raises ConnectionResetError: the answer is incomplete."""
+        """Completes an answer whose body ends as the server closes the connection; raises ConnectionResetError for others."""
         if not self._to_end:
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")
         self.whole = True
@@ -236,7 +236,7 @@ class Channel:
 
     @property
     def is_stale(self) -> bool:
-        """Returns whether an idle connection cannot be used any more: data that arrive without a request are its end."""
+        """Returns whether an idle connection cannot be used again: the server has closed it or sent bytes without a request."""
         return self._is_answering()
 
     @property
@@ -251,7 +251,7 @@ class Channel:
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Sends what is not sent yet of the request out of ``content``, a copy of the whole request."""
+        """Takes the request's unsent bytes from ``content``, a copy of all of it, and no longer from the caller's arrays."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 

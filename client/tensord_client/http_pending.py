@@ -31,7 +31,7 @@ class Unreached(Unavailable):
 
 
 class Pool:
-    """The connections (channels) of a client to one server, at most ``limit`` of them; further requests wait in line for one."""
+    """A client's connections (channels) to one server, at most ``limit`` of them, and a queue of requests that wait for one."""
 
     def __init__(self, address: Address, limit: int) -> None:
         self.address = address
@@ -43,7 +43,7 @@ class Pool:
         self._closed = False
 
     def take(self, pending: HttpPending) -> None:
-        """Gives a request an idle channel, or the right to open one (``grant``), or else puts it in line.
+        """Gives a request an idle channel, or the right to open one (``HttpPending.grant``), or else puts the request in a queue.
 
         Raises: Unavailable: the pool was closed.
         """
@@ -64,9 +64,9 @@ class Pool:
         pending.grant(None)
 
     def give(self, channel: Channel | None) -> None:
-        """Takes a channel back and hands it to the first request in line.
+        """Takes a channel back from its request, and hands it to the first request in the queue.
 
-        ``channel`` None: it was closed, and another may be opened.
+        ``channel`` None: the channel was closed; the first request may then open another one in its place.
         """
         with self._lock:
             if self._closed:
@@ -81,7 +81,7 @@ class Pool:
                 self._idle.append((channel, time.monotonic()))
 
     def leave_line(self, pending: HttpPending) -> bool:
-        """Removes a request from the line. Returns False if it is not there, because it was granted a channel."""
+        """Removes a request from the queue for a channel. Returns False if it is not there, because it was granted a channel."""
         with self._lock:
             if pending in self._line:
                 self._line.remove(pending)
@@ -89,7 +89,7 @@ class Pool:
             return False
 
     def close(self) -> None:
-        """Closes the idle channels and fails the requests in line; a channel in use is closed when it is given back.
+        """Closes the idle channels and fails the queued requests; a channel in use is closed when it is given back.
 
         Idempotent.
         """
@@ -132,7 +132,7 @@ class Exchange:
 
 
 class HttpPending:
-    """A request that was sent over HTTP, or is to be.
+    """A request that was sent over HTTP, or waits for a channel (connection) of the pool.
 
     Either the thread that waits, an event loop, or the ``Waiter`` calls ``step``.
     """
@@ -185,7 +185,7 @@ class HttpPending:
         self._wake()
 
     def fail(self, error: ServingError) -> None:
-        """Ends this request with an error."""
+        """Ends this request with an error, which ``waited`` and ``next`` then raise."""
         self._error, self._over = error, True
         self._wake()
 
@@ -197,7 +197,7 @@ class HttpPending:
     def step(self) -> int:
         """Connects, sends and receives as far as possible without waiting.
 
-        Returns the poll events to wait for on ``fileno()``; 0: the request is ready, is in line, or is tried again at
+        Returns the poll events to wait for on ``fileno()``; 0: the request is ready, waits for a channel, or is tried again at
         ``wake_at``.
         """
         if self.is_ready:
@@ -256,7 +256,7 @@ class HttpPending:
         self._pool.give(channel)
 
     def _end(self, error: ServingError) -> None:
-        """Ends this request with an error and without its answer: it leaves the line, or its channel is closed.
+        """Ends this request with an error and without its answer: it leaves the queue for a channel, or its channel is closed.
 
         A server cancels a request whose connection is closed.
         """

@@ -64,7 +64,7 @@ class Newest:
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: Any) -> None:
-        """Stores the answer of a request that has ended, unless a newer one is there. Sends the inputs that wait, if any."""
+        """Stores the answer of the ``number``-th request unless a newer answer is there, and sends the inputs that wait."""
         asked: Any = None
         with self._lock:
             del self._under_way[number]
@@ -117,7 +117,7 @@ class Newest:
             )
 
     def _end(self) -> None:
-        """Cancels the requests in flight, and drops the inputs that wait. Idempotent."""
+        """Cancels the requests in flight, and drops the newest inputs if they were not sent yet. Idempotent."""
         with self._lock:
             self._closed = True
             self._waiting = None

@@ -102,7 +102,7 @@ class LocalConnection:
         return LocalPending(self.loaded(call.model, call.version), call)
 
     def prepare(self, call: Call) -> LocalPrepared:
-        """Makes a request that can be asked many times, each time with what its arrays hold then."""
+        """Makes a request that can be run many times, each time with what its arrays hold then."""
         return LocalPrepared(self, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -165,14 +165,17 @@ def _described(tensor: testing.Tensor) -> dict[str, Any]:
 
 
 class LocalPrepared:
-    """A request to a model in this process that can be asked many times."""
+    """A request to a model in this process that can be run many times."""
 
     def __init__(self, connection: LocalConnection, call: Call) -> None:
         self._connection = connection
         self._call = call
 
     def __call__(self, timeout: float | None = None) -> Answer:
-        """Asks with what the arrays hold now, waits at most ``timeout`` seconds and returns the answer. Raises ServingError."""
+        """Runs the request on what its arrays hold now; returns its answer, or raises it if it is an error (ServingError).
+
+        ``timeout``: seconds to wait for the answer; None: without limit.
+        """
         return self._connection.ask(self._call).result(timeout)
 
 

@@ -228,7 +228,7 @@ class Memory:
             return Block(self, segment, offset, byte_size)
 
     def collect(self) -> None:
-        """Frees the blocks of collected arrays, and closes unused segments beyond those that are held in reserve."""
+        """Frees the blocks of arrays that nothing refers to any more, and closes unused segments beyond those held in reserve."""
         with self._lock:
             self._collect()
 

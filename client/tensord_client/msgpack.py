@@ -37,7 +37,7 @@ class Malformed(ValueError):
 
 
 def pack(value: Any) -> bytes:
-    """Encodes a value.
+    """Encodes a value in MessagePack.
 
     Raises: ValueError: an integer needs more than 64 bits, or a string has no UTF-8; TypeError: the type has no encoding.
     """

@@ -51,7 +51,7 @@ Plan = tuple[str, tuple[int, ...], np.dtype, int]
 
 
 class Pending:
-    """A request that was sent over a lane (the socket to one worker). ``await`` returns its answer as well."""
+    """A request that was sent over a lane (the socket to one worker). ``await`` on it returns its answer, as ``result`` does."""
 
     # What most requests never change is an attribute of the class.
     lane: WorkerLane | None = None
@@ -87,9 +87,9 @@ class Pending:
     # ------------------------------------------------------------------------------------------- from whoever reads
 
     def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
-        """Receives one answer from the lane, in any thread.
+        """Stores one answer that the lane received, and wakes whoever waits for it. Called in any thread.
 
-        A request that the worker refused may be sent again, to another worker.
+        If the worker refused the request, it may be sent again instead, to another worker.
         """
         prepared = answer.prepared
         arrived: tuple[AnswerRecord, Lease | None] | ServingError = (answer, None)
@@ -380,7 +380,10 @@ class Pending:
         return self._result
 
     async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop. ``timeout`` and leaving early are as for ``responses``."""
+        """Iterates over the responses on the running event loop, waiting at most ``timeout`` seconds for each.
+
+        Leaving the iteration early cancels the request.
+        """
         try:
             while True:
                 response = await self._next_async(timeout)
@@ -394,7 +397,7 @@ class Pending:
 
     @types.coroutine
     def _next_async(self, timeout: float | None) -> Generator[Any, None, Answer | ServingError | None]:
-        """Awaits the next response. Arguments and results are those of ``_next``, but for ``timeout``, in seconds."""
+        """Awaits the next response, ``timeout`` seconds at most. Returns it, or the request's error, or None: no more come."""
         arrived = self._arrived
         until: float | None = None
         loop: asyncio.AbstractEventLoop | None = None
@@ -441,7 +444,7 @@ class Pending:
 
 
 def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answer:
-    """Makes the ``Answer`` of a record: arrays on the worker's memory, in places of the request, or with contents of the record.
+    """Makes the ``Answer`` of a record. Its arrays are views of the worker's memory, the caller's ``places``, or copies.
 
     Args:
       lease: the lease of the worker's memory, which the answer then holds; None: there is none.
@@ -508,7 +511,7 @@ def _array(content: bytes, output: OutputTensor) -> Array:
 
 
 def _plan(outputs: Sequence[OutputTensor]) -> tuple[Plan, ...]:
-    """Returns what ``arrays`` needs to know of each output; empty: an output has a place in the request, or is BYTES."""
+    """Returns (name, shape, dtype, byte size) of each output, for ``arrays``; empty: an output is BYTES or lies in a place."""
     if any(output.placed or output.datatype == "BYTES" for output in outputs):
         return ()
     planned = [(output.name, output.shape, dtype_of(output.datatype)) for output in outputs]
@@ -516,7 +519,7 @@ def _plan(outputs: Sequence[OutputTensor]) -> tuple[Plan, ...]:
 
 
 def arrays(answer: Answer, outputs: tuple[Plan, ...], contents: list[Any]) -> bool:
-    """Puts an array of each output into an answer. Returns False: an output lies elsewhere, or has not the size of its shape.
+    """Puts an array of each output into an answer. Returns False: an output's bytes are not in the record, or of another size.
 
     Args:
       outputs: (name, shape, dtype, byte size) of each output.
@@ -536,7 +539,7 @@ def _nothing(call: Call) -> ServingError:
 
 
 def _judged(lane: WorkerLane, answer: AnswerRecord) -> tuple[AnswerRecord, Lease | None] | ServingError:
-    """Returns an answer with the lease that it came with, or the error that it is."""
+    """Returns an answer and the lease that it came with (None: none), or the error to raise if it is an error or malformed."""
     lease = None
     error: ServingError | None = None
     try:

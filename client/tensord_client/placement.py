@@ -47,13 +47,13 @@ class Slot:
         self.free = free
 
     def give_back(self) -> None:
-        """Returns the slot to the free slots of its kind, so that a later request uses it again."""
+        """Makes the slot free again for a later request with the same layout; nothing is done if enough slots of it are free."""
         if len(self.free) < _MAX_FREE:
             self.free.append(self)
 
 
 class Placed:
-    """A request whose inputs are in place: the fields of its record, and what must live until it is answered."""
+    """A request whose inputs the worker can read: the fields of its record, and what must live until it is answered."""
 
     __slots__ = ("contents", "hold", "prepared", "segments", "slot")
 
@@ -80,7 +80,10 @@ Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 
 
 class Layout:
-    """Says how each input of a call gets to the worker; it holds for every request with the same arrays, but for strings."""
+    """Says how each input of a call gets to the worker: in place, inside the request, or copied.
+
+    It holds for every request with the same arrays; with strings among them only for one, because they are encoded in it.
+    """
 
     __slots__ = ("copied", "has_strings", "hold", "inline", "kind", "outputs", "prepared", "segments", "tensors")
 
@@ -103,7 +106,7 @@ class Layout:
 
 
 class Placement:
-    """Puts the inputs of requests in place, in the shared memory of one connection. Thread-safe."""
+    """Puts requests' inputs where workers can read them: in a connection's shared memory or in the request. Thread-safe."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -113,7 +116,7 @@ class Placement:
         self._free: OrderedDict[Any, list[Slot]] = OrderedDict()
 
     def place(self, call: Call, model: OpenedModel) -> Placed:
-        """Puts the inputs of a request in place, copying those that must be copied.
+        """Puts the inputs of a request where the worker can read them; returns what to send. Copies arrays outside shared memory.
 
         Raises: InvalidArgument: the request cannot be sent.  Unavailable: there is no room in shared memory now.
         """
@@ -133,9 +136,9 @@ class Placement:
         return self.fill(call, layout)
 
     def place_again(self, call: Call, model: OpenedModel, layouts: dict[OpenedModel, Layout]) -> Placed:
-        """Puts the inputs of a call in place that is sent many times with the same arrays. Raises as ``place``.
+        """Does what ``place`` does for a call that is sent many times with the same arrays. Raises as ``place``.
 
-        ``layouts``: what earlier requests have found out, which is used and kept up to date.
+        ``layouts``: the layout that the call's last request had, by model; it is used if it still holds, else replaced.
         """
         layout = layouts.get(model)
         if layout is None or layout.has_strings:
@@ -146,7 +149,10 @@ class Placement:
         return self.fill(call, layout)
 
     def lay_out(self, call: Call, model: OpenedModel) -> Layout:
-        """Decides how each input of a request gets to the worker. Raises InvalidArgument: the request cannot be sent."""
+        """Decides for each input whether it is used in place, travels inside the request or is copied to shared memory.
+
+        Raises InvalidArgument: the request cannot be sent.
+        """
         layout = Layout(call)
         room = _ALL_INLINE
         for name, array in call.inputs.items():
@@ -187,7 +193,7 @@ class Placement:
         return layout
 
     def fill(self, call: Call, layout: Layout) -> Placed:
-        """Puts what the arrays hold now in place. Raises Unavailable, InvalidArgument: shared memory has no room for a copy."""
+        """Copies the arrays' values where ``layout`` says. Raises Unavailable: shared memory is full; InvalidArgument: too large."""
         contents = [each if isinstance(each, bytes) else in_host_order(each).tobytes() for each in layout.inline]
         if not layout.copied:
             return Placed(layout.prepared, contents, tuple(layout.segments), None, layout.hold)
@@ -263,10 +269,9 @@ class Placement:
 
 
 def small_inputs(inputs: Mapping[str, np.ndarray], limit: int, room: int) -> tuple[tuple[Any, ...], list[bytes]] | None:
-    """Returns the kind of a request whose inputs all travel inside of it, and their bytes; None: this is not seen at once.
+    """Returns (name, dtype and shape of each input in turn) and the inputs' bytes, if all of them can travel inside the request.
 
-    The kind is the name, dtype and shape of each input in turn. An input that is a view of anything but an array is not looked
-    into: it may lie in shared memory.
+    Returns None: an input is too large, or may lie in shared memory because it is a view of something that is no plain array.
 
     Args:
       limit: the most bytes of an input.
@@ -316,7 +321,7 @@ def in_host_order(array: np.ndarray) -> np.ndarray:
 
 
 def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, Place | None]]) -> bytes:
-    """Encodes a call's prepared request. Raises InvalidArgument: a number or a text in it has no encoding."""
+    """Encodes a call's prepared request, the constant part of the request. Raises InvalidArgument: a value has no encoding."""
     try:
         return wire.prepared_request(call.model, call.version, tensors, outputs, call.parameters)
     except (TypeError, ValueError) as error:

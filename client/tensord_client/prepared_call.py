@@ -54,7 +54,7 @@ _Came = Optional[tuple[int, list[tuple[int, int, bytes]], int]]
 
 
 class Bound:
-    """A prepared call's encoded record for one lane (the socket to one worker), and the bytes that its answers should have."""
+    """A prepared call's encoded record for one lane (the socket to one worker), and the bytes that the last answer had."""
 
     __slots__ = (
         "contents",
@@ -184,7 +184,7 @@ class PreparedCall:
     # ------------------------------------------------------------------------------------------- from whoever reads
 
     def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
-        """Receives the answer from the lane, in any thread."""
+        """Stores the answer, or its error, that the lane received, and wakes the caller. Called in any thread."""
         try:
             lease = lane.lease(answer)
             if answer.code:
@@ -457,9 +457,9 @@ class PreparedCall:
     def _handle(
         self, lane: WorkerLane, bound: Bound, size: int, ancillary: list[tuple[int, int, bytes]], flags: int
     ) -> None:
-        """Delivers the answers in a received datagram.
+        """Delivers the answers in a datagram that the lane has received.
 
-        If this call's answer is one of them, its bytes are stored by ``_learn``.
+        If this call's answer is one of them, its bytes are stored by ``_learn``. Arguments are those of ``WorkerLane.handle``.
         """
         lane.handle(size, ancillary, flags)
         if not self.waiting and self._answer is not None:

@@ -87,7 +87,7 @@ class Answer(dict):  # type: ignore[type-arg]
 
 
 class Description:
-    """Describes one version of a model, as the server does: metadata, largest batch, and the kinds of requests that it takes."""
+    """Describes one version of a model, as the server does: metadata, largest batch, and if it streams or has sequences."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
         self.model: str = answer["model"]

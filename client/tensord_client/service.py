@@ -79,7 +79,7 @@ class ServiceConnection:
             return {}
 
     def ask(self, call: Call) -> Pending:
-        """Sends a request over a lane, or over HTTP if the model is asked that way, and returns it, to wait for its answer."""
+        """Sends a request over a lane, or over HTTP if its model has no lanes. Returns the request, to wait for its answer."""
         return self._way(call.model, call.version).ask(call)
 
     def prepare(self, call: Call) -> PreparedCall:

@@ -51,7 +51,7 @@ def datagrams(record: bytes) -> list[bytes]:
 
 
 def region(place: Place) -> tuple[str, str, int, int]:
-    """Returns the field of a record that names a place: segment or region, offset, byte size."""
+    """Returns the record field of a place: "r", the region's name or "@" with the segment's number, offset, byte size."""
     return ("r", place[0] if isinstance(place[0], str) else f"@{place[0]}", place[1], place[2])
 
 
@@ -61,7 +61,7 @@ def wire_version() -> bytes:
 
 
 def segment_opened(segment: int, byte_size: int) -> bytes:
-    """Encodes the record that announces a segment of this process; the segment's file descriptor is sent with it."""
+    """Encodes the record that announces a segment of this process to the worker; the segment's descriptor is sent with it."""
     return pack(("S+", segment, byte_size))
 
 
@@ -82,7 +82,7 @@ def prepared_request(
     outputs: Iterable[tuple[str, Place | None]],
     parameters: Mapping[str, Any],
 ) -> bytes:
-    """Encodes a prepared request: what requests of one kind have in common.
+    """Encodes a prepared request: the constant part of many requests, which is sent once and then named by a number.
 
     Args:
       version: the model's version; 0: the newest.
@@ -206,7 +206,7 @@ class OutputTensor:
 
 
 class PreparedAnswer:
-    """Holds the fields that all answers of one kind share: version, outputs, parameters, and whether the answer is the last."""
+    """The constant part of many answers, which name it by number: version, outputs, parameters, whether it is the last."""
 
     __slots__ = ("final", "is_mark", "outputs", "own_count", "parameters", "plan", "version")
 
@@ -252,7 +252,7 @@ class AnswerRecord:
     timing: list[int] | None
 
     def __init__(self, fields: list[Any], known: dict[int, PreparedAnswer]) -> None:
-        """Reads the fields of a decoded record. ``known``: the prepared answers by number.
+        """Reads the fields of a decoded record. ``known``: number -> prepared answer (constant part) that the worker has sent.
 
         Raises: Malformed: the fields are no answer, or name a number that is not known.
         """

@@ -54,7 +54,7 @@ class LaneEnded(Exception):
 
 
 class Waiting(Protocol):
-    """The methods and attributes of a request in flight that its lane uses."""
+    """The part of a request in flight that its lane uses: it calls these methods when an answer comes, or the lane ends."""
 
     #: False once an answer has come or the request has ended.
     waiting: bool
@@ -62,7 +62,7 @@ class Waiting(Protocol):
     waiter: queue.SimpleQueue[None] | None
 
     def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
-        """Receives one answer to this request from the lane. Called in any thread; must not wait."""
+        """Stores one answer to this request, which the lane has received. Called in any thread; must not wait."""
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
         """Is called when the lane ends before this request's last answer has come. ``left``: whether the request was sent."""
