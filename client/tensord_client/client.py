@@ -155,7 +155,7 @@ def _usual() -> Iterator[str]:
 
 
 def _way(address: str, patience: float) -> Connection:
-    """Connects to one address, or serves the folder there itself. Raises Unavailable: none answers; InvalidArgument: no address."""
+    """Connects to one address, or serves the folder there. Raises Unavailable: no server answers; InvalidArgument: no address."""
     path = address[len("unix:") :] if address.startswith("unix:") else address
     try:
         kind = os.stat(path).st_mode

@@ -193,7 +193,7 @@ class Placement:
         return layout
 
     def fill(self, call: Call, layout: Layout) -> Placed:
-        """Copies the arrays' values where ``layout`` says. Raises Unavailable: shared memory is full; InvalidArgument: too large."""
+        """Copies the arrays' values as ``layout`` says. Raises Unavailable: shared memory is full; InvalidArgument: too large."""
         contents = [each if isinstance(each, bytes) else in_host_order(each).tobytes() for each in layout.inline]
         if not layout.copied:
             return Placed(layout.prepared, contents, tuple(layout.segments), None, layout.hold)

@@ -105,7 +105,7 @@ class ArrivingMessage(Receiver):
     # -------------------------------------------------------------------------------------------------------- receive
 
     def feed(self, piece: memoryview) -> None:
-        """Adds the next piece to the message; the piece must not reach beyond the end of the message."""
+        """Stores the next piece of the message, in the arena or a buffer. The piece must not reach beyond the message's end."""
         if self.is_placed:
             self._fill(piece, 0)
         else:
@@ -124,7 +124,7 @@ class ArrivingMessage(Receiver):
         return _NOWHERE if lease is None or fields is None else lease.view[self._at : self._at + fields.raw_left]
 
     def advance(self, byte_size: int) -> None:
-        """Notes that ``byte_size`` bytes were read into the memory that ``rest`` returned."""
+        """Counts ``byte_size`` bytes that the caller has read into the memory of ``rest`` as received."""
         fields = self._fields
         assert fields is not None
         self._at += byte_size
@@ -205,7 +205,7 @@ class ArrivingMessage(Receiver):
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
-        """Refuses the message, because it is no request or got no arena memory. The bytes that still arrive are dropped."""
+        """Refuses the message: ``fields`` will raise ``refused``. Bytes that still arrive are dropped."""
         self.is_placed = True
         self._error = refused
         self._give_back()

@@ -24,18 +24,18 @@ class Call(ABC):
 
     @abstractmethod
     def message(self, content: Buffer, start: int, end: int) -> None:
-        """Handles a complete message of the client, ``content[start:end]``.
+        """Takes a complete message of the client, ``content[start:end]``, and acts on it now or stores it for later.
 
         A call that stores the message must store what ``kept`` returns.
         """
 
     def placed_message(self, message: ArrivingMessage) -> None:
-        """Handles a complete message whose tensors lie in the arena; the call must drop the message or take its lease."""
+        """Does what ``message`` does for one whose tensors lie in the arena; the call must drop it or take its lease."""
         raise NotImplementedError("a call whose messages are placed takes them")
 
     @abstractmethod
     def half_closed(self) -> None:
-        """Notes that the client has sent its last message."""
+        """Is called once the client has ended its sending side: no further message follows."""
 
     @property
     @abstractmethod

@@ -147,7 +147,7 @@ class Http2Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _read_directly(self) -> None:
-        """Lets ``BodyReader`` read the rest of a large payload into its place.
+        """Lets ``BodyReader`` read the rest of a large payload straight into the memory of its message.
 
         Removes the reader after a run of small payloads.
         """
@@ -187,7 +187,7 @@ class Http2Connection(asyncio.Protocol):
             http2.data_read = 0
 
     def _note_direct(self, now: float) -> None:
-        """Notes how many bytes of the payload ``BodyReader`` has read so far. ``now``: loop time."""
+        """Updates ``Http2.data_read`` and ``heard_at`` if ``BodyReader`` has read more of a payload. ``now``: loop time."""
         reader, http2 = self._reader, self.http2
         if reader is not None and reader.reads_body and reader.byte_size != http2.data_read:
             http2.data_read, http2.heard_at = reader.byte_size, now

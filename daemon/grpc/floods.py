@@ -36,7 +36,10 @@ _MAX_RESETS = 10_000
 
 
 class Floods:
-    """Counts what one connection sends against its limits. Frames, answers and bytes are totals since the connection began."""
+    """Bounds the frames, resets and pings that one client connection may send: its methods raise ``Violation`` beyond a bound.
+
+    Frames, answers and bytes are passed to them as totals since the connection began.
+    """
 
     __slots__ = ("_answers_at_ping", "_frames_given", "_options", "_pinged_at", "_resets", "_resets_given", "_strikes")
 
@@ -51,7 +54,7 @@ class Floods:
         self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """Raises the connection's limits on frames and resets by what ``seconds`` seconds allow."""
+        """Allows the client so many more frames and resets as ``seconds`` seconds bring."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 
@@ -62,7 +65,7 @@ class Floods:
           frames: frames that came.
           answers: messages and ends of calls that were sent to the client.
           byte_size: bytes of DATA that came, and of large responses that were sent.
-        Raises: Violation: more frames came than time, answers and bytes allow.
+        Raises: Violation: more frames came than time, answers and bytes allow; the caller ends the connection.
         """
         left = self._frames_given + answers * _FRAMES_AN_ANSWER + byte_size // _BYTES_A_FRAME - frames
         if left < 0:

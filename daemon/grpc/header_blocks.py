@@ -73,14 +73,14 @@ class HeaderBlocks:
 
 
 def _violation(error: ValueError | OverflowError) -> Violation:
-    """Translates an error of the HPACK decoder into an HTTP/2 connection error."""
+    """Returns the error that ends the connection because its HPACK decoder raised ``error``; the caller raises it."""
     if isinstance(error, OverflowError):
         return Violation(ENHANCE_YOUR_CALM, "the headers are larger than allowed")
     return Violation(COMPRESSION_ERROR, "the header block cannot be decoded")
 
 
 def _understood(common: bytes) -> CallHead:
-    """Interprets the header fields that many calls share (``hpack_decoder``).
+    """Decodes header fields that many calls share, as ``HpackDecoder.decode`` packed them, to the head of a call.
 
     Raises Malformed: no request may have such headers.
     """

@@ -25,7 +25,7 @@ class Malformed(Exception):
 
 
 def check_common(fields: Iterable[Field]) -> None:
-    """Checks the header fields that many calls share (``hpack_decoder``). Raises Malformed: they break a rule of HTTP/2."""
+    """Checks the header fields that many calls share (path, content-type, ...). Raises Malformed: they break a rule of HTTP/2."""
     pseudo: dict[bytes, bytes] = {}
     regular = False
     for name, value in fields:
@@ -43,7 +43,7 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks the header fields of a single call. Returns its content-length, or None without one.
+    """Checks the other header fields (metadata, content-length, ...). Returns the content-length, or None without one.
 
     Raises Malformed: a field is invalid.
     """

@@ -44,7 +44,7 @@ class HpackDecoder(Protocol):
 
 
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
-    """Separates decoded fields into those that many calls share, packed into bytes, and the call's other fields."""
+    """Separates decoded fields into those that many calls share (``COMMON``), packed for ``fields``, and the call's others."""
     common: list[bytes] = []
     own: Fields = []
     for name, value in decoded:

@@ -67,7 +67,7 @@ _LAST_CALL = b"tensord!"
 
 
 class ConnectionPhase(enum.Enum):
-    """Names the phases of an HTTP/2 connection's life."""
+    """The phases of an HTTP/2 connection: before the client's preface, open, GOAWAY sent, last streams, closed."""
 
     #: The client's preface is not whole.
     OPENING = "opening"
@@ -239,9 +239,9 @@ class Http2:
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Handles one frame of any kind.
+        """Carries out one complete frame: gives data and headers to their stream, adopts settings and windows, answers a ping.
 
-        Returns what handling the frame cost on top of its arrival, in units of one frame's arrival.
+        Returns what this cost on top of the frame's arrival, in units of one frame's arrival. Raises Violation.
         """
         if kind == HEADERS:
             return self._headers(number, flags, payload)
@@ -271,7 +271,7 @@ class Http2:
     # --------------------------------------------------------------------------------------------------- 6.1: DATA
 
     def _data(self, number: int, flags: int, data: bytes, start: int, end: int) -> None:
-        """Handles a complete DATA frame of stream ``number`` without padding; its payload is ``data[start:end]``."""
+        """Gives ``data[start:end]``, the payload of a complete DATA frame without padding, to stream ``number``."""
         stream = self.streams.get(number)
         if stream is not None and not stream.half_closed:
             ungranted = stream.ungranted + end - start
@@ -286,7 +286,7 @@ class Http2:
         self._any_data(number, flags, data[start:end])
 
     def _any_data(self, number: int, flags: int, payload: bytes) -> None:
-        """Handles a complete DATA frame of stream ``number``, padded or not."""
+        """Gives the payload of a complete DATA frame, padded or not, to stream ``number``; drops it if the stream has ended."""
         stream = self._data_target(number, len(payload))
         if stream is None:
             return
@@ -319,7 +319,7 @@ class Http2:
         return memoryview(b"") if arriving is None else arriving.rest()[: self.data_left]
 
     def data_was_read(self, byte_size: int) -> None:
-        """Notes that the ``byte_size`` bytes of ``data_room`` were filled; the bytes after them go through ``receive`` again."""
+        """Reports the ``byte_size`` bytes that filled ``data_room`` to their stream; later bytes go through ``receive`` again."""
         self.data_read = 0
         self.data_left -= byte_size
         stream = self.data_stream
@@ -331,7 +331,7 @@ class Http2:
                 stream.frame_arrived(self._data_flags)
 
     def _data_target(self, number: int, size: int) -> Stream | None:
-        """Counts a DATA frame of ``size`` bytes against the windows. Returns its stream, or None if the stream has ended."""
+        """Counts a DATA frame against the windows. Returns its stream; None: it ended. Raises Violation: too much was sent."""
         stream = self.streams.get(number)
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
         self._ungranted += size
@@ -361,7 +361,10 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Handles one HEADERS frame of any kind. Returns what handling it cost, in units of one frame's arrival."""
+        """Opens a stream by HEADERS, or ends a request by its trailers; waits for CONTINUATION if more is to come.
+
+        Returns what decoding cost, in units of one frame's arrival.
+        """
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:
@@ -390,7 +393,7 @@ class Http2:
         return self._header_block(number, first_flags, b"".join(pieces))
 
     def _header_block(self, number: int, flags: int, block: bytes) -> int:
-        """Handles a complete header block, which opens a stream or is the trailers of one.
+        """Opens a stream by a complete header block, or ends the request of a stream that was opened before by its trailers.
 
         Returns what decoding the block cost, in units of one frame's arrival. A block that cannot be decoded ends the connection,
         because the state of the compression table is unknown afterwards (4.3).
@@ -423,7 +426,7 @@ class Http2:
         return cost
 
     def _trailers(self, number: int, flags: int, block: bytes) -> None:
-        """Handles a header block for a stream that was opened before: the trailers of its request."""
+        """Ends a request by its trailers; resets the stream if they are malformed. Raises Violation: its client had ended it."""
         stream = self.streams.get(number)
         if stream is None:
             past = self.numbers.past(number)
@@ -542,7 +545,7 @@ class Http2:
             self.reset(self.streams[number], code)
 
     def pump(self) -> None:
-        """Lets the blocked streams send, in turn, as much as the connection's window and the socket allow."""
+        """Lets streams with unsent bytes send, in turn, as much as the connection's window and the socket allow."""
         for stream in list(self.blocked.values()):
             if self.send_window <= 0 or self.room <= 0:
                 return

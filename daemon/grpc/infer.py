@@ -58,10 +58,10 @@ class InferCall(Call):
     def completed(
         self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
     ) -> None:
-        """Handles an answer to ``asked``, one of the call's requests.
+        """Sends the client an answer to ``asked``, one of the call's requests, or the error that it is.
 
         Args:
-          prepared: what answers of its kind share.
+          prepared: the constant part of the answer, which it shares with many others.
           own: the rest of this answer.
           lane: has the response arena that the answer's tensors lie in; None: it is an error without tensors.
         """
@@ -175,8 +175,9 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, streamed: bool, trace: Trace | None
     ) -> CallRequest | None:
-        """Sends the request of a complete message whose kind is cached. Returns None if the message must be decoded in full.
+        """Sends the request of a complete message of which all but ``walked`` was decoded before, as ``known`` holds it.
 
+        Returns None, without sending it, if the message must be decoded in full.
         ``trace``: the request's trace; None: it is not sampled.
         """
         _, client_id, parameters, raws, room = walked
@@ -290,7 +291,7 @@ class Infer:
         read_ns: int,
         sampled: Trace | None = None,
     ) -> CallRequest:
-        """Sends a request that was decoded in full, with forwarded headers as parameters.
+        """Sends a request that was decoded in full, with forwarded headers as parameters. Raises RefusedRequest: it was not sent.
 
         ``sampled``: its trace, if it has one already.
         """
@@ -351,7 +352,10 @@ class Infer:
     def written(
         self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane, streamed: bool
     ) -> list[Buffer]:
-        """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the response arena are not copied."""
+        """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the response arena are not copied.
+
+        ``streamed``: whether it answers ModelStreamInfer. Other arguments are those of ``InferCall.completed``.
+        """
         if asked.message is not None and type(own.prepared) is int:
             layout = asked.message.answer_layout(prepared, streamed)
             return layout.pieces(asked.id, own.contents, lane.view)
@@ -361,7 +365,7 @@ class Infer:
     def releaser(
         self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None, trace: Trace | None
     ) -> Callable[[], None] | None:
-        """Returns the callback for when an answer has left, or None if nothing is to be done then.
+        """Returns the callback for when an answer was written to the client, or None if nothing is to be done then.
 
         The callback releases the answer's memory. It also acknowledges a response that is not final, or ends the trace.
         """
@@ -374,7 +378,7 @@ class Infer:
 
 
 class Sent:
-    """Is called when an answer has left: releases its memory and ends its trace."""
+    """The callback for when a traced answer was written to the client: releases the answer's memory and ends its trace."""
 
     __slots__ = ("_release", "_trace")
 

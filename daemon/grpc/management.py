@@ -46,7 +46,7 @@ _FOR_PEER = frozenset(
 
 
 class Management:
-    """Answers each RPC with the coroutine method of the same name."""
+    """Implements the RPCs other than inference (health, metadata, repository, regions, ...): each is the method of its name."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._endpoints = endpoints

@@ -50,7 +50,7 @@ def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
 
 
 def _joined(packed: npt.NDArray[np.uint8], starts: Numbers, ends: Numbers) -> Numbers:
-    """Decodes the varints that lie from ``starts`` to ``ends`` in ``packed``: seven bits a byte, the lowest first."""
+    """Decodes varints (seven bits a byte, the lowest first) from the offsets of their first and last bytes in ``packed``."""
     values = (packed[starts] & 127).astype(np.uint64)
     longer = np.flatnonzero(ends > starts)
     for place in range(1, _MAX_VARINT):

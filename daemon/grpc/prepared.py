@@ -35,7 +35,7 @@ Understood = tuple[DecodedHead, UnsentRequest, ModelState]
 
 
 class PreparedMessage:
-    """Holds the meaning of request messages that differ only in id, scheduling and raw tensors. Owned by ``PreparedMessages``."""
+    """Holds what messages that differ only in id, scheduling and raw tensors decode to; an entry of ``PreparedMessages``."""
 
     __slots__ = ("decoded", "decoupled", "edition", "numbered", "streamed", "unary")
 
@@ -54,7 +54,10 @@ class PreparedMessage:
         self.unary: dict[int, AnswerLayout] = {}
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
-        """Returns the cached layout for answers that share ``prepared``. ``streamed``: whether they answer ModelStreamInfer."""
+        """Returns the ``AnswerLayout`` for answers with the constant part ``prepared``, from the cache if it is there.
+
+        ``streamed``: whether they answer ModelStreamInfer.
+        """
         known = self.streamed if streamed else self.unary
         # Who is kept here keeps what was prepared, so nothing else has its address meanwhile.
         layout = known.get(id(prepared))
@@ -70,7 +73,7 @@ class PreparedMessage:
 
 
 class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
-    """Caches a front's prepared messages by the bytes that all messages of a kind share (``walk``: the rest)."""
+    """Caches what a front's request messages decode to, by their bytes without id, scheduling and raw tensors (their rest)."""
 
     __slots__ = ("_schedulings", "_submitter", "_table")
 
@@ -83,7 +86,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:
-        """Returns whether the cached meaning holds for a message with ``raws`` raw tensors, and its model still serves."""
+        """Returns whether ``known`` may be used for a message with ``raws`` raw tensors: it has as many, and its model serves."""
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
@@ -122,7 +125,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
 
         Args:
           walked: what ``walk`` found in the message; None: the message is unusual.
-          known: the cached meaning of its rest; None: there is none.
+          known: the cache's entry for its rest (all but id, scheduling and raw tensors); None: there is none.
         Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """
         if walked is None or walked[2]:
@@ -147,7 +150,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
 
         Args:
           walked: what ``walk`` found in the head, or in the message; None: the message is unusual.
-          known: the cached meaning of its rest; None: there is none.
+          known: the cache's entry for its rest (all but id, scheduling and raw tensors); None: there is none.
         Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """
         try:
@@ -172,7 +175,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return decoded, request, state
 
     def _learn(self, walked: Walked, decoded: DecodedHead, has_raw: bool) -> None:
-        """Caches the meaning of a message that was decoded in full, if later messages can share it."""
+        """Caches what a message was decoded to, if messages that differ only in id, scheduling and tensors may share it."""
         rest, _, parameters, _, _ = walked
         if parameters:
             try:

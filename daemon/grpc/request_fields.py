@@ -105,7 +105,7 @@ class ArrivingFields:
     def __init__(self, byte_size: int, begun: Begun | None = None) -> None:
         """Starts to parse a message of ``byte_size`` bytes.
 
-        ``begun``: the fields before its first raw tensor, if they are known already.
+        ``begun``: what ``walk_beginning`` found before the first raw tensor; None: parse the message from its beginning.
         Raises RefusedRequest: the raw tensor is longer than the message.
         """
         head, client_id, at, size = begun or _NOTHING

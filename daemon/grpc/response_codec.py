@@ -23,15 +23,15 @@ _INT64 = 1 << 63
 
 
 class AnswerLayout:
-    """Encodes answers of one kind: the part that they share was encoded once, and each answer's id and tensors are added."""
+    """Encodes answers that differ only in id and tensors: it holds their common part encoded, and adds each answer's own."""
 
     __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
 
     def __init__(self, prepared: PreparedAnswer, model: str, final: bool | None = None) -> None:
-        """Encodes the part that all answers of the kind share.
+        """Encodes the part that the answers share.
 
         Args:
-          prepared: what the answers share; the layout refers to it as long as it lives.
+          prepared: that part before it is encoded; the layout refers to it as long as it lives.
           final: the value of ``triton_final_response``; None: the parameter is absent, as in unary answers.
         """
         self._prepared = prepared

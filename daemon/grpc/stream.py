@@ -166,7 +166,7 @@ class Stream:
                 self._arrived(arriving)
 
     def advance(self, byte_size: int) -> None:
-        """Notes that ``byte_size`` bytes of the message were read into the memory that ``ArrivingMessage.rest`` returned."""
+        """Counts ``byte_size`` bytes that were read into the memory of ``ArrivingMessage.rest``; hands a complete message on."""
         if self._promised is not None and not self._counts(byte_size):
             return
         arriving = self.arriving
@@ -190,7 +190,7 @@ class Stream:
         self.grant()
 
     def frame_arrived(self, flags: int) -> None:
-        """Notes that all of a DATA frame with these flags has arrived, of which the payload was received or read."""
+        """Is called when all of a DATA frame has arrived: ends the request if ``flags`` say so, else may grant window."""
         if flags & frames.END_STREAM:
             self.end_receiving()
         elif self.ungranted > MUCH_OF_STREAM:
@@ -203,7 +203,7 @@ class Stream:
             self.ungranted = 0
 
     def _note(self) -> None:
-        """Counts buffered message bytes, refuses the call if they are too many, and grants window for a placed message."""
+        """Counts buffered message bytes, refuses the call if they are too many, and grants window for a message in the arena."""
         if self._finished:
             return
         arriving, serving = self.arriving, self.http2.serving
@@ -281,7 +281,7 @@ class Stream:
         return self._promised >= 0
 
     def end_receiving(self) -> None:
-        """Notes that the client has ended its side of the stream, and tells the call.
+        """Tells the call that the client has ended its side of the stream.
 
         Refuses the call if a message is incomplete.
         """
@@ -545,7 +545,7 @@ class Stream:
 
     @property
     def idle(self) -> bool:
-        """Returns whether the call is open, no request message is arriving and none waits for its response."""
+        """Returns whether the call is open, and neither receives a request message nor has a request without its answer."""
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
     def stop(self, now: float, direct: int) -> None:

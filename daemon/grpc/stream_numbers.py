@@ -33,7 +33,7 @@ class Past(enum.Enum):
 
 
 class StreamNumbers:
-    """Tracks the stream identifiers of one connection."""
+    """Remembers which stream identifiers of one connection were used, and how streams that are not open any more have ended."""
 
     __slots__ = ("_ended", "_forgotten", "_gaps", "next")
 
@@ -61,11 +61,11 @@ class StreamNumbers:
         self.next = number + 2
 
     def cut(self, number: int) -> None:
-        """Remembers that the server ended a stream before the client had ended its side."""
+        """Has ``past`` return CUT for a stream: the server ended it before the client had ended its side."""
         self._remember(number, Past.CUT)
 
     def reset(self, number: int) -> None:
-        """Remembers that the client reset a stream."""
+        """Has ``past`` return RESET for a stream: the client reset it."""
         self._remember(number, Past.RESET)
 
     def past(self, number: int) -> Past:

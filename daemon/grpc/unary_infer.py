@@ -215,7 +215,7 @@ class UnaryInfer(InferCall):
 
 
 class StepOrder:
-    """Keeps the unary calls of one connection whose requests are not with a worker yet, in the order in which they began."""
+    """Has the steps of a sequence sent in order: holds one connection's unary calls whose requests no worker has yet."""
 
     __slots__ = ("_broken", "_due", "_loop", "unsent")
 
@@ -247,7 +247,7 @@ class StepOrder:
         return False
 
     def leave(self, step: UnaryInfer, sent: bool) -> None:
-        """Removes a call whose request was sent to a worker (``sent``), or never will be.
+        """Removes a call; steps that waited for it are sent if its request was (``sent``), and refused if it never will be.
 
         Does nothing if the call is not here.
         """

@@ -35,7 +35,9 @@ _MAX_SHIFT = 28
 
 
 def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked | None:
-    """Walks over the complete message ``content[start:end]``. Returns None if the message must be decoded in full.
+    """Cuts the complete message ``content[start:end]`` into rest, id, scheduling parameters and raw tensors.
+
+    Returns these and the arena room for tensors above ``inline``; None: a field is unusual or malformed, so decode it in full.
 
     Args:
       inline: raw tensors of up to this many bytes are returned as bytes, larger ones as views of ``content``.
@@ -67,9 +69,9 @@ def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked
 
 
 def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | None:
-    """Walks over ``content[start:end]``, the beginning of a message, up to its first raw tensor.
+    """Reads the fields before the first raw tensor from ``content[start:end]``, the beginning of a message.
 
-    Returns None if no raw tensor begins there, or the message must be decoded in full.
+    Returns these without the id, the id, where the tensor begins and its size; None: none begins there, or decode it in full.
     """
     own = _Own(parts=False)
     at = start
