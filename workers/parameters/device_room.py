@@ -29,7 +29,8 @@ class DeviceRoom:
     """
 
     def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
-        """
+        """Starts without sets.
+
         Args:
           byte_size: how many bytes all sets together may take on the device.
           pinned: how many bytes of page-locked memory sets that left the device may take; None: none.
@@ -107,7 +108,7 @@ class DeviceRoom:
         return parameters.byte_size <= self._limit
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps a replaced set in host memory. While such sets take too many bytes the one kept longest is forgotten."""
+        """Stores a replaced set, in host memory, for later use. While such sets take too many bytes the oldest is forgotten."""
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
             oldest, _ = self._former.popitem(last=False)

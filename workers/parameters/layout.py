@@ -222,7 +222,7 @@ def is_sealed(fd: int) -> bool:
 
 
 class NewMemory:
-    """New memory that parameters are written to and that is then sealed. The user calls ``sealed``, and ``close`` in any case."""
+    """New memory that parameters are written to and that is then sealed. Its owner calls ``sealed``, and always ``close``."""
 
     def __init__(self, byte_size: int, parts: Sequence[memoryview] = ()) -> None:
         """Allocates memory. Raises Unavailable: the host has no memory left, or the process no file descriptor.

@@ -111,13 +111,13 @@ class Leaves:
         return fitting
 
     def check_known(self, found: Mapping[str, Any], what: str) -> None:
-        """Checks the names of pushed arrays. Raises InvalidArgument: the model has no leaf with such a name."""
+        """Checks the names of pushed arrays, called ``what`` in errors. Raises InvalidArgument: the model has no such leaf."""
         known = {leaf.name for leaf in self._leaves}
         if unknown := sorted(name for name in found if name not in known):
             raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")
 
     def check(self, leaf: Leaf, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> None:
-        """Checks a pushed array. Raises InvalidArgument: its dtype or shape is not that of the leaf."""
+        """Checks one pushed array, named ``what`` in errors. Raises InvalidArgument: its dtype or shape is not the leaf's."""
         if dtype not in (leaf.placed, leaf.made) or shape != leaf.shape:
             raise InvalidArgument(
                 f"{what}: leaf '{leaf.name}' is {_kind(dtype, shape)}, model '{self.model}' has "
@@ -147,7 +147,7 @@ def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
 
 
 def check_finite(leaves: Leaves, arrays: Sequence[Array | None], what: str) -> None:
-    """Checks the values of pushed parameters. Raises InvalidArgument: a value is infinite or NaN; names its leaf and index."""
+    """Checks pushed values. Raises InvalidArgument: a value is infinite or NaN; the text has its leaf, index and ``what``."""
     for leaf, array in zip(leaves, arrays, strict=True):
         if array is None or array.dtype.kind in "biu":
             continue

@@ -60,7 +60,8 @@ class ParameterSet:
     def __init__(
         self, sets: ParameterSets, name: str, number: int, host: Sequence[Array | None] | None, tree: Any = _ABSENT
     ) -> None:
-        """
+        """Makes a set that is not in use yet.
+
         Args:
           sets: the sets of the loaded model version.
           name: of the set.
@@ -123,7 +124,7 @@ class ParameterSet:
         return any(tree is not _ABSENT for tree in self._trees)
 
     def _placed(self, placement: int) -> Any:
-        """Brings the leaves to a placement's device. Placement 1 (small programs) requires that ``sets.lay`` is set."""
+        """Copies the leaves to a placement's device and returns them. Placement 1 (small programs) needs ``sets.lay``."""
         if placement:
             assert self.sets.share is not None
             assert self.sets.lay is not None
@@ -131,7 +132,7 @@ class ParameterSet:
         return self.sets.place(self.hosted() if self._pinned is None else self._pinned)
 
     def _shared(self, placement: int) -> Any:
-        """Returns the parameters for a placement, in the memory in which they lie for the other placement."""
+        """Returns the parameters for a placement, without a copy, in the memory where they lie for the other placement."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
@@ -150,7 +151,10 @@ class ParameterSet:
 
     @property
     def may_leave(self) -> bool:
-        """True if the set may leave the device to make room for others: it is in host memory, and not staged or a fixed main."""
+        """True if the set may leave the device to make room for others.
+
+        It must be in host memory, and not be waiting to be put into use. ``main`` stays unless ``sets.on_demand`` is set.
+        """
         moves = self._host is not None and self.placed_byte_size > 0
         return moves and (self.sets.main is not self or self.sets.on_demand) and self not in self.sets.staged
 
@@ -219,7 +223,7 @@ class ParameterSet:
             self.on(1)
 
     def moved(self, tree: Any) -> None:
-        """Replaces the arrays on the device by the same arrays at other places, while the model is loaded."""
+        """Replaces the arrays by equal ones, which lie on the devices as the first program needs them, while the model loads."""
         self._trees = [tree, _ABSENT]
 
     def said(self) -> dict[str, Parameter]:
@@ -234,7 +238,7 @@ class ParameterSet:
 
 
 class Asking(Protocol):
-    """The part of a request that parameter sets need to know."""
+    """What parameter sets need to know of a request: which set it names, and if its answer says by which it was computed."""
 
     #: The name of the set that the request names, or the set that its sequence continues with; None: main.
     chosen: str | ParameterSet | None
@@ -259,7 +263,8 @@ class ParameterSets:
         pin: Pin | None = None,
         lay: Lay | None = None,
     ) -> None:
-        """
+        """Holds ``main``, the parameters that the model was loaded with.
+
         Args:
           leaves: describes the model's parameters.
           tree: the parameters that the model was loaded with, on the device; leaves that lie in ``stack`` are None there.
@@ -342,7 +347,7 @@ class ParameterSets:
         return found
 
     def each_chosen_by(self, requests: Sequence[Asking]) -> BatchSets:
-        """Returns the set of each request of a batch that may mix sets; for models with a stack. Otherwise as ``chosen_by``."""
+        """Returns the set that each request of a batch names; for models whose batches mix sets. Raises as ``chosen_by``."""
         return BatchSets({request: self.chosen_by([request]) for request in requests})
 
     def check_count(self, name: str, limit: int) -> None:
@@ -354,7 +359,7 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> list[object]:
-        """Puts a staged set into use.
+        """Puts a set that was prepared into use, in place of the version before, which is kept for a roll-back.
 
         Returns objects that only runs that have begun still use: their memory is freed when the caller drops them.
 
@@ -383,7 +388,7 @@ class ParameterSets:
         return unused
 
     def drop(self, name: str) -> list[object]:
-        """Forgets the set with a name, and the version before. Returns objects to be dropped by the caller, as ``commit``.
+        """Forgets the set with a name, and the version before. Returns objects whose memory is freed when the caller drops them.
 
         Raises NotFound: there is no set with that name; InvalidArgument: it is main.
         """

@@ -38,7 +38,7 @@ def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Arr
 
 
 class SetDeclaration(NamedTuple):
-    """Holds a model's settings for batches that mix parameter sets."""
+    """Holds a model's settings for batches that mix parameter sets: which leaves differ, and how many sets lie on the device."""
 
     #: Names of leaves, or of subtrees of leaves, that differ between sets; empty: all leaves.
     names: tuple[str, ...]
@@ -89,7 +89,7 @@ class BatchSets:
 
 
 class SetStack:
-    """Holds parameter sets of one loaded model version side by side on the device."""
+    """Holds parameter sets of one loaded model version side by side on the device, so that the rows of a batch can mix them."""
 
     def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
         """Prepares a stack; the first batch makes its arrays.
@@ -117,7 +117,7 @@ class SetStack:
         self._tree_of: ParameterSet | None = None
 
     def open(self, at: int, open: Open, put: Put) -> None:
-        """Sets the device of the stack.
+        """Sets the device of the stack, and the functions by which the next batches make and fill its arrays.
 
         Args:
           at: the placement of the model's programs (``Placement.at``).

@@ -76,7 +76,8 @@ class Making:
     """Makes the sealed memory for the parameters of one push. Its owner calls ``close`` at the end, in the worker's loop."""
 
     def __init__(self, operation: MakeParameters, limit: int, base: ParameterSet | None) -> None:
-        """
+        """Prepares the memory's making; nothing is read yet.
+
         Args:
           operation: describes the push.
           limit: how many bytes one push may have.
@@ -94,12 +95,12 @@ class Making:
         self._fd = -1
 
     def lease(self, region: AnyRegion) -> None:
-        """Leases a region that is read, until ``close``."""
+        """Leases a region that ``make`` reads, so that its memory stays until ``close``."""
         region.lease()
         self._regions.append(region)
 
     def reads(self, read: Callable[[Making], Mapping[str, Array] | int], fd: int = -1) -> None:
-        """Sets the function that reads the source.
+        """Sets the function by which ``make`` reads the source.
 
         Args:
           read: returns leaf name -> array, or the file descriptor of sealed memory.
