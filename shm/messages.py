@@ -17,6 +17,7 @@ that does not come again travels inside the record.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -29,10 +30,13 @@ WIRE_VERSION = 3
 Parameter = bool | int | float | str
 #: The bit of ``RequestRecord.trace`` that asks for ``AnswerRecord.timing``.
 TIMING = 4
-#: The request parameter that names a parameter set, and the one with which answers say which set they are of.
+#: The request parameter that names a parameter set (its value is ``RequestRecord.parameter_set``), and the one with which answers
+#: say which set they are of.
 SET_PARAMETER, TELLING_PARAMETER = "parameter_set", "tensord_parameters"
 #: A key by which waiting requests replace one another has at most so many bytes.
 MAX_REPLACE_KEY = 128
+#: The name of a parameter set has at most so many bytes.
+MAX_SET_NAME = 128
 #: Which sequence a request belongs to; 0 and "": to none. 5 and "5" are two. A string has at most that many bytes.
 MAX_SEQUENCE_ID = 128
 SequenceId = Annotated[int, msgspec.Meta(ge=0)] | Annotated[str, msgspec.Meta(max_length=MAX_SEQUENCE_ID)]
@@ -166,7 +170,7 @@ class PreparedRequest(Record, frozen=True, tag="P"):
     inputs: tuple[PreparedTensor, ...] = ()
     #: Empty: all outputs.
     outputs: tuple[RequestedOutput, ...] = ()
-    #: Reserved keys (sequence_*, priority, timeout, tensord_replace, binary_data_output) are taken out before this.
+    #: Without the reserved keys: sequence_*, priority, timeout, tensord_replace, parameter_set, binary_data_output.
     parameters: dict[str, Parameter] = msgspec.field(default_factory=dict)
 
 
@@ -214,6 +218,8 @@ class RequestRecord(Record, frozen=True, tag="q"):
     strikes: _Natural = 0
     #: The next request of the same key and model version takes the place of this one while it waits; "": it has no key.
     replace_key: str = ""
+    #: The parameter set that the request is to be computed with; "": the model's main set.
+    parameter_set: str = ""
 
 
 class Release(Record, frozen=True, tag="L"):
@@ -296,6 +302,27 @@ NOT_LAST = PreparedAnswer(final=False)
 def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
     """Returns whether an answer carries no response and no error, and only says that no further response comes."""
     return prepared.final and not (answer.code or prepared.version or prepared.outputs)
+
+
+def set_named(parameters: Mapping[str, Parameter]) -> tuple[dict[str, Parameter], str]:
+    """Separates the name of a parameter set from the other parameters of a request; "": they name none.
+
+    Raises InvalidArgument: the value cannot be the name of a set.
+    """
+    others = dict(parameters)
+    name = others.pop(SET_PARAMETER, None)
+    if name is None:
+        return others, ""
+    if type(name) is not str:
+        raise InvalidArgument(f"parameter '{SET_PARAMETER}' is {name!r}, a text is expected")
+    if not name:
+        raise InvalidArgument(f"parameter '{SET_PARAMETER}' is empty, the name of a parameter set is expected")
+    return others, name
+
+
+def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:
+    """Returns the parameters of a request as its client gave them, but for those that schedule it."""
+    return {**prepared.parameters, SET_PARAMETER: own.parameter_set} if own.parameter_set else prepared.parameters
 
 
 ToWorker = (

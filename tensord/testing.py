@@ -37,7 +37,7 @@ from tensord.shm.errors import (
     Unknown,
     Unsupported,
 )
-from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord
+from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord, set_named
 
 if TYPE_CHECKING:
     import jax
@@ -330,8 +330,9 @@ class Model:
         given = _flat(inputs, datatypes)
         arrays = {name: _array(name, value, datatypes.get(name)) for name, value in given.items()}
         said: Any = {"client_id" if name == "request_id" else name: value for name, value in own.items()}
-        prepared = PreparedRequest(self.name, self.version, parameters=said.pop("parameters", {}))
-        record = RequestRecord(next(self._worker.numbers), prepared, **said)
+        parameters, parameter_set = set_named(said.pop("parameters", {}))
+        prepared = PreparedRequest(self.name, self.version, parameters=parameters)
+        record = RequestRecord(next(self._worker.numbers), prepared, **said, parameter_set=parameter_set)
         answers = self._worker.ask(prepared, record, arrays, outputs)
         answers.timeout = self.timeout
         return answers, sum(array.nbytes for array in arrays.values())

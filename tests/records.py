@@ -73,6 +73,7 @@ class WholeRequest:
     sequence_end: bool = False
     trace: int = 0
     replace_key: str = ""
+    parameter_set: str = ""
 
     @property
     def prepared(self) -> PreparedRequest:
@@ -120,6 +121,7 @@ def whole_request(prepared: PreparedRequest, own: RequestRecord) -> WholeRequest
         own.sequence_end,
         own.trace,
         own.replace_key,
+        own.parameter_set,
     )
 
 

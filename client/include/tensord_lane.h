@@ -31,10 +31,11 @@
  *                ["S!", segment]                       the sender could not map the receiver's segment
  *      client    ["Q+", number, prepared request]      from now on the number (below 1024) stands for it
  *                ["q", request id, prepared, [bytes, ...], client id, deadline ns, 0, priority, timeout us, sequence id,
- *                      sequence start, sequence end, trace, 0, replace key]
- *                                                      all fields, or all but the last: while the request waits the next one of its
- *                                                      key takes its place. prepared: a number, or the request itself. ids are not 0, are never used
- *                                                      again and grow. The bytes are those of the inputs without a place, in order.
+ *                      sequence start, sequence end, trace, 0, replace key, parameter set]
+ *                                                      all fields, or all but the last or the last two. While the request waits the next one
+ *                                                      of its key takes its place; "" is no key, and the parameter set main.
+ *                                                      prepared: a number, or the request itself. ids are not 0, are never used again and
+ *                                                      grow. The bytes are those of the inputs without a place, in order.
  *                                                      deadline: CLOCK_MONOTONIC, 0 is none. trace 4 asks for times, else 0.
  *                ["L", [[segment, offset, generation], ...]]    leases that are given back, each once
  *                ["T", request id, byte size]          so much more of its responses was taken: 256 and the bytes of the contents for each

@@ -190,8 +190,8 @@ static PyObject *unpack_from(PyObject *module, PyObject *arguments) {
 static PyObject *base_name, *dtype_name, *nbytes_name, *shape_name, *tobytes_name;
 
 /* What a request's record begins with, up to its id. */
-#define REQUEST_HEAD "\x9f\xa1q\xcf"
-#define HEAD_SIZE 4
+#define REQUEST_HEAD "\xdc\x00\x10\xa1q\xcf"
+#define HEAD_SIZE (sizeof REQUEST_HEAD - 1)
 #define ID_SIZE 8
 /* The heads of an array and of a byte string have at most so many bytes. */
 #define MOST_HEAD 5

@@ -38,6 +38,7 @@ class Call:
         "layouts",
         "model",
         "outputs",
+        "parameter_set",
         "parameters",
         "places",
         "priority",
@@ -68,6 +69,7 @@ class Call:
         sequence_start: bool = False,
         sequence_end: bool = False,
         replace_key: str = "",
+        parameter_set: str = "",
         deadline: float | None = None,
         streams: bool = False,
         pure: bool = False,
@@ -86,6 +88,7 @@ class Call:
           sequence_id: the sequence that the request belongs to; 0 or "": none.
           sequence_start, sequence_end: whether the request is the first, and the last, of its sequence.
           replace_key: while the request is in the queue, the next request with the same key replaces it (Replaced); "": never.
+          parameter_set: the model's parameter set that the answer is computed with; "": ``main``.
           deadline: seconds of ``time.monotonic()``, after which the caller does not wait any more; None: no deadline.
           streams: whether any number of responses is expected, in place of exactly one.
           pure: whether running the request twice does no harm, so that it may be sent again after a failure.
@@ -104,6 +107,7 @@ class Call:
         self.sequence_start = sequence_start
         self.sequence_end = sequence_end
         self.replace_key = replace_key
+        self.parameter_set = parameter_set
         self.deadline = deadline
         self.streams = streams
         self.pure = pure
@@ -113,7 +117,7 @@ class Call:
 
     @property
     def is_bare(self) -> bool:
-        """Returns whether the request has no parameters, id, priority, queue timeout, sequence or replace key."""
+        """Returns whether the request has no parameters, id, priority, queue timeout, sequence, replace key or parameter set."""
         return not (
             self.parameters
             or self.request_id
@@ -121,4 +125,5 @@ class Call:
             or self.timeout_us
             or self.sequence_id
             or self.replace_key
+            or self.parameter_set
         )

@@ -481,6 +481,7 @@ def _own_parameters(call: Call) -> tuple[tuple[str, Parameter], ...]:
         ("timeout", call.timeout_us),
         ("sequence_id", call.sequence_id),
         ("tensord_replace", call.replace_key),
+        ("parameter_set", call.parameter_set),
     )
 
 

@@ -186,7 +186,9 @@ class LocalPending:
         self._model = model
         self._call = call
         self._own: Any = {
-            "parameters": call.parameters,
+            "parameters": {**call.parameters, "parameter_set": call.parameter_set}
+            if call.parameter_set
+            else call.parameters,
             "request_id": call.request_id,
             "priority": call.priority,
             "timeout_us": call.timeout_us,

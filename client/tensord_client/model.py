@@ -35,8 +35,8 @@ class Calls:
         parameter_set: str = "",
     ) -> None:
         self._connection = connection
-        #: The parameter set that each request names; empty: none, and ``main`` answers.
-        self._set: Mapping[str, str] = {"parameter_set": parameter_set} if parameter_set else {}
+        #: The parameter set that each request names unless its parameters name one; "": none, and ``main`` answers.
+        self._set = parameter_set
         self._description = description
         #: The version that requests name; 0: the newest at the time of the request.
         self._asked_version = version
@@ -75,7 +75,8 @@ class Calls:
           streams: whether the caller accepts any number of responses.
           detached: as for ``Call``.
 
-        Raises: InvalidArgument: an input cannot be an array, or the model gives several responses and ``streams`` is False.
+        Raises: InvalidArgument: an input cannot be an array, the parameters name no parameter set where they should, or the model
+          gives several responses and ``streams`` is False.
           TypeError: ``own`` has a key that ``Own`` lacks.  Unavailable: ``close`` was called on this model.
         """
         if self._closed:
@@ -84,8 +85,12 @@ class Calls:
             raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
         if own and (unknown := own.keys() - Own.__annotations__.keys()):
             raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
-        if self._set:
-            own = {**own, "parameters": {**self._set, **own.get("parameters", {})}}
+        parameter_set: Any = self._set
+        if "parameter_set" in (parameters := own.get("parameters") or {}):
+            parameter_set = parameters["parameter_set"]
+            if not isinstance(parameter_set, str) or not parameter_set:
+                raise InvalidArgument(f"parameter 'parameter_set' is {parameter_set!r}, the name of a set is expected")
+            own = {**own, "parameters": {name: value for name, value in parameters.items() if name != "parameter_set"}}
         datatypes = self._datatypes
         arrays = {
             name: tensors.array(name, value, datatypes.get(name))
@@ -101,6 +106,7 @@ class Calls:
             streams=streams,
             pure=self._description.pure,
             detached=detached,
+            parameter_set=parameter_set,
             **own,
         )
 

@@ -329,7 +329,7 @@ def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, P
 
 
 def own_fields(call: Call) -> bytes:
-    """Encodes a call's id, deadline, priority, queue timeout, sequence and replace key.
+    """Encodes a call's id, deadline, priority, queue timeout, sequence, replace key and parameter set.
 
     Raises: InvalidArgument: one has no encoding.
     """
@@ -342,6 +342,7 @@ def own_fields(call: Call) -> bytes:
         or call.sequence_start
         or call.sequence_end
         or call.replace_key
+        or call.parameter_set
         or deadline_ns
     ):
         return wire.BARE
@@ -355,6 +356,7 @@ def own_fields(call: Call) -> bytes:
             call.sequence_start,
             call.sequence_end,
             call.replace_key,
+            call.parameter_set,
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(f"the request to model '{call.model}' cannot be sent: {error}") from None

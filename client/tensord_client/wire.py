@@ -105,7 +105,7 @@ def prepare(number: int, prepared: bytes) -> bytes:
 
 
 #: The first bytes of a request's record, up to its id.
-REQUEST_HEAD = b"\x9f\xa1q\xcf"
+REQUEST_HEAD = b"\xdc\x00\x10\xa1q\xcf"
 
 
 def request(
@@ -133,7 +133,7 @@ def request(
 
 
 #: The encoded fields of a request whose fields all have their default values.
-BARE = b"\xa0\xcf" + bytes(8) + b"\0\0\0\0\xc2\xc2" + bytes((TIMING, 0)) + b"\xa0"
+BARE = b"\xa0\xcf" + bytes(8) + b"\0\0\0\0\xc2\xc2" + bytes((TIMING, 0)) + b"\xa0\xa0"
 
 
 def own_fields(
@@ -145,15 +145,17 @@ def own_fields(
     sequence_start: bool = False,
     sequence_end: bool = False,
     replace_key: str = "",
+    parameter_set: str = "",
 ) -> bytes:
     """Encodes the fields of a request that follow its contents. The deadline, behind the client's id, always takes nine bytes.
 
     Args:
       client_id: the id that the caller gave the request; "": none.
       deadline_ns: nanoseconds of the monotonic clock; 0: none.
-      priority, timeout_us, sequence_id, sequence_start, sequence_end, replace_key: as in ``Call``.
+      priority, timeout_us, sequence_id, sequence_start, sequence_end, replace_key, parameter_set: as in ``Call``.
     """
-    if not (client_id or priority or timeout_us or sequence_id or sequence_start or sequence_end or replace_key):
+    scheduled = priority or timeout_us or sequence_id or sequence_start or sequence_end or replace_key
+    if not (client_id or scheduled or parameter_set):
         return BARE if not deadline_ns else b"".join((BARE[:2], deadline_ns.to_bytes(8, "big"), BARE[10:]))
     return b"".join(
         (
@@ -169,6 +171,7 @@ def own_fields(
             pack(TIMING),
             b"\x00",
             msgpack.text(replace_key),
+            msgpack.text(parameter_set),
         )
     )
 

@@ -35,7 +35,8 @@ struct own {
     unsigned char rest[MAX_REST], scheduling[MAX_SCHEDULING];
 };
 
-static const char *const KEYS[] = {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "tensord_replace"};
+static const char *const KEYS[] = {"priority", "timeout", "sequence_id", "sequence_start",
+                                   "sequence_end", "tensord_replace", "parameter_set"};
 
 static int is_known(unsigned char tag) {
     switch (tag) {

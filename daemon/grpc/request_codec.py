@@ -300,6 +300,12 @@ def _text(key: str, value: Any, kind: str | None) -> str:
     return str(value.string_param)
 
 
+def _set_name(key: str, value: Any, kind: str | None) -> str:
+    if not (name := _text(key, value, kind)):
+        raise InvalidArgument(f"parameter '{key}' is empty, the name of a parameter set is expected")
+    return name
+
+
 def _priority(key: str, value: Any, kind: str | None) -> int:
     if kind not in ("int64_param", "uint64_param"):
         raise InvalidArgument(f"invalid value type for '{key}' parameter, expected int64_param or uint64_param.")
@@ -341,4 +347,5 @@ _SCHEDULING: dict[str, tuple[str, Callable[[str, Any, str | None], Any]]] = {
     "sequence_start": ("sequence_start", _bool),
     "sequence_end": ("sequence_end", _bool),
     "tensord_replace": ("replace_key", _text),
+    "parameter_set": ("parameter_set", _set_name),
 }

@@ -86,7 +86,7 @@ class PreparedRequests:
         """Parses the JSON of a request that is not in the cache ``texts``.
 
         Caches it there if no tensor values are in the JSON, and the last such request that differs in nothing else had the same
-        id and scheduling.
+        id and scheduling, the parameter set apart.
 
         Args:
           head: the request's parsed HTTP head.
@@ -96,9 +96,12 @@ class PreparedRequests:
         (_, _, tail_size), text = key
         request = self._read(head, text, tail_size, None)
         prepared = request.prepared
-        # What one step of a sequence says, its next one mostly says again, whatever others say between them.
+        # What one step of a sequence says, its next one mostly says again, whatever others say between them; and requests
+        # of one kind name many parameter sets.
         scheduling = request.scheduling
-        said = request.id, UNSCHEDULED if scheduling is UNSCHEDULED or scheduling.goes_on else scheduling
+        if scheduling is not UNSCHEDULED:
+            scheduling = UNSCHEDULED if scheduling.goes_on else scheduling._replace(parameter_set="")
+        said = request.id, scheduling
         if prepared.last_said != said:
             prepared.last_said = said
         elif not prepared.has_values:
@@ -211,7 +214,7 @@ class Prepared:
                 self.unpack = Struct("".join([f"{size}s" for size in sizes])).unpack_from
             elif min(sizes) > inline_byte_size:
                 self.placed = parts
-        #: Id and scheduling of the last such request whose text was not cached.
+        #: Id and scheduling, without the parameter set, of the last such request whose text was not cached.
         self.last_said: tuple[str, Scheduling] = "", UNSCHEDULED
         self._answers: dict[int, AnswerText] = {}
         #: The cached answer that was used last: mostly it is used again.

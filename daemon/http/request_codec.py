@@ -407,6 +407,12 @@ def _sequence_id(key: str, value: Any) -> int | str:
     return identifier
 
 
+def _set_name(key: str, value: Any) -> str:
+    if not (name := text(key, value)):
+        raise InvalidArgument(f"parameter '{key}' is empty, the name of a parameter set is expected")
+    return name
+
+
 #: Name of a parameter -> the field of Scheduling that it fills, and what reads it.
 _SCHEDULING: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "priority": ("priority", _unsigned),
@@ -415,4 +421,5 @@ _SCHEDULING: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "sequence_start": ("sequence_start", _boolean),
     "sequence_end": ("sequence_end", _boolean),
     "tensord_replace": ("replace_key", text),
+    "parameter_set": ("parameter_set", _set_name),
 }

@@ -1,4 +1,4 @@
-"""Describes how a request asks to be scheduled: priority, timeout, sequence (Triton's extensions), and ``tensord_replace``."""
+"""Describes how a request asks to be run: priority, timeout, sequence, ``tensord_replace`` and ``parameter_set``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import NamedTuple
 from tensord.shm.messages import Content, PreparedRequest, RequestRecord, SequenceId
 
 #: Parameters of a request that say it, by their names over either protocol.
-KEYS = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "tensord_replace"})
+KEYS = frozenset(
+    {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "tensord_replace", "parameter_set"}
+)
 
 
 class Scheduling(NamedTuple):
-    """Says when a request is to be run, in which sequence, and which waiting request it replaces."""
+    """Says when a request is to be run, in which sequence, which waiting request it replaces, and with which parameters."""
 
     #: 1 is the most urgent; 0: the model's default.
     priority: int = 0
@@ -22,6 +24,8 @@ class Scheduling(NamedTuple):
     sequence_end: bool = False
     #: While it waits the next request of that key takes its place; "": it has no key.
     replace_key: str = ""
+    #: The parameter set that it is computed with; "": the model's main set.
+    parameter_set: str = ""
 
     @property
     def goes_on(self) -> bool:
@@ -53,6 +57,7 @@ class Scheduling(NamedTuple):
             self.sequence_end,
             trace,
             replace_key=self.replace_key,
+            parameter_set=self.parameter_set,
         )
 
 

@@ -272,7 +272,7 @@ def test_a_prepared_request_is_what_the_server_means(
 def test_a_request_is_what_the_server_means(
     request_id: int, contents: list[bytes], client_id: str, deadline_ns: int, sequence_id: Any, start: bool
 ) -> None:
-    own = wire.own_fields(client_id, deadline_ns, 7, 9, sequence_id, start, not start, client_id)
+    own = wire.own_fields(client_id, deadline_ns, 7, 9, sequence_id, start, not start, client_id, client_id[::-1])
     encoded = wire.request(request_id, msgpack.integer(5), contents, own)
     (decoded,) = decoder(ToWorker).decode(msgpack.array_head(1) + encoded)
     assert decoded == RequestRecord(
@@ -288,6 +288,7 @@ def test_a_request_is_what_the_server_means(
         sequence_end=not start,
         trace=wire.TIMING,
         replace_key=client_id,
+        parameter_set=client_id[::-1],
     )
 
 

@@ -177,6 +177,8 @@ class Dice:
             number = self._random.randrange(1, 10**6)
             found["sequence_id"] = self.choice(number, f"sequence {number}")
             found |= {key: True for key in ("sequence_start", "sequence_end") if self.chance(0.5)}
+        if self.chance(0.1):
+            found["parameter_set"] = self.choice("main", f"customer-{self._random.randrange(10)}")
         return found
 
     def asked(self) -> Asked:

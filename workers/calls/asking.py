@@ -9,7 +9,7 @@ import numpy as np
 
 from tensord.shm.arrays import Array, datatype_of, strings
 from tensord.shm.errors import InvalidArgument, ServingError
-from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, PreparedRequest, RequestRecord
+from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, PreparedRequest, RequestRecord, set_named
 from tensord.workers.calls.call import ModelCall
 from tensord.workers.calls.caller import asker
 from tensord.workers.requests.result import Result
@@ -96,7 +96,8 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
     if unknown := own.keys() - Asked.__annotations__.keys():
         raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
     check_sequence(own.get("sequence_id", 0))
-    prepared = PreparedRequest(model, own.get("version", 0), parameters=dict(own.get("parameters") or {}))
+    parameters, parameter_set = set_named(own.get("parameters") or {})
+    prepared = PreparedRequest(model, own.get("version", 0), parameters=parameters)
     said = RequestRecord(
         0,
         prepared,
@@ -107,6 +108,7 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
         sequence_start=own.get("sequence_start", False),
         sequence_end=own.get("sequence_end", False),
         replace_key=own.get("replace_key", ""),
+        parameter_set=parameter_set,
     )
     arrays = {name: _array(model, name, value) for name, value in inputs.items()}
     hint = f"model '{model}' answers with any number of responses: tensord.models.stream() gives them one by one"

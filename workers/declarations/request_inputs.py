@@ -20,7 +20,7 @@ import numpy as np
 from tensord.config.model_config import ModelConfig
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord
+from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord, all_parameters
 from tensord.workers.tensors.signature import TensorSpec
 
 _PREFIX = "request."
@@ -71,7 +71,7 @@ class RequestInputs:
     def _given(self, asked: _Asked, prepared: PreparedRequest, own: RequestRecord) -> Parameter:
         if asked.name in _OWN:
             return _OWN[asked.name][0](own)
-        given = prepared.parameters.get(asked.name, asked.default)
+        given = all_parameters(prepared, own).get(asked.name, asked.default)
         if given is None:
             raise InvalidArgument(f"parameter '{asked.name}' is missing, model '{self._model}' needs it")
         return given

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, NotFound, ServingError, from_code
-from tensord.shm.messages import SET_PARAMETER, Parameter, PreparedRequest, RequestRecord
+from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord
 from tensord.shm.status_page import LOOP_SLOT, StatusPage
 from tensord.workers.dispatch.answer_controls import controls_said
 from tensord.workers.dispatch.outbox import Outbox
@@ -241,11 +241,7 @@ class EnsembleRuns:
         controls = start.controls or controls_of(own)
         if start.controls is not None and member.sequences is not None:
             member = self._models.home(member, controls.correlation_id, controls.start)
-        parameters = request.prepared.parameters
-        if SET_PARAMETER in parameters and not _has_set(member, parameters[SET_PARAMETER]):
-            # It is another step's.
-            parameters = {name: value for name, value in parameters.items() if name != SET_PARAMETER}
-        prepared = PreparedRequest(member.name, member.version, parameters=parameters)
+        prepared = PreparedRequest(member.name, member.version, parameters=request.prepared.parameters)
         said = RequestRecord(
             request.request_id,
             prepared,
@@ -258,6 +254,8 @@ class EnsembleRuns:
             *controls,
             0 if request.timeline is None else request.timeline.level,
             own.strikes,
+            # Where the model has no such set it is another step's.
+            parameter_set=own.parameter_set if own.parameter_set and _has_set(member, own.parameter_set) else "",
         )
         arrays = _fitted(start.inputs, member.signature.inputs, member.signature.batches)
 
@@ -439,17 +437,17 @@ def _told(before: Mapping[str, Parameter], inner: InnerRequest) -> dict[str, Par
     return said
 
 
-def _has_set(member: ModelVersion, name: object) -> bool:
+def _has_set(member: ModelVersion, name: str) -> bool:
     """Returns whether a model has a parameter set with that name; always True for an ensemble, whose own steps check it."""
     if member.loaded.ensemble is not None:
         return True
-    return member.sets is not None and isinstance(name, str) and member.sets.newest(name) is not None
+    return member.sets is not None and member.sets.newest(name) is not None
 
 
 def _check_set(version: ModelVersion, request: Request, members: Iterable[ModelVersion]) -> None:
     """Checks the parameter set that a request names. Raises NotFound: no model of the ensemble has a set with that name."""
-    name = request.prepared.parameters.get(SET_PARAMETER)
-    if name is not None and not any(_has_set(member, name) for member in members):
+    name = request.own.parameter_set
+    if name and not any(_has_set(member, name) for member in members):
         raise NotFound(f"{request.label}no model of the ensemble has a parameter set '{name}'")
 
 

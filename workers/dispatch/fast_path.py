@@ -44,7 +44,7 @@ from tensord.workers.requests.prepared import Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.requests.timeline import timeline_end
-from tensord.workers.scheduling.queue import SetKey, shapes_of
+from tensord.workers.scheduling.queue import shapes_of
 from tensord.workers.tensors.buckets import Shapes
 
 if available:
@@ -62,14 +62,12 @@ class _Batch:
     """
 
     def __init__(
-        self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Hashable, runs: SequenceRuns | None = None
+        self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """``runs``: runs the requests of a model with sequences; None: the model has no sequences."""
+        """``key``: the shapes.  ``runs``: runs the requests of a model with sequences; None: the model has no sequences."""
         self.version = version
         self.model = model
-        self._key = cast(Shapes, shapes_of(key))
-        #: The parameter set that the requests name; None: they name none.
-        self._set = key.set if isinstance(key, SetKey) else None
+        self._key = key
         self._runs = runs
         most = version.planner.at_once(key)
         #: The program to run when one row waits, when two rows wait, and so on.
@@ -90,7 +88,7 @@ class _Batch:
             if program is not None and program not in made:
                 made.append(program)
             by_rows.append(-1 if program is None else made.index(program))
-        rules, grouped = self.version.loaded.queue_rules, self.model.grouped is not None
+        rules, grouped, sets = self.version.loaded.queue_rules, self.model.grouped is not None, self.version.sets
         sequences = None if self._runs is None else (self._runs.choose, self._runs.fail)
         return (
             self,
@@ -98,6 +96,7 @@ class _Batch:
             rules.max_size,
             max([program.share / program.rows for program in made], default=0.0),
             grouped,
+            sets is not None and sets.stack is not None,
             tuple([self._callable(program) for program in made]),
             tuple(by_rows),
             sequences,
@@ -106,9 +105,7 @@ class _Batch:
 
     def _callable(self, program: AnyProgram) -> _native.Program:
         memory = tuple([(address, step) for _, address, step in program.memory])
-        run: Callable[[], list[Content]] = program.run
-        if self._set is not None and not isinstance(program, PipelineProgram):
-            run = functools.partial(program.run, self._set)
+        run: Callable[..., list[Content]] = program.run
         if self._runs is not None and isinstance(program, Executable):
             run = self._runs.program(program)
         return run, program.rows, program.clears, memory
@@ -143,7 +140,20 @@ class _Alone:
         most = min(self._version.batcher.at_once(shapes), _native.MAX_ROWS)
         share = self.executable.share / self.executable.rows
         histograms = self._version.statistics.histograms
-        return self, self._version.page_key, rules.max_size, share, False, (), (-1,) * max(1, most), None, histograms
+        sets = self._version.sets
+        mixes = sets is not None and sets.stack is not None
+        return (
+            self,
+            self._version.page_key,
+            rules.max_size,
+            share,
+            False,
+            mixes,
+            (),
+            (-1,) * max(1, most),
+            None,
+            histograms,
+        )
 
     def count(self, done: NativeRuns) -> None:
         """Adds requests that the C extension has answered to the statistics of the model version."""
@@ -268,14 +278,15 @@ class FastPath(Poller):
             if isinstance(model, EnsemblePipeline) and not model.answers(request):
                 continue
             if self._seen == self._changes and preparation.load is version.checked:
-                batch = self._batches.get((model, request.key))
+                key = cast(Shapes, shapes_of(request.key))
+                batch = self._batches.get((model, key))
                 if batch is None:
-                    batch = self._batches[model, request.key] = self._batch(version, model, request.key)
+                    batch = self._batches[model, key] = self._batch(version, model, key)
                 # The plan says how that program's outputs lie; those of the others lie alike.
                 if program in batch.programs:
                     self._learn(batch, request, preparation, plan, execution)
 
-    def _batch(self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Hashable) -> _Batch:
+    def _batch(self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes) -> _Batch:
         runs: SequenceRuns | None = None
         if version.sequences is not None and isinstance(model, JaxModel):
             runs = SequenceRuns(version, model, version.sequences, self._submitters, self._register)
@@ -318,7 +329,8 @@ class FastPath(Poller):
                 tuple(outputs),
                 numbered.number,
                 intact,
-                None if isinstance(batch.model, EnsemblePipeline) else _timeline_end(request, execution),
+                None if isinstance(batch.model, EnsemblePipeline) else _timeline_end(batch.version),
+                None if isinstance(batch.model, EnsemblePipeline) else _sets_of(request),
             )
         except ValueError:
             # Too many tensors, too large an answer, a shape that is padded: such requests go on as they do.
@@ -356,9 +368,10 @@ class FastPath(Poller):
         run = executable.single_run(execution, preparation, regions) if may_be else None
         if run is None or run.numbered not in lane.published:
             return
-        batch = self._alone.get((version, request.key))
+        key = shapes_of(request.key)
+        batch = self._alone.get((version, key))
         if batch is None or batch.executable is not executable:
-            batch = self._alone[version, request.key] = _Alone(version, model, executable)
+            batch = self._alone[version, key] = _Alone(version, model, executable)
         try:
             self._native.learn_alone(
                 fd,
@@ -369,7 +382,8 @@ class FastPath(Poller):
                 tuple(run.outputs),
                 run.numbered.number,
                 run,
-                _timeline_end(request, execution),
+                _timeline_end(version),
+                _sets_of(request),
             )
         except ValueError:
             return
@@ -415,28 +429,29 @@ class FastPath(Poller):
 
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:
-    """Returns whether repeats of a request would run with the same parameter set, and their answers would name the same set.
-
-    The answer holds until other parameters are put into use.
-    """
-    ran, sets = execution.parameters_of(request), request.version.sets
+    """Returns whether repeats of a request would be answered alike, but for their tensors, until other parameters are in use."""
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
-    if request.chosen is not None and sets is not None and sets.stack is not None:
-        return False  # batches mix sets, and the C part knows one of each batch
-    return not request.tells or (ran is not None and ran.is_newest)
-
-
-def _timeline_end(request: Request, execution: Execution) -> bytes | None:
-    """Returns the encoded part of a traced request's timeline that follows its times, and that its repeats have in common.
-
-    None: that part may change from request to request, so Python has to write it.
-    """
+    if not request.tells:
+        return True
     ran = execution.parameters_of(request)
-    if ran is None:
-        return timeline_end(None)
-    # Others may be in use by now.
-    return timeline_end((ran.name, ran.number) if ran.number else None) if ran.is_newest else None
+    return request.chosen is None and ran is not None and ran.is_newest
+
+
+def _timeline_end(version: ModelVersion) -> bytes | None:
+    """Returns the encoded end of a timeline, which follows the moments, of requests that are computed with the main set."""
+    main = None if version.sets is None else version.sets.main
+    return timeline_end((main.name, main.number) if main is not None and main.number else None)
+
+
+def _sets_of(request: Request) -> dict[str, ParameterSet] | None:
+    """Returns the parameter sets, by name, with which the C part may run repeats of a request; None: only with the main set.
+
+    The dict is that of the model version, which changes with each push.
+    """
+    version = request.version
+    # The planner of sequences knows their sets, and answers that name their set are prepared for main alone.
+    return None if version.sets is None or version.sequences is not None or request.tells else version.sets.named
 
 
 def _is_large(request: Request) -> bool:

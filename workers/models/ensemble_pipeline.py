@@ -15,7 +15,7 @@ import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import NotFound
-from tensord.shm.messages import SET_PARAMETER, TELLING_PARAMETER
+from tensord.shm.messages import TELLING_PARAMETER
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
@@ -210,8 +210,7 @@ class EnsemblePipelines:
 
 def needs_steps(request: Request) -> bool:
     """Returns whether a request's steps must run as requests: it names a parameter set, or asks which one was used."""
-    parameters = request.prepared.parameters
-    return SET_PARAMETER in parameters or bool(parameters.get(TELLING_PARAMETER))
+    return bool(request.own.parameter_set or request.prepared.parameters.get(TELLING_PARAMETER))
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:

@@ -16,7 +16,7 @@ from tensord.workers.models.execution import Execution, describe_failure
 from tensord.workers.models.free_state import FreeState
 from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.parameters.parameter_set import ParameterSet
-from tensord.workers.parameters.set_stack import BatchSets
+from tensord.workers.parameters.set_stack import Chosen
 from tensord.workers.programs.carry import Carry
 from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted
 from tensord.workers.programs.executables import Executables
@@ -261,7 +261,7 @@ class JaxModel:
         self,
         carry: Carry,
         executable: Executable,
-        chosen: ParameterSet | BatchSets,
+        chosen: Chosen,
         arguments: dict[str, Any],
         requests: Sequence[Request],
     ) -> RunOutputs:

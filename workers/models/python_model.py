@@ -24,6 +24,7 @@ from google.protobuf import json_format
 from tensord.config.model_config import ModelConfig, empty, to_json
 from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, from_code
+from tensord.shm.messages import all_parameters
 from tensord.workers.calls.caller import Caller, CallerPhase, ModelPort, calling
 from tensord.workers.declarations.sequence_declaration import SequencePlan
 from tensord.workers.models.author_error import describe_exception
@@ -219,7 +220,7 @@ class PythonModel:
             model_name=prepared.model,
             flags=controls.start | controls.end << 1,
             timeout=own.timeout_us,
-            parameters=json.dumps(prepared.parameters),
+            parameters=json.dumps(all_parameters(prepared, own)),
             cancelled=lambda: request.is_cancelled,
             writer=lambda: ResponseWriter(request, execution.sender(request), self._decoupled, self._answer),
             timeline=request.timeline,

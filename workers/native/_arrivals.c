@@ -87,6 +87,9 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         if (plan == NULL || plan->failed || (lane->most && record.trace & ~(uint64_t)TIMING) || record.strikes ||
             (record.deadline_ns && record.deadline_ns <= now) || record.id <= last_id || in_flight(lane, record.id) || make_room(self))
             goto refused;
+        PyObject *set;
+        if (find_set(plan, &record, &set))
+            goto refused;
         if (lane->most && waits + (uint64_t)PyDict_Size(lane->in_flight) >= lane->most)
             goto refused;
         waits++;
@@ -106,7 +109,7 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         if (used != record.count)
             goto refused;
         int traced = (record.trace & ~(uint64_t)TIMING) != 0;
-        if (traced && (plan->traced == NULL || record.trace & ~(uint64_t)(TIMING | TIMESTAMPS))) {
+        if (traced && (set != NULL || plan->traced == NULL || record.trace & ~(uint64_t)(TIMING | TIMESTAMPS))) {
             /* Steps of a sequence keep their order. */
             if (plan->batch->choose != NULL || self->set_aside == MAX_ASIDE)
                 goto refused;
@@ -115,6 +118,7 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         }
         request->lane = lane;
         request->plan = plan;
+        request->set = set;
         request->id = record.id;
         request->arrived_ns = record.received_ns && !lane->most ? record.received_ns : now;
         request->queued_ns = traced ? now : 0;

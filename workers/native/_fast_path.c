@@ -43,11 +43,11 @@ static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
 /* Makes a plan without its tensors. ``given``: Batch of _native.pyi. */
 static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned long long answer_number) {
     unsigned long long model, most_waiting;
-    int grouped;
+    int grouped, mixes;
     PyObject *owner, *programs, *by_rows, *sequences, *durations;
     double share;
-    if (!PyArg_ParseTuple(given, "OKKdpO!O!OO!", &owner, &model, &most_waiting, &share, &grouped, &PyTuple_Type, &programs, &PyTuple_Type,
-                          &by_rows, &sequences, &PyTuple_Type, &durations))
+    if (!PyArg_ParseTuple(given, "OKKdppO!O!OO!", &owner, &model, &most_waiting, &share, &grouped, &mixes, &PyTuple_Type, &programs,
+                          &PyTuple_Type, &by_rows, &sequences, &PyTuple_Type, &durations))
         return NULL;
     plan_t *plan = PyMem_Calloc(1, sizeof(plan_t));
     if (plan == NULL)
@@ -56,7 +56,7 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     plan->number = answer_number;
     plan->batch = find_batch(self, owner);
     if (plan->batch == NULL)
-        plan->batch = make_batch(&self->batches, owner, model, most_waiting, share, grouped, programs, by_rows, sequences, durations);
+        plan->batch = make_batch(&self->batches, owner, model, most_waiting, share, grouped, mixes, programs, by_rows, sequences, durations);
     if (plan->batch != NULL)
         plan->batch->plans++;
     else
@@ -114,18 +114,29 @@ static int read_traced(PyObject *traced, plan_t *plan) {
     return 0;
 }
 
+/* Reads the parameter sets that requests may name, or None. Not 0: an exception is set. */
+static int read_sets(PyObject *sets, plan_t *plan) {
+    if (sets == Py_None)
+        return 0;
+    if (!PyDict_Check(sets))
+        return refuse("parameter sets that are no dict");
+    Py_INCREF(sets);
+    plan->sets = sets;
+    return 0;
+}
+
 typedef int (*read_t)(PyObject *inputs, PyObject *outputs, plan_t *plan);
 
 /* Makes a plan with its tensors, which ``read`` reads. ``call`` becomes the last of the arguments. */
 static plan_t *read_plan(fast_path_t *self, PyObject *arguments, read_t read, int *fd, int *number, PyObject **call) {
     int rows;
     unsigned long long answer_number;
-    PyObject *batch, *inputs, *outputs, *traced;
-    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KOO", fd, number, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
-                          &outputs, &answer_number, call, &traced))
+    PyObject *batch, *inputs, *outputs, *traced, *sets;
+    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KOOO", fd, number, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
+                          &outputs, &answer_number, call, &traced, &sets))
         return NULL;
     plan_t *plan = make_plan(self, batch, rows, answer_number);
-    if (plan != NULL && (read(inputs, outputs, plan) || read_traced(traced, plan)))
+    if (plan != NULL && (read(inputs, outputs, plan) || read_traced(traced, plan) || read_sets(sets, plan)))
         drop_plan(&plan);
     return plan;
 }
@@ -453,9 +464,9 @@ static PyMethodDef methods[] = {
      "(fd, peer, in_flight, take_back, most, protocol): adds a lane, whose descriptor is in the epoll."},
     {"close", (PyCFunction)close_lane, METH_VARARGS, "(fd): forgets a lane."},
     {"learn", (PyCFunction)learn, METH_VARARGS,
-     "(fd, number, batch, rows, inputs, outputs, answer_number, intact, traced): runs requests with that number from now on."},
+     "(fd, number, batch, rows, inputs, outputs, answer_number, intact, traced, sets): runs requests with that number from now on."},
     {"learn_alone", (PyCFunction)learn_alone, METH_VARARGS,
-     "(fd, number, batch, rows, inputs, outputs, answer_number, alone, traced): runs large requests with that number, each by itself."},
+     "(fd, number, batch, rows, inputs, outputs, answer_number, alone, traced, sets): runs large requests with that number, each by itself."},
     {"forget", (PyCFunction)forget, METH_NOARGS, "Forgets all plans."},
     {"forget_number", (PyCFunction)forget_number, METH_VARARGS, "(fd, number): forgets its plan."},
     {"wait", (PyCFunction)wait_for, METH_VARARGS,

@@ -31,6 +31,9 @@
 
 /* Constants that Python has as well. _native.c exports them; tests/workers/native/test_constants.py compares them. */
 #define MAX_SEQUENCE_ID 128
+#define MAX_SET_NAME 128
+/* The parameter set that requests get which name none. */
+#define MAIN_SET "main"
 #define MAX_DATAGRAM (64 << 10)
 /* Descriptors in one datagram. */
 #define MAX_FDS 4
@@ -90,6 +93,9 @@ typedef struct {
     /* At the id of the request's sequence. */
     reader_t sequence;
     int start, end;
+    /* The name of the parameter set; as long as 0: it names none. */
+    const unsigned char *set;
+    uint64_t set_size;
     /* NULL: the bytes are at the tensor's place. */
     const unsigned char *contents[MAX_TENSORS];
     place_t places[MAX_TENSORS];
@@ -167,8 +173,8 @@ typedef struct batch {
     uint64_t most_waiting;
     /* What a run has to do for each row of its program, as a part of one iteration of the loop. */
     double share;
-    /* Whether a run applies the model to each request by itself. */
-    int grouped;
+    /* Whether a run applies the model to each request by itself, and whether its requests may have several parameter sets. */
+    int grouped, mixes;
     /* The number of the program for one row, two rows, ... ``most`` rows; -1: Python runs so many. */
     int most;
     int programs[MAX_ROWS];
@@ -213,15 +219,18 @@ typedef struct {
     PyObject *intact; /* NULL: no tensor is in a region */
     /* Runs one large request by itself, see _single_runs.c. NULL: requests are gathered. */
     PyObject *alone;
-    /* What follows the moments in timelines, as bytes. NULL: traced requests are Python's. */
+    /* What follows the moments in timelines, as bytes, of requests that name no parameter set. NULL: traced requests are Python's. */
     PyObject *traced;
+    /* The parameter sets that requests may name: name -> what runs get. NULL: requests that name one are Python's. */
+    PyObject *sets;
 } plan_t;
 
 int refuse(const char *reason);
 batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int grouped,
-                    PyObject *programs, PyObject *by_rows, PyObject *sequences, PyObject *durations);
+                    int mixes, PyObject *programs, PyObject *by_rows, PyObject *sequences, PyObject *durations);
 int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
 void drop_plan(plan_t **place);
+int find_set(const plan_t *plan, const request_record_t *record, PyObject **set);
 PyObject *take_figures(batch_t *batch);
 
 /* -------------------------------------------------------------------------------------------------------------------- lanes */
@@ -262,6 +271,8 @@ typedef struct lane {
 typedef struct {
     lane_t *lane;
     plan_t *plan;
+    /* The parameter set that it names, which its plan's ``sets`` own; NULL: it gets the main set. */
+    PyObject *set;
     uint64_t id, arrived_ns;
     /* When it came here, if it is traced; 0: it is not. */
     uint64_t queued_ns;

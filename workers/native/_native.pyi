@@ -4,9 +4,12 @@ from typing import Any
 
 from tensord.shm.arrays import Array
 from tensord.shm.spin import Spin
+from tensord.workers.parameters.parameter_set import ParameterSet
 
 SOURCES: str
 MAX_SEQUENCE_ID: int
+MAX_SET_NAME: int
+MAIN_SET: str
 MAX_DATAGRAM: int
 MAX_FDS: int
 TIMING: int
@@ -25,8 +28,9 @@ PROTOCOLS: int
 DURATION_KINDS: int
 MAX_BUCKETS: int
 
-#: What runs it, its rows, whether those that nobody fills become zero, and of each argument the address and the step of a row.
-Program = tuple[Callable[[], Sequence[Array | bytes]], int, bool, tuple[tuple[int, int], ...]]
+#: What runs it (called with a parameter set, with that of each row, or with nothing: all rows have main), its rows, whether those
+#: that nobody fills become zero, and of each argument the address and the step of a row.
+Program = tuple[Callable[..., Sequence[Array | bytes]], int, bool, tuple[tuple[int, int], ...]]
 #: Correlation id, START and END of each request.
 Asked = list[tuple[int | str, bool, bool]]
 #: Lane, id and moment of arrival of each request.
@@ -34,13 +38,15 @@ Described = list[tuple[int, int, int]]
 #: Of requests of sequences: how many of the first ones run now; and who answers those whose run failed, with the reason.
 Sequences = tuple[Callable[[Asked], int], Callable[[Described, Exception | None], None]]
 #: Whose requests they are, how many of them may wait, what a program has to do for each of its rows (as a part of an iteration of
-#: the loop), whether a run applies the model to each by itself, all programs, which of them by the number of rows that wait: -1
-#: for none; what is asked of sequences; and the histograms of its model version, counts and bounds (``tensord.shm.durations``).
+#: the loop), whether a run applies the model to each by itself, whether requests of several parameter sets may share a run, all
+#: programs, which of them by the number of rows that wait: -1 for none; what is asked of sequences; and the histograms of its
+#: model version, counts and bounds (``tensord.shm.durations``).
 Batch = tuple[
     object,
     int,
     int,
     float,
+    bool,
     bool,
     tuple[Program, ...],
     tuple[int, ...],
@@ -88,6 +94,8 @@ class FastPath:
         intact: Callable[[], None] | None,
         #: What follows the moments in timelines, encoded; None: traced requests are Python's.
         traced: bytes | None,
+        #: The sets that requests may name, by name; None: requests that name one are Python's.
+        sets: dict[str, ParameterSet] | None,
         /,
     ) -> None: ...
     def learn_alone(
@@ -101,9 +109,12 @@ class FastPath:
         #: Which small output, start in it, byte size; -1: in the lease.
         outputs: tuple[tuple[int, int, int], ...],
         answer_number: int,
-        alone: Callable[[tuple[tuple[int, int] | bytes, ...]], tuple[int, int, int, list[Array]] | None],
+        #: Called with the inputs, and the parameter set if the request names one.
+        alone: Callable[..., tuple[int, int, int, list[Array]] | None],
         #: As ``learn``.
         traced: bytes | None,
+        #: As ``learn``.
+        sets: dict[str, ParameterSet] | None,
         /,
     ) -> None: ...
     def forget(self) -> None: ...

@@ -42,7 +42,27 @@ void drop_plan(plan_t **place) {
     Py_XDECREF(plan->intact);
     Py_XDECREF(plan->alone);
     Py_XDECREF(plan->traced);
+    Py_XDECREF(plan->sets);
     PyMem_Free(plan);
+}
+
+/* Finds the parameter set that a request names; NULL: the main set. Not 0: it is Python's to find it. Sets no exception. */
+int find_set(const plan_t *plan, const request_record_t *record, PyObject **set) {
+    *set = NULL;
+    if (record->set_size == 0)
+        return 0;
+    if (plan->sets == NULL)
+        return -1;
+    if (record->set_size == strlen(MAIN_SET) && memcmp(record->set, MAIN_SET, strlen(MAIN_SET)) == 0)
+        return 0;
+    PyObject *name = PyUnicode_DecodeUTF8((const char *)record->set, (Py_ssize_t)record->set_size, NULL);
+    if (name != NULL)
+        *set = PyDict_GetItemWithError(plan->sets, name);
+    Py_XDECREF(name);
+    if (*set != NULL)
+        return 0;
+    PyErr_Clear();
+    return -1;
 }
 
 /* Raises ValueError. Returns -1. */
@@ -126,7 +146,7 @@ static int read_durations(PyObject *durations, batch_t *batch) {
 
 /* Returns a batch that no plan has yet, as the first of ``batches``, or NULL with an exception. */
 batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int grouped,
-                    PyObject *programs, PyObject *by_rows, PyObject *sequences, PyObject *durations) {
+                    int mixes, PyObject *programs, PyObject *by_rows, PyObject *sequences, PyObject *durations) {
     batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
     if (batch == NULL)
         return (batch_t *)PyErr_NoMemory();
@@ -136,6 +156,7 @@ batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model
     batch->most_waiting = most_waiting;
     batch->share = share;
     batch->grouped = grouped;
+    batch->mixes = mixes;
     if (read_batch(batch, programs, by_rows) || read_sequences(sequences, batch) || read_durations(durations, batch)) {
         drop_batch(batch);
         return NULL;

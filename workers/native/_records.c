@@ -1,7 +1,8 @@
 /* Reads requests with a number and writes their answers, as shm/messages.py has them, in the subset of msgpack that they need.
  *
  *     RequestRecord   ["q", request id, number, [content, ...], client id, deadline, received,
- *                      priority, timeout, sequence id, starts it, ends it, trace, strikes, replace key]; the last may be left out
+ *                      priority, timeout, sequence id, starts it, ends it, trace, strikes, replace key, parameter set]; the last two may be
+ *                      left out
  *     AnswerRecord    ["c", request id, number, [content, ...]], a lease or nil, no code, no message, a timeline or nil, and the timing;
  *                     what nobody asked for is left out at the end
  *     Timeline        ["tl", [[name, ns], ...]], and what Python has encoded
@@ -111,9 +112,10 @@ static int read_content(reader_t *reader, request_record_t *record, uint64_t i) 
 }
 
 int read_request_record(reader_t *reader, request_record_t *record) {
-    const unsigned char *head, *text;
-    uint64_t priority, timeout, number;
-    if (read_bytes(reader, 3, &head) || (*head != 0x9e && *head != 0x9f) || memcmp(head + 1, "\xa1q", 2) || read_uint(reader, &record->id) ||
+    const unsigned char *tag, *text;
+    uint64_t fields, priority, timeout, number;
+    if (read_array(reader, &fields) || fields < 14 || fields > 16 || read_bytes(reader, 2, &tag) || memcmp(tag, "\xa1q", 2) ||
+        read_uint(reader, &record->id) ||
         read_uint(reader, &record->number) || read_array(reader, &record->count) || record->count > MAX_TENSORS)
         return -1;
     for (uint64_t i = 0; i < record->count; i++)
@@ -128,7 +130,10 @@ int read_request_record(reader_t *reader, request_record_t *record) {
         read_uint(reader, &record->trace) || read_uint(reader, &record->strikes))
         return -1;
     /* What replaces a waiting request, or may be replaced, is Python's: it has the queue. */
-    return *head == 0x9f && (read_str(reader, &text, &number) || number);
+    if (fields > 14 && (read_str(reader, &text, &number) || number))
+        return -1;
+    record->set_size = 0;
+    return fields > 15 && (read_str(reader, &record->set, &record->set_size) || record->set_size > MAX_SET_NAME);
 }
 
 #define RELEASE "\x92\xa1" "L"

@@ -6,6 +6,8 @@
 
 #include "_native.h"
 
+/* How far behind the requests of a run others of their parameter set are looked for. */
+#define WINDOW 256
 /* Answers of several runs share a datagram while so many requests wait, and the runs together have less to do than makes up an
  * iteration of the loop (weight.share_of in Python). So many calls of programs make up one as well. */
 #define MANY 4
@@ -51,13 +53,38 @@ static void count_run(batch_t *batch, const request_t *requests, int count, int 
     }
 }
 
+/* Returns whether a request may be computed together with the first one. */
+static int is_alike(const request_t *first, const request_t *other) {
+    const batch_t *batch = first->plan->batch;
+    return other->plan->batch == batch && (batch->mixes || other->set == first->set);
+}
+
+/* Brings requests of the first one's parameter set to the front, from behind others of their batch that name other sets. */
+static void bring_forward(request_t *requests, size_t left) {
+    const batch_t *batch = requests->plan->batch;
+    size_t front = 1, end = left < WINDOW ? left : WINDOW;
+    while (front < end && is_alike(requests, &requests[front]))
+        front++;
+    /* Steps of a sequence keep their order. */
+    if (front == end || requests[front].plan->batch != batch || batch->choose != NULL)
+        return;
+    for (size_t i = front + 1; i < end && front < (size_t)batch->most; i++) {
+        if (!is_alike(requests, &requests[i]))
+            continue;
+        request_t one = requests[i];
+        memmove(&requests[front + 1], &requests[front], (i - front) * sizeof one);
+        requests[front++] = one;
+    }
+}
+
 /* Chooses how many of the first requests share a run, their rows, and its program. Returns NULL if they are for Python. */
 static const program_t *choose(const fast_path_t *self, int *count, int *rows) {
-    const request_t *requests = &self->waiting[self->first];
+    request_t *requests = &self->waiting[self->first];
     const batch_t *batch = requests->plan->batch;
     size_t left = self->count - self->first;
     int together = 0, number = 0;
-    while ((size_t)number < left && requests[number].plan->batch == batch && together + requests[number].plan->rows <= batch->most)
+    bring_forward(requests, left);
+    while ((size_t)number < left && is_alike(requests, &requests[number]) && together + requests[number].plan->rows <= batch->most)
         together += requests[number++].plan->rows;
     if (number == 0 || batch->programs[together - 1] < 0)
         return NULL;
@@ -91,8 +118,31 @@ static void set_state(fast_path_t *self, uint64_t state, uint64_t now) {
     self->page[PAGE_BEAT] = now;
 }
 
-/* Calls what runs these requests, with the slot saying so meanwhile. Returns what it returns. */
-static PyObject *execute(fast_path_t *self, const request_t *requests, int count, PyObject *call, PyObject *argument, moments_t moments) {
+/* Returns the parameter sets of a run as its last argument: of all requests, or, where they may differ, of each row: None for the
+ * main set. ``named``: whether it is any but the main set; otherwise there is no such argument. NULL with an exception, or if not named. */
+static PyObject *sets_of(const request_t *requests, int count, int rows, int *named) {
+    *named = requests->set != NULL;
+    if (!requests->plan->batch->mixes) {
+        Py_XINCREF(requests->set);
+        return requests->set;
+    }
+    for (int n = 1; n < count && !*named; n++)
+        *named = requests[n].set != NULL;
+    PyObject *found = *named ? PyTuple_New(rows) : NULL;
+    for (int n = 0, row = 0; found != NULL && n < count; n++)
+        for (int i = 0; found != NULL && i < requests[n].plan->rows; i++, row++) {
+            PyObject *set = requests[n].set == NULL ? Py_None : requests[n].set;
+            Py_INCREF(set);
+            if (PyTuple_SetItem(found, row, set))
+                Py_CLEAR(found);
+        }
+    return found;
+}
+
+/* Calls what runs these requests, with the slot saying so meanwhile. Returns what it returns. ``first``, ``second``: its arguments; NULL:
+ * there are no more. */
+static PyObject *execute(fast_path_t *self, const request_t *requests, int count, PyObject *call, PyObject *first, PyObject *second,
+                         moments_t moments) {
     _Atomic uint64_t *slot = self->page + self->slot;
     for (int n = 0; n < count; n++) {
         slot[1 + 2 * n] = requests[n].lane->peer;
@@ -104,7 +154,7 @@ static PyObject *execute(fast_path_t *self, const request_t *requests, int count
     slot[SLOT_SINCE] = moments[1];
     slot[0] = (uint64_t)count;
     set_state(self, self->executing, moments[1]);
-    PyObject *made = PyObject_CallFunctionObjArgs(call, argument, NULL);
+    PyObject *made = PyObject_CallFunctionObjArgs(call, first, second, NULL);
     moments[2] = now_ns();
     slot[0] = 0;
     set_state(self, self->idle, moments[2]);
@@ -125,20 +175,32 @@ static int give_up(const request_t *requests, int count) {
     return 1;
 }
 
+/* Leaves requests whose run failed to Python: these alone if they name a parameter set, which may be why; otherwise in future, too. */
+static int give_up_run(const request_t *requests, int count, int named) {
+    if (!named || (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)))
+        return give_up(requests, count);
+    PyErr_Clear();
+    return 1;
+}
+
 /* Runs the first request, a large one, by itself. */
 static int run_alone(fast_path_t *self) {
     const request_t *request = &self->waiting[self->first];
     const batch_t *batch = request->plan->batch;
     /* Large requests that can share a run are gathered by Python. */
-    int shared = self->first + 1 < self->count && request[1].plan->batch == batch && batch->most > request->plan->rows;
+    int shared = self->first + 1 < self->count && is_alike(request, &request[1]) && batch->most > request->plan->rows;
     if (shared || !has_room(request, 1))
         return 1;
     moments_t moments = {now_ns()};
     uint64_t copied = 0;
     PyObject *places = places_of(request, &copied);
-    PyObject *made = places == NULL ? NULL : execute(self, request, 1, request->plan->alone, places, moments);
+    PyObject *made = places == NULL ? NULL : execute(self, request, 1, request->plan->alone, places, request->set, moments);
     Py_XDECREF(places);
-    int outcome = made == Py_None ? 1 : made == NULL || answer_alone(request, made, moments, copied) ? give_up(request, 1) : 0;
+    int outcome = made == Py_None ? 1 : 0;
+    if (made == NULL)
+        outcome = give_up_run(request, 1, request->set != NULL);
+    else if (outcome == 0 && answer_alone(request, made, moments, copied))
+        outcome = give_up(request, 1);
     Py_XDECREF(made);
     if (outcome == 0) {
         moments[3] = now_ns();
@@ -172,7 +234,12 @@ static int run(fast_path_t *self) {
         self->sequenced = 1;
     }
     gather(program, requests, count, rows);
-    PyObject *made = execute(self, requests, count, program->run, NULL, moments);
+    int named;
+    PyObject *sets = sets_of(requests, count, rows, &named);
+    PyObject *made = named && sets == NULL ? NULL : execute(self, requests, count, program->run, sets, NULL, moments);
+    Py_XDECREF(sets);
+    if (made == NULL && named)
+        return give_up_run(requests, count, named);
     int wrong = made == NULL || answer(requests, count, made, moments);
     Py_XDECREF(made);
     if (wrong && batch->choose != NULL) {

@@ -46,6 +46,7 @@ class ParameterSet:
     __slots__ = (
         "__weakref__",
         "_host",
+        "_leaves",
         "_pinned",
         "_trees",
         "byte_size",
@@ -76,6 +77,8 @@ class ParameterSet:
         #: Its leaves in page-locked memory, once it has left a GPU.
         self._pinned: Sequence[Any] | None = None
         named = name != MAIN_SET
+        #: Whether it may leave the device for others while it is in use.
+        self._leaves = named or sets.on_demand
         #: Bytes of its leaves, and of the leaves that take memory on the device for this set alone: others lie in a stack, or are
         #: used in the host's memory without a copy.
         self.byte_size = self.placed_byte_size = sets.leaves.byte_size_of(named)
@@ -97,7 +100,7 @@ class ParameterSet:
 
         Raises: Unavailable: they are not on the device and there is no room for them.
         """
-        if self.sets.on_demand:
+        if self._leaves:
             self.used = self.sets.room.use()
         tree = self._trees[placement]
         return tree if tree is not _ABSENT else self._come(placement)
@@ -290,7 +293,8 @@ class ParameterSets:
         self.share: Callable[[Any], Any] | None = None
         self.room = room or DeviceRoom(0)
         self.main = ParameterSet(self, MAIN_SET, 0, host, _ABSENT if on_demand else tree)
-        self._named: dict[str, ParameterSet] = {}
+        #: The sets by their names, without main; this dict is never replaced, and changes in the worker's loop alone.
+        self.named: dict[str, ParameterSet] = {}
         #: Name -> the version of the set that was in use before the newest.
         self._before: dict[str, ParameterSet] = {}
         #: Sets that were checked and placed, and are not in use yet.
@@ -316,14 +320,14 @@ class ParameterSets:
 
     def newest(self, name: str) -> ParameterSet | None:
         """Returns the set with a name, in the version that is in use, or None if there is no such set."""
-        return self.main if name == MAIN_SET else self._named.get(name)
+        return self.main if name == MAIN_SET else self.named.get(name)
 
     def find(self, name: str) -> ParameterSet:
         """Returns the set with a name, and marks it as just used, so that it is evicted late.
 
         Raises NotFound: there is no set with that name.
         """
-        found = self._named.get(name)
+        found = self.named.get(name)
         if found is None:
             if name == MAIN_SET:
                 return self.main
@@ -352,7 +356,7 @@ class ParameterSets:
 
     def check_count(self, name: str, limit: int) -> None:
         """Checks the number of sets. Raises InvalidArgument: ``name`` is new, and there are ``limit`` sets already."""
-        names = {MAIN_SET, *self._named, *(each.name for each in self.staged)}
+        names = {MAIN_SET, *self.named, *(each.name for each in self.staged)}
         if name not in names and len(names) >= limit:
             raise InvalidArgument(
                 f"model '{self.leaves.model}' has {len(names)} parameter sets, workers.max_parameter_sets allows {limit}"
@@ -370,11 +374,11 @@ class ParameterSets:
             self.main = parameters
             if self.stack is not None:
                 # Answers of the others may come of its leaves, too.
-                for each in self._named.values():
+                for each in self.named.values():
                     each.stamp = object()
         else:
             parameters.used = self.room.use()
-            self._named[parameters.name] = parameters
+            self.named[parameters.name] = parameters
         self.staged.discard(parameters)
         self.pushes += 1
         if former is None or former is parameters:
@@ -396,8 +400,8 @@ class ParameterSets:
             raise InvalidArgument(f"parameter set '{MAIN_SET}' of model '{self.leaves.model}' cannot be dropped")
         self.find(name)
         if self.stack is not None:
-            self.stack.forget(self._named[name])
-        dropped = self._named.pop(name)
+            self.stack.forget(self.named[name])
+        dropped = self.named.pop(name)
         unused: list[object] = [dropped, self._before.get(name)]
         dropped.unpin()
         self.forget_before(self._before.get(name))
@@ -419,7 +423,7 @@ class ParameterSets:
         """Frees page-locked memory, former versions and the stack, because the model version was unloaded."""
         with self.room.lock:
             self._closed = True
-        for each in (self.main, *self._named.values()):
+        for each in (self.main, *self.named.values()):
             each.unpin()
         for before in list(self._before.values()):
             self.forget_before(before)
@@ -439,7 +443,7 @@ class ParameterSets:
 
     def figures(self) -> ParameterFigures:
         """Returns the sets that are in use, and the counters, for metrics."""
-        sets = [self.main, *self._named.values()]
+        sets = [self.main, *self.named.values()]
         return ParameterFigures(
             tuple([SetFigures(each.name, each.number, each.byte_size, each.on_device) for each in sets]),
             self.pushes,
@@ -448,4 +452,4 @@ class ParameterSets:
         )
 
     def __repr__(self) -> str:
-        return f"<ParameterSets of {self.leaves.model!r}: {self.main!r}, {len(self._named)} more>"
+        return f"<ParameterSets of {self.leaves.model!r}: {self.main!r}, {len(self.named)} more>"

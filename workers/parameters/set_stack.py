@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import jax
 import numpy as np
@@ -67,6 +67,10 @@ def _is_in(name: str, own: str) -> bool:
     return name == own or name.startswith(f"{own}.")
 
 
+#: What a run is computed with: one parameter set, or that of each request or row of a batch that may mix sets; None: main.
+Chosen = Union["ParameterSet", "BatchSets", "tuple[ParameterSet | None, ...]", None]
+
+
 class BatchSets:
     """The parameter set of each request of a batch that may mix sets."""
 
@@ -80,9 +84,9 @@ class BatchSets:
         """Returns the parameter set of a request of the batch."""
         return self._sets[request]
 
-    def rows(self) -> list[tuple[ParameterSet, int]]:
-        """Returns the parameter set and the number of rows of each request, in the order of the batch."""
-        return [(each, request.rows) for request, each in self._sets.items()]
+    def rows(self) -> list[ParameterSet]:
+        """Returns the parameter set of each row of the batch, but for those that no request fills."""
+        return [each for request, each in self._sets.items() for _ in range(request.rows)]
 
     def __repr__(self) -> str:
         return f"<BatchSets {len(set(self._sets.values()))} of {len(self._sets)} requests>"
@@ -144,39 +148,38 @@ class SetStack:
         """Returns whether a parameter set has a slot of the stack."""
         return parameters in self._slots
 
-    def arguments(self, sets: ParameterSets, chosen: ParameterSet | BatchSets, rows: int) -> tuple[Any, Array]:
+    def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
         """Returns what a program takes as parameters: the tree with its stacked leaves, and the slot of each row, INT32[rows].
 
         Sets without a slot get one. The result is valid only for the next call of a program.
 
         Args:
-          chosen: one set for all rows, or the set of each request; rows that no request fills get the first request's set.
+          chosen: what the batch is computed with; rows that no request fills get the set of the first row.
           rows: the batch size of the program.
         Raises: whatever the device raises; then no set has a slot any more.
         """
-        if not isinstance(chosen, BatchSets):
-            (slot,) = self._found(sets, [chosen])
-            return self._whole(sets), np.full(rows, slot, np.int32)
-        parts = chosen.rows()
-        slots = self._found(sets, [each for each, _ in parts])
+        wanted: Sequence[ParameterSet | None]
+        if isinstance(chosen, tuple):
+            wanted = chosen
+        elif isinstance(chosen, BatchSets):
+            wanted = chosen.rows()
+        else:
+            wanted = (chosen,)
+        slots = self._found(sets, [each or sets.main for each in wanted])
         index = np.full(rows, slots[0], np.int32)
-        at = 0
-        for slot, (_, count) in zip(slots, parts, strict=True):
-            index[at : at + count] = slot
-            at += count
+        index[: len(slots)] = slots
         return self._whole(sets), index
 
     def _found(self, sets: ParameterSets, wanted: Sequence[ParameterSet]) -> list[int]:
         """Returns the slot of each wanted set; sets without a slot get one. At most ``slots`` different sets may be wanted."""
-        missing = []
+        known = self._slots
+        missing = [each for each in dict.fromkeys(wanted) if each not in known]
         for each in wanted:
-            if each in self._slots:
-                self._slots.move_to_end(each)
-            elif each not in missing:
-                missing.append(each)
+            if each in known:
+                known.move_to_end(each)
         for each in missing:
             self._place(sets, each)
-        return [self._slots[each] for each in wanted]
+        return [known[each] for each in wanted]
 
     def _place(self, sets: ParameterSets, parameters: ParameterSet) -> None:
         assert self._open is not None

@@ -204,8 +204,8 @@ class HostExecutable(Executable):
         planned, checked, request = plan_single(execution, preparation), preparation.checked, execution.requests[0]
         if planned is None or checked is None:
             return None
-        inputs, chosen = preparation.prepared.inputs, None if request.chosen is None else str(request.chosen)
-        run = SingleRun(self, request.submitter.lane, inputs, checked.sizes, *planned, request.rows, regions, chosen)
+        inputs, lane = preparation.prepared.inputs, request.submitter.lane
+        run = SingleRun(self, lane, inputs, checked.sizes, *planned, request.rows, regions)
         return run if run.is_aligned else None
 
     def __repr__(self) -> str:

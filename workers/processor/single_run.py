@@ -27,6 +27,7 @@ from tensord.workers.requests.answer_plan import AnswerPlan, PlannedOutput
 
 if TYPE_CHECKING:
     from tensord.workers.models.execution import Execution
+    from tensord.workers.parameters.parameter_set import ParameterSet
     from tensord.workers.processor.host_executable import HostExecutable
     from tensord.workers.requests.prepared import Preparation
 
@@ -80,7 +81,6 @@ class SingleRun:
         names: Mapping[int, str],
         rows: int,
         regions: Mapping[str, Region],
-        name: str | None = None,
     ) -> None:
         """Makes arrays of the inputs that lie in regions, and finds where each output goes.
 
@@ -93,10 +93,8 @@ class SingleRun:
           names: content index in the plan -> output name.
           rows: of each request.
           regions: the regions that the prepared request names, by name.
-          name: of the parameter set that the requests name; None: they name none.
         """
         self._executable = executable
-        self._set = name
         self._lane = lane
         self._regions = tuple(regions.values())
         #: Inputs that lie at a different place for each request; and inputs in regions, which are always at the same place.
@@ -141,12 +139,14 @@ class SingleRun:
         """True if all inputs in regions are aligned, so that the program can use them without a copy."""
         return not [array for array in self._fixed.values() if array.ctypes.data % ALIGNMENT]
 
-    def __call__(self, places: Sequence[Place]) -> Outcome | None:
+    def __call__(self, places: Sequence[Place], chosen: ParameterSet | None = None) -> Outcome | None:
         """Runs one request and returns where its outputs are.
 
         None: the request must take the ordinary path; no lease is held then.
 
-        ``places``: for each input that is not in a region its place in the arena, or its bytes.
+        Args:
+          places: for each input that is not in a region its place in the arena, or its bytes.
+          chosen: the parameter set; None: the main set.
 
         Raises InvalidArgument: a place is outside the arena; LookupError: XLA can no longer be made to write the outputs to their
         places; or whatever the program raises.
@@ -164,16 +164,16 @@ class SingleRun:
             arguments[name] = np.frombuffer(content, dtype).reshape(shape)
         made: Outcome | None
         if self._leased_byte_size or self._placed:
-            made = self._run_placed(arguments)
+            made = self._run_placed(arguments, chosen)
         else:
-            outputs = _waited_for(self._executable.computed(self._executable.named(self._set), arguments, {}))
+            outputs = _waited_for(self._executable.computed(self._executable.parameters(chosen), arguments, {}))
             made = -1, 0, 0, [outputs[name] for name in self._inside]
         if self._regions:
             # After the last byte was read and written: a page that was missing meanwhile makes the answer void.
             check_intact(self._regions)
         return made
 
-    def _run_placed(self, arguments: dict[str, Array]) -> Outcome | None:
+    def _run_placed(self, arguments: dict[str, Array], chosen: ParameterSet | None) -> Outcome | None:
         """Runs the program and has XLA write its large outputs straight to their places, in a lease or in regions.
 
         Returns where all outputs are; None: the request must take the ordinary path.
@@ -186,7 +186,7 @@ class SingleRun:
         if not memory.offerable >= self._leased.keys() | self._placed.keys():
             raise LookupError("outputs are copied to their places")
         if not self._leased_byte_size:
-            made = self._run_into(arguments, self._placed)
+            made = self._run_into(arguments, chosen, self._placed)
             return None if made is None else (-1, 0, 0, made)
         lease = lane.loan(self._leased_byte_size)
         if lease is None:
@@ -195,13 +195,15 @@ class SingleRun:
         try:
             if lane.is_announced(lease):
                 leased = {name: lease.view[at : at + size] for name, (at, size) in self._leased.items()}
-                inside = self._run_into(arguments, leased | self._placed)
+                inside = self._run_into(arguments, chosen, leased | self._placed)
         finally:
             if inside is None:
                 lease.release()
         return None if inside is None else (*lease.key, inside)
 
-    def _run_into(self, arguments: dict[str, Array], memories: Mapping[str, memoryview]) -> list[Array] | None:
+    def _run_into(
+        self, arguments: dict[str, Array], chosen: ParameterSet | None, memories: Mapping[str, memoryview]
+    ) -> list[Array] | None:
         """Runs the program and has it write outputs to given memory. Returns the other outputs.
 
         Returns None if an output was not written to its memory.
@@ -210,7 +212,7 @@ class SingleRun:
         """
         executable = self._executable
         addresses = {name: address_of(memory) for name, memory in memories.items()}
-        outputs = _waited_for(executable.computed(executable.named(self._set), arguments, addresses))
+        outputs = _waited_for(executable.computed(executable.parameters(chosen), arguments, addresses))
         written = executable.written(outputs, addresses)
         inside = [outputs[name] for name in self._inside]
         del outputs

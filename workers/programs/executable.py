@@ -17,7 +17,7 @@ import numpy as np
 
 from tensord.shm.arrays import Array, address_of
 from tensord.workers.parameters.parameter_set import ParameterSet
-from tensord.workers.parameters.set_stack import BatchSets
+from tensord.workers.parameters.set_stack import Chosen
 from tensord.workers.programs.execution_device import ExecutionDevice, Inputs
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.plain_program import is_plain
@@ -147,36 +147,25 @@ class Executable(ABC):
         with precision(self._signature):
             return self._inputs.send()
 
-    def parameters(self, chosen: ParameterSet | BatchSets | None = None) -> Any:
+    def parameters(self, chosen: Chosen = None) -> Any:
         """Returns parameters in the form that ``call`` takes.
 
-        ``chosen``: the set, or the sets of a batch that mixes several; None: the main set, with which the model was loaded.
+        Raises: Unavailable: they are not on the device and there is no room for them; or whatever the device raises.
         """
         sets = self._sets
-        if chosen is None:
-            chosen = sets.main
-        if sets.stack is not None or isinstance(chosen, BatchSets):
-            assert sets.stack is not None
+        if sets.stack is not None:
             return sets.stack.arguments(sets, chosen, self.rows)
+        if chosen is None:
+            return sets.main.on(self._at)
+        assert isinstance(chosen, ParameterSet)
         return chosen.on(self._at)
 
-    def named(self, name: str | None) -> Any:
-        """Returns the parameters of the set with a name, in the form that ``call`` takes. ``name``: None: the main set.
-
-        Raises NotFound: there is no set with that name.
-        """
-        sets = self._sets
-        chosen = sets.main if name is None else sets.find(name)
-        return chosen.on(self._at) if sets.stack is None else sets.stack.arguments(sets, chosen, self.rows)
-
-    def run(self, name: str | None = None) -> list[Content]:
+    def run(self, chosen: Chosen = None) -> list[Content]:
         """Runs the program on the inputs in ``memory``. Returns the contents of the outputs in host memory.
 
-        Afterwards ``memory`` may be written again.
-
-        ``name``: of the parameter set; None: the main set. Raises NotFound: there is no set with that name any more.
+        Afterwards ``memory`` may be written again. Raises what ``parameters`` and the program raise.
         """
-        parameters = self.named(name)
+        parameters = self.parameters(chosen)
         with precision(self._signature):
             made = self.call(parameters, self._inputs.send())
         return self.read(made)

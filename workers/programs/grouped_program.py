@@ -190,12 +190,14 @@ class GroupedProgram:
                 copied += len(target)
         return copied
 
-    def run(self, name: str | None = None) -> list[Content]:
-        """Computes the gathered requests and returns the results in host memory: for each dtype a stack with one row per request.
+    def run(self, chosen: ParameterSet | None = None) -> list[Content]:
+        """Computes the gathered requests and waits for the results, whose first dimension counts the requests.
 
-        ``name``: of the parameter set; None: the main set. Raises NotFound: there is no set with that name any more.
+        ``chosen``: the parameter set; None: the main set.
+
+        Raises: Unavailable: its parameters are not on the device and there is no room for them; or whatever the program raises.
         """
-        return self.compute(self._sets.main if name is None else self._sets.find(name))
+        return self.compute(chosen or self._sets.main)
 
     def compute(self, chosen: ParameterSet) -> list[Content]:
         """Computes the gathered requests with the parameters of a set. Waits for the results, and returns them as ``run``."""

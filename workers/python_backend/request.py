@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import PreparedRequest, RequestRecord
+from tensord.shm.messages import PreparedRequest, RequestRecord, set_named
 from tensord.workers.calls.asking import check_sequence
 from tensord.workers.calls.call import ModelCall
 from tensord.workers.python_backend.calls import ResponseIterator, answer_of, call_of, first_answer, one_response
@@ -219,9 +219,11 @@ class InferenceRequest:
             raise TritonModelException(error.message) from None
         if self._timeout < 0:
             raise TritonModelException(f"timeout is {self._timeout}, it cannot be negative")
-        prepared = PreparedRequest(
-            self._model_name, max(0, self._model_version), parameters=json.loads(self._parameters)
-        )
+        try:
+            parameters, parameter_set = set_named(json.loads(self._parameters))
+        except InvalidArgument as error:
+            raise TritonModelException(error.message) from None
+        prepared = PreparedRequest(self._model_name, max(0, self._model_version), parameters=parameters)
         own = RequestRecord(
             0,
             prepared,
@@ -230,6 +232,7 @@ class InferenceRequest:
             sequence_id=sequence,
             sequence_start=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START),
             sequence_end=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
+            parameter_set=parameter_set,
         )
         outputs = tuple(map(_text, self._requested))
         timeline = self._trace.timeline if isinstance(self._trace, InferenceTrace) else None

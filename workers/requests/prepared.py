@@ -25,6 +25,7 @@ from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import (
     MAX_REPLACE_KEY,
+    MAX_SET_NAME,
     SET_PARAMETER,
     TELLING_PARAMETER,
     PreparedAnswer,
@@ -34,6 +35,7 @@ from tensord.shm.messages import (
     RequestedOutput,
     RequestRecord,
     Slice,
+    all_parameters,
     placed,
 )
 from tensord.shm.open_shape import OPEN, closed, elements
@@ -70,8 +72,6 @@ _BATCH_NOTE = (
     "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
 )
 
-#: Of a request that names no parameter set, and does not ask for it.
-_MAIN: tuple[str | None, bool] = (None, False)
 Content = bytes | memoryview | LateTensor
 #: (name, datatype, shape) of each input, in the order of the request.
 Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -216,7 +216,8 @@ def validate(
         if not known:
             preparation.learn(version.checked, checked if prepared is preparation.prepared else None, outputs)
         key, repeats = checked.key, preparation.number != _INLINE and preparation.checked is not None
-        name, tells = _choice(prepared, own, version) if prepared.parameters and version.sets is not None else _MAIN
+        name = _chosen(own, version) if own.parameter_set else None
+        tells = _tells(prepared, own, version) if prepared.parameters else False
         if name is not None:
             key = _key_of(version, key, name)
         if own.strikes:
@@ -246,24 +247,41 @@ def validate(
         raise
 
 
-def _choice(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion) -> tuple[str | None, bool]:
-    """Returns the parameter set that a request names (None: main), and whether its answers shall name their set.
+def _chosen(own: RequestRecord, version: ModelVersion) -> str | None:
+    """Returns the parameter set that a request names; None: main, or the model has no parameter sets.
 
-    Raises: NotFound: the model has no set of this name.  InvalidArgument: a parameter has the wrong type.
+    Raises: NotFound: the model has no set of this name.  InvalidArgument: the name is too long.
     """
-    sets, name, tells = version.sets, prepared.parameters.get(SET_PARAMETER), prepared.parameters.get(TELLING_PARAMETER)
-    assert sets is not None
-    for parameter, value, kind in ((SET_PARAMETER, name, str), (TELLING_PARAMETER, tells, bool)):
-        if value is not None and type(value) is not kind:
-            wanted = "a text" if kind is str else "true or false"
-            raise InvalidArgument(f"{label(own.client_id)}parameter '{parameter}' is {value!r}, {wanted} is expected")
-    if name == MAIN_SET:
-        name = None
-    if name is not None:
-        sets.find(cast(str, name))
+    name, sets = own.parameter_set, version.sets
+    if len(name) > MAX_SET_NAME or not name.isascii():
+        size = len(name.encode())
+        if size > MAX_SET_NAME:
+            raise InvalidArgument(
+                f"{label(own.client_id)}parameter '{SET_PARAMETER}' has {size} bytes, at most {MAX_SET_NAME} are allowed"
+            )
+    if sets is None or name == MAIN_SET:
+        return None
+    sets.find(name)
+    return name
+
+
+def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion) -> bool:
+    """Returns whether a request's answers shall name their parameter set; never of a model that has no parameter sets.
+
+    Raises InvalidArgument: the parameter has the wrong type, or the name of a set came among the parameters.
+    """
+    sets, tells = version.sets, prepared.parameters.get(TELLING_PARAMETER)
+    if sets is None:
+        return False
+    if SET_PARAMETER in prepared.parameters:
+        raise InvalidArgument(f"{label(own.client_id)}'{SET_PARAMETER}' is a field of the request, and no parameter")
+    if tells is not None and type(tells) is not bool:
+        raise InvalidArgument(
+            f"{label(own.client_id)}parameter '{TELLING_PARAMETER}' is {tells!r}, true or false is expected"
+        )
     if tells:
         sets.told = True
-    return cast("str | None", name), bool(tells)
+    return bool(tells)
 
 
 def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
@@ -323,7 +341,8 @@ def validate_inner(
     for name in outputs:
         if name not in signature.outputs:
             raise InvalidArgument(f"unexpected inference output '{name}' for model '{version.name}'")
-    chosen, tells = _choice(prepared, own, version) if prepared.parameters and version.sets is not None else _MAIN
+    chosen = _chosen(own, version) if own.parameter_set else None
+    tells = _tells(prepared, own, version) if prepared.parameters else False
     key = checked.key if chosen is None else _key_of(version, checked.key, chosen)
     if own.strikes:
         key = (key, own.request_id, submitter.peer)
@@ -434,7 +453,8 @@ def _wrong_count(prepared: PreparedRequest, own: RequestRecord, signature: Signa
     )
     missing = [spec.name for spec in signature.inputs.values() if spec.name not in given and not spec.optional]
     # A misspelt input of generate is one.
-    named = f" Its parameters are [{_quoted([*prepared.parameters])}]." if missing and prepared.parameters else ""
+    parameters = all_parameters(prepared, own)
+    named = f" Its parameters are [{_quoted([*parameters])}]." if missing and parameters else ""
     return InvalidArgument(
         f"{label(own.client_id)}{expected} but got {len(given)} inputs for model '{signature.model}'. "
         f"Got input(s) [{_quoted(given[::-1])}], but missing required input(s) [{_quoted(missing)}]. "

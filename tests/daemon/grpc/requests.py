@@ -33,7 +33,7 @@ KEYS = st.one_of(
     st.sampled_from(
         [
             *("sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "classification", "triton_x"),
-            *("tensord_replace", "triton_enable_empty_final_response", "binary_data_output"),
+            *("tensord_replace", "parameter_set", "triton_enable_empty_final_response", "binary_data_output"),
             *("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"),
         ]
     ),

@@ -93,6 +93,7 @@ def test_whichever_way_a_message_goes(requests: list[Any], data: st.DataObject) 
             whole.sequence_start,
             whole.sequence_end,
             whole.replace_key,
+            whole.parameter_set,
         )
         model, state = whole.model, expected[-1]
         assert form.decoupled == state.streams
@@ -132,7 +133,7 @@ def test_forms_in_turn() -> None:
     assert len({each[0] for each in found if each}) == len(contents)
 
 
-def test_ids_of_sequences_priorities_and_timeouts_are_each_message_s_own() -> None:
+def test_ids_of_sequences_priorities_timeouts_and_sets_are_each_message_s_own() -> None:
     """Messages that differ only in these share one prepared request; so does a message that sets none of them."""
     front = Front()
     for number in range(100):
@@ -144,13 +145,15 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_message_s_own() -> No
             "sequence_start": Parameter(bool_param=number % 3 == 0),
             "sequence_end": Parameter(bool_param=number % 5 == 0),
             "tensord_replace": Parameter(string_param=f"camera {number}"),
+            "parameter_set": Parameter(string_param=f"customer-{number}"),
             "x": Parameter(int64_param=1),
         }
         content = message(tensor(), raw=(b"ab",), parameters=given_)
         found = front.formed(content)
         request = read(front.messages, content)[1]
         sequence_id = f"s{number}" if number % 2 else number
-        wanted = (number % 7, number * 11, sequence_id, number % 3 == 0, number % 5 == 0, f"camera {number}")
+        names = f"camera {number}", f"customer-{number}"
+        wanted = (number % 7, number * 11, sequence_id, number % 3 == 0, number % 5 == 0, *names)
         assert request.scheduling == wanted
         assert request.parameters == {"x": 1}
         assert (found is not None) == (number > 0)

@@ -233,7 +233,7 @@ def test_requests_that_mean_the_same_are_one_form() -> None:
         assert forms.read(meaning, said, 4).prepared is first
 
 
-def test_ids_of_sequences_priorities_and_timeouts_are_each_request_s_own() -> None:
+def test_ids_of_sequences_priorities_timeouts_and_sets_are_each_request_s_own() -> None:
     """They differ from one request to the next, and no number is assigned for that; in texts that came before as well."""
     forms, lane = PreparedRequests(), Numbers[PreparedRequest]()
     for _ in range(3):
@@ -245,13 +245,17 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_request_s_own() -> No
                 "priority": number % 7,
                 "timeout": number * 11,
                 "tensord_replace": f"camera {number}",
+                "parameter_set": f"customer-{number}",
                 "x": 1,
             }
             request = forms.read(head(), text(PLAIN, parameters=parameters), 4)
             request.prepared.on_lane(lane)
             wanted = [
                 parameters[name]
-                for name in ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "tensord_replace")
+                for name in (
+                    *("priority", "timeout", "sequence_id", "sequence_start", "sequence_end"),
+                    *("tensord_replace", "parameter_set"),
+                )
             ]
             assert list(request.scheduling) == wanted
             assert request.prepared.record.parameters == {"x": 1}

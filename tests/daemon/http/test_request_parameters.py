@@ -23,6 +23,7 @@ def test_reserved_parameters_are_taken_out() -> None:
                 "priority": 3,
                 "timeout": 5,
                 "tensord_replace": "camera",
+                "parameter_set": "customer-7",
                 "binary_data_output": True,
                 "a": "text",
                 "b": False,
@@ -35,7 +36,7 @@ def test_reserved_parameters_are_taken_out() -> None:
     )
     assert decoded.id == "abc"
     assert decoded.scheduling == Scheduling(
-        3, 5, 2**64 - 1, sequence_start=True, sequence_end=True, replace_key="camera"
+        3, 5, 2**64 - 1, sequence_start=True, sequence_end=True, replace_key="camera", parameter_set="customer-7"
     )
     assert decoded.all_binary
     assert decoded.parameters == {"a": "text", "b": False, "c": -(2**63), "d": 1.5, "e": float(2**63)}
@@ -68,6 +69,8 @@ def test_a_sequence_id_that_is_too_long() -> None:
         ({"priority": True}, "'priority': attempt to access JSON non-unsigned-integer as unsigned-integer"),
         ({"timeout": "5"}, "'timeout': attempt to access JSON non-unsigned-integer as unsigned-integer"),
         ({"tensord_replace": 5}, "'tensord_replace': attempt to access JSON non-string as string"),
+        ({"parameter_set": 5}, "'parameter_set': attempt to access JSON non-string as string"),
+        ({"parameter_set": ""}, "parameter 'parameter_set' is empty, the name of a parameter set is expected"),
         ({"n": 10**400}, "out of the range"),
     ],
 )
@@ -80,7 +83,7 @@ def test_parameters_that_are_refused(parameters: dict[str, Any], found: str) -> 
 
 def test_what_is_a_request_s_own_is_parted_from_what_it_has_in_common_with_others() -> None:
     own = {"priority": 3, "timeout": 5, "sequence_id": "s", "sequence_start": True, "sequence_end": False}
-    own["tensord_replace"] = "k"
+    own |= {"tensord_replace": "k", "parameter_set": "a"}
     assert own.keys() == KEYS
-    assert part({"a": 1, **own, "b": 2}) == (Scheduling(3, 5, "s", True, replace_key="k"), {"a": 1, "b": 2})
+    assert part({"a": 1, **own, "b": 2}) == (Scheduling(3, 5, "s", True, False, "k", "a"), {"a": 1, "b": 2})
     assert part({**own, "priority": -1})[1] == {"priority": -1}

@@ -75,6 +75,8 @@ class Native:
         self.in_flight: dict[int, Any] = {}
         self.memory = np.full((ROWS, 8), 0xAA, np.uint8)
         self.runs: list[bytes] = []
+        #: The arguments of each run.
+        self.chosen: list[tuple[Any, ...]] = []
         self.running: list[list[int]] = []
         self.made: Callable[[], list[Any]] = lambda: [~self.memory]
         self.fast = _native.FastPath(
@@ -87,7 +89,8 @@ class Native:
         self.wrong: Exception | None = None
         self.fast.open(self.lane.fileno(), 7, self.in_flight, self.take_back, 0, protocol)
 
-    def run(self) -> list[Any]:
+    def run(self, *chosen: Any) -> list[Any]:
+        self.chosen.append(chosen)
         self.runs.append(self.memory.tobytes())
         self.running.append(self.page[WORDS : WORDS + 1 + 2 * int(self.page[WORDS])].tolist())
         return self.made()
@@ -111,13 +114,16 @@ class Native:
             "by_rows": (0,) * ROWS,
             "sequences": None,
             "traced": timeline_end(None),
+            "mixes": False,
+            "sets": None,
             **changed,
         }
         programs = ((self.run, ROWS, clears, ((address, 8),)),)
-        batch = (self, 7, most_waiting, share, False, programs, said["by_rows"], said["sequences"])
+        batch = (self, 7, most_waiting, share, False, said["mixes"], programs, said["by_rows"], said["sequences"])
         batch = *batch, self.histograms
         places = said["inputs"], said["outputs"]
-        self.fast.learn(self.lane.fileno(), form, batch, 1, *places, 9, said["intact"], said["traced"])
+        rest = said["intact"], said["traced"], said["sets"]
+        self.fast.learn(self.lane.fileno(), form, batch, 1, *places, 9, *rest)
 
     def send(self, *records: Any) -> bytes:
         """Sends records as one datagram; returns it."""
@@ -182,6 +188,69 @@ def test_runs_with_little_to_do_share_a_datagram_where_many_wait(native: Native,
     assert came == datagrams
 
 
+def test_requests_of_one_parameter_set_share_runs_whatever_comes_between_them(native: Native) -> None:
+    """With the set itself, which is looked up by its name in the dict as it is then."""
+    first, second = object(), object()
+    sets: dict[str, Any] = {"a": first}
+    native.learn(sets=sets)
+    sets["b"] = second
+    named = ["a", "b", "", "a", "b", "a", "main", "a", "a", "b"]
+    contents = [bytes([n] * 8) for n in range(len(named))]
+    native.send(*[request(n + 1, contents[n], parameter_set=name) for n, name in enumerate(named)])
+    assert native.fast.wait(0, True) == ([], [], [])
+    found = {answer.request_id: answer for answer in native.answers()}
+    assert found == {n + 1: AnswerRecord(n + 1, 9, (turned(content),)) for n, content in enumerate(contents)}
+    runs = [((first,), [0, 3, 5, 7]), ((second,), [1, 4, 9]), ((), [2, 6]), ((first,), [8])]
+    assert native.chosen == [chosen for chosen, _ in runs]
+    assert native.runs == [b"".join(contents[n] for n in rows).ljust(32, b"\0") for _, rows in runs]
+
+
+def test_a_run_of_a_model_that_mixes_sets_gets_that_of_each_row(native: Native) -> None:
+    first, second = object(), object()
+    native.learn(mixes=True, sets={"a": first, "b": second})
+    named = ["a", "", "b", "a", "main", "", "b"]
+    native.send(*[request(n + 1, parameter_set=name) for n, name in enumerate(named)])
+    assert native.fast.wait(0, True) == ([], [], [])
+    assert native.chosen == [((first, None, second, first),), ((None, None, second),)]
+    native.send(request(8), request(9, parameter_set="main"))
+    native.fast.wait(0, True)
+    assert native.chosen[2:] == [()]
+    assert [answer.request_id for answer in native.answers()] == [*range(1, 10)]
+
+
+@pytest.mark.parametrize("name", ["c", "a" * 128, "a" * 129, "\u00e4"])
+def test_a_set_that_is_not_there_is_for_python_and_changes_nothing(native: Native, name: str) -> None:
+    native.learn(sets={"a": object()})
+    for _ in range(2):
+        datagram = native.send(request(1, parameter_set="a"), request(2, parameter_set=name))
+        assert native.fast.wait(0, True) == ([], [(native.lane.fileno(), (datagram, [], False))], [])
+        native.send(request(3, parameter_set="a"))
+        assert native.fast.wait(0, True) == ([], [], [])
+    assert len(native.answers()) == 2
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_set_whose_run_fails_is_for_python_and_others_are_not(native: Native, mixes: bool) -> None:
+    native.learn(sets={"a": object()}, mixes=mixes)
+    made, native.made = native.made, failing
+    native.send(request(1, parameter_set="a"), request(2, parameter_set="a"))
+    ((_, (datagram, _, _)),) = native.fast.wait(0, True)[1]
+    assert datagram.count(b"\xa1q") == 2
+    native.made = made
+    native.send(request(3), request(4, parameter_set="a"))
+    assert native.fast.wait(0, True) == ([], [], [])
+    assert len(native.answers()) == 2
+
+
+def test_a_traced_request_that_names_a_set_is_python_s(native: Native) -> None:
+    """What its timeline says of its set is not known here."""
+    native.learn(sets={"a": object()})
+    native.send(request(1, trace=1), request(2, trace=1, parameter_set="a"), request(3, parameter_set="a"))
+    ((_, (datagram, _, _)),) = native.fast.wait(0, True)[1]
+    assert datagram.endswith(encoder.encode(request(2, trace=1, parameter_set="a")))
+    assert [answer.request_id for answer in native.answers()] == [1, 3]
+
+
 def test_a_run_is_on_the_status_page_while_it_lasts(native: Native) -> None:
     native.learn()
     native.send(request(5), request(6))
@@ -236,6 +305,8 @@ def test_figures(native: Native) -> None:
         request(2, sequence_id=-1),
         request(2, priority=-1),
         request(2, replace_key="k"),
+        request(2, parameter_set="a"),
+        request(2, parameter_set="main"),
     ],
     ids=[
         "form",
@@ -254,6 +325,8 @@ def test_figures(native: Native) -> None:
         "id",
         "priority",
         "replaces",
+        "set",
+        "main",
     ],
 )
 @pytest.mark.parametrize("last", [True, False])
@@ -333,12 +406,13 @@ def test_no_client_is_traced(native: Native, records: list[Any]) -> None:
     assert native.fast.wait(0, True)[1] == [(native.lane.fileno(), (datagram, [], False))]
 
 
-def test_a_record_may_end_before_its_replace_key(native: Native) -> None:
-    """It is the last field, and nearly every request has none."""
+@pytest.mark.parametrize("fields", [14, 15])
+def test_a_record_may_end_before_its_replace_key_and_its_parameter_set(native: Native, fields: int) -> None:
+    """They are the last fields, and nearly every request has none."""
     native.learn()
     whole = encoder.encode(request(1))
-    assert (whole[:1], whole[-1:]) == (b"\x9f", b"\xa0")
-    native.front.send(b"\x01\xdc\x00\x01" + b"\x9e" + whole[1:-1])
+    assert (whole[:3], whole[-2:]) == (b"\xdc\x00\x10", b"\xa0\xa0")
+    native.front.send(b"\x01\xdc\x00\x01" + bytes((0x90 + fields,)) + whole[3 : fields - 16])
     assert native.fast.wait(0, True) == ([], [], [])
     assert len(native.answers()) == 1
 
@@ -664,6 +738,7 @@ def test_a_lane_whose_other_end_is_gone_is_an_event(native: Native) -> None:
         ({"by_rows": ()}, "for none"),
         ({"by_rows": (1,)}, "no such program"),
         ({"form": 1024}, "below 1024"),
+        ({"sets": ["a"]}, "no dict"),
         ({"by_rows": (0, -1), "sequences": (refusing, refusing)}, "any number of rows"),
     ],
 )
@@ -680,8 +755,8 @@ def learn_places(native: Native) -> None:
     def run(places: Any) -> Any:
         return -1, 0, 0, [repr(places).encode().ljust(40)]
 
-    batch = (learn_places, 7, 1000, 0.0, False, (), (-1,), None, native.histograms)
-    native.fast.learn_alone(native.lane.fileno(), 4, batch, 1, (8,), ((0, 0, 40),), 9, run, timeline_end(None))
+    batch = (learn_places, 7, 1000, 0.0, False, False, (), (-1,), None, native.histograms)
+    native.fast.learn_alone(native.lane.fileno(), 4, batch, 1, (8,), ((0, 0, 40),), 9, run, timeline_end(None), None)
 
 
 NUMBERS = st.integers(0, (1 << 64) - 1)
@@ -705,6 +780,7 @@ records = st.one_of(
         sequence_start=st.booleans(),
         sequence_end=st.booleans(),
         trace=st.sampled_from([0, 0, 1, 4, 5]),
+        parameter_set=st.sampled_from(["", "", "main", "a", "b"]) | st.text(max_size=140),
     ),
     st.builds(
         RequestRecord,

@@ -41,6 +41,7 @@ class Alone:
     def __init__(self, native: Native, **changed: Any) -> None:
         self.native = native
         self.asked: list[Any] = []
+        self.chosen: list[tuple[Any, ...]] = []
         self.running: list[list[int]] = []
         self.makes: Callable[[], Any] = lambda: (5, 4096, 77, [])
         said: dict[str, Any] = {
@@ -49,22 +50,25 @@ class Alone:
             "most": 1,
             "rows": 1,
             "share": 0.0,
+            "sets": None,
             **changed,
         }
         native.fast.learn_alone(
             native.lane.fileno(),
             4,
-            (self, 7, 1000, said["share"], False, (), (-1,) * said["most"], None, native.histograms),
+            (self, 7, 1000, said["share"], False, False, (), (-1,) * said["most"], None, native.histograms),
             said["rows"],
             said["inputs"],
             said["outputs"],
             9,
             self.run,
             timeline_end(None),
+            said["sets"],
         )
 
-    def run(self, places: Any) -> Any:
+    def run(self, places: Any, *chosen: Any) -> Any:
         self.asked.append(places)
+        self.chosen.append(chosen)
         self.running.append(self.native.page[512:515].tolist())
         return self.makes()
 
@@ -89,6 +93,17 @@ def serve(native: Native) -> None:
         more, datagrams, unsent_more = native.fast.wait(0, True)
         events, unsent = events + more, unsent + unsent_more
     assert (events, unsent) == ([], [])
+
+
+def test_a_large_request_is_run_with_the_set_that_it_names(native: Native) -> None:
+    """And by itself, although more rows have a program: what waits beside it names another one."""
+    first = object()
+    alone = Alone(native, sets={"a": first}, most=2)
+    for number, name in enumerate(("a", "main", "a"), 1):
+        native.send(RequestRecord(number, 4, (PLACE,), parameter_set=name))
+    serve(native)
+    assert alone.chosen == [(first,), (), (first,)]
+    assert [answer.request_id for answer in native.answers()] == [1, 2, 3]
 
 
 def test_a_large_request_is_told_where_its_tensors_lie(native: Native) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensord.config.options import MAX_BUCKETS
-from tensord.shm import channel, durations, messages, prepared, status_page
+from tensord.shm import channel, durations, messages, operations, prepared, status_page
 from tensord.workers.native.extensions import available
 from tensord.workers.requests import timeline
 
@@ -21,6 +21,7 @@ def test_constants_of_records() -> None:
     assert bytes([_native.INLINE_KIND]) == channel._WHOLE
     assert _native.MAX_NUMBERS == prepared.MAX_NUMBERS
     assert _native.MAX_SEQUENCE_ID == messages.MAX_SEQUENCE_ID
+    assert (_native.MAX_SET_NAME, _native.MAIN_SET) == (messages.MAX_SET_NAME, operations.MAIN_SET)
 
 
 def test_sizes_of_the_histograms_of_durations() -> None:

@@ -174,9 +174,9 @@ class PushingLoop(WorkerLoop):
         batches: bool = True,
         own: Mapping[str, Any] | None = None,
     ) -> int:
-        parameters: dict[str, Parameter] = {} if set is None else {"parameter_set": set}
-        if tells:
-            parameters["tensord_parameters"] = True
+        parameters: dict[str, Parameter] = {"tensord_parameters": True} if tells else {}
+        if set is not None:
+            own = {**(own or {}), "parameter_set": set}
         shape = (rows, 8) if batches else (8,)
         tensor = Tensor("x", "FP32", shape, np.full(shape, value, np.float32).tobytes())
         return self.submit(model, [tensor], parameters=parameters, own=own)
@@ -184,7 +184,7 @@ class PushingLoop(WorkerLoop):
 
 def let_go(sets: ParameterSets) -> None:
     """Releases the memory of sets, because a worker's objects stay in a process that goes on."""
-    for each in (sets.main, *sets._named.values(), *sets._before.values(), *sets.staged):
+    for each in (sets.main, *sets.named.values(), *sets._before.values(), *sets.staged):
         each.leave()
         each._host = []
 

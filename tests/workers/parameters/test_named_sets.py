@@ -102,15 +102,21 @@ def test_a_set_that_is_dropped_while_its_requests_wait(loop: PushingLoop, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("parameters", "message"),
+    ("said", "message"),
     [
-        ({"parameter_set": 3}, "parameter 'parameter_set' is 3, a text is expected"),
-        ({"tensord_parameters": "yes"}, "parameter 'tensord_parameters' is 'yes', true or false is expected"),
+        ({"own": {"parameter_set": "a" * 129}}, "parameter 'parameter_set' has 129 bytes, at most 128 are allowed"),
+        ({"own": {"parameter_set": "\u00e4" * 65}}, "parameter 'parameter_set' has 130 bytes, at most 128 are allowed"),
+        ({"own": {"parameter_set": "\u00e4" * 64}}, f"parameter set '{64 * chr(228)}' of model 'm' is not found"),
+        ({"parameters": {"parameter_set": "a"}}, "'parameter_set' is a field of the request, and no parameter"),
+        (
+            {"parameters": {"tensord_parameters": "yes"}},
+            "parameter 'tensord_parameters' is 'yes', true or false is expected",
+        ),
     ],
 )
-def test_what_is_no_name(loop: PushingLoop, tmp_path: Path, parameters: dict[str, Any], message: str) -> None:
+def test_what_is_no_name(loop: PushingLoop, tmp_path: Path, said: dict[str, Any], message: str) -> None:
     loop.load(write_numbered(tmp_path, "m", BATCHES))
-    loop.submit("m", [Tensor("x", "FP32", (1, 8), bytes(32))], parameters=parameters)
+    loop.submit("m", [Tensor("x", "FP32", (1, 8), bytes(32))], **said)
     assert loop.answers(1)[0].message.endswith(message)
 
 
@@ -237,9 +243,7 @@ def test_a_shape_that_is_compiled_for_requests_of_several_sets(loop: PushingLoop
     for turn in range(12):
         name = ("main", "a", "b")[turn % 3]
         content = np.zeros((1, 3, 8), np.float32)
-        id = loop.submit(
-            "m", [Tensor("x", "FP32", content.shape, content.tobytes())], parameters={"parameter_set": name}
-        )
+        id = loop.submit("m", [Tensor("x", "FP32", content.shape, content.tobytes())], own={"parameter_set": name})
         asked[id] = float(turn % 3)
     for answer in loop.answers(12):
         assert value(answer) == asked[answer.request_id]

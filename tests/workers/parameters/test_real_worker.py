@@ -65,7 +65,7 @@ def test_on_several_devices(tmp_path: Path, laid: bool) -> None:
                 assert np.array_equal(worker.infer("m", {"x": x})["y"], np.full((rows, 8), 9 * number, np.float32))
         push(worker, 9, {"w": 0 * w, "b": 3 * w[0], "unused": w[0, :3]}, "a")
         x = np.ones((2, 8), np.float32)
-        found = worker.infer("m", {"x": x}, parameters={"parameter_set": "a"})["y"]
+        found = worker.infer("m", {"x": x}, parameter_set="a")["y"]
         assert np.array_equal(found, np.full((2, 8), 15, np.float32))
 
 
