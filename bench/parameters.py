@@ -5,12 +5,15 @@ push      100 MiB pushed from a region and as a tree, beside ``jax.device_put`` 
 while     the p99 of a small HTTP request on four connections while the same model's 1 MiB is pushed ten times a second, beside
           the p99 when nothing is pushed (at most 1.5 times).
 sets      1000 sets of 1 MiB with room for 100 on the device: the rate of requests whose set is on the device beside the rate
-          with ``main`` (at least 0.97); and how much longer a request takes whose set is not, beside a copy of 1 MiB to the
-          device (at most 2), from memory that was last read as long ago. The sets are pushed so that a processor has to copy
-          them, too, which would otherwise use them in place. A first request for a set is measured separately.
+          with ``main`` (at least 0.97), ten of each in turn, each on a connection of its own; and how much longer a request takes
+          whose set is not, beside a copy of 1 MiB to the device (at most 2), from memory that was last read as long ago. The
+          sets are pushed so that a processor has to copy them, too, which would otherwise use them in place. A first request for
+          a set is measured separately.
 mixed     a model with ``batch_sets``, a base of 64 MiB and adapters of 128 KiB: requests of 16 sets at once, which share a call,
-          beside as many one after the other, which do not wait for others (at least 6 times faster). XLA sets the bound on a
-          processor: the product of 16 rows with the base alone takes three to four times as long as that of one row.
+          beside as many one after the other, which do not wait for others (at least 6 times faster), and as many at once to a
+          model without a queue delay: the first runs by itself, and others join those that come meanwhile. XLA sets the bound:
+          the same function is measured without a server, in this process, in 16 calls with one row and one with 16. On a
+          processor the product of 16 rows with the base alone takes three to four times as long as that of one row.
 narrow    like mixed, with a base of 1 MiB and adapters of 16 KiB, whose product takes less than all else of a request.
 
 Every answer is compared with what its set holds. Exit status 1: an answer was wrong. Times are medians of the rounds.
@@ -47,6 +50,8 @@ _MIB = 1 << 20
 _LARGE, _SMALL = 100, 1
 #: Sets, and how many of them the device has room for.
 _SETS, _ROOM = 1000, 100
+#: Requests of one kind before those of the other, each on a connection of its own.
+_TURN = 10
 #: MiB of the models with ``batch_sets``, which count as well.
 _STACKS = 5
 #: Pushes a second, connections and seconds of the row that asks meanwhile.
@@ -70,6 +75,8 @@ def create(path, config, device):
 
 #: Rows of the base by row of this bench, and sets that are asked at once.
 _WIDTHS, _RANK, _TOGETHER = {"mixed": 4096, "narrow": 512}, 4, 16
+#: How often they are asked in each round.
+_REPEATS = 5
 
 
 def mixed_model(width: int) -> str:
@@ -288,7 +295,7 @@ def sets_row(rounds: int, client: tensord_client.Client) -> int:
     client.model("small").parameters.update(tree(_SMALL, 5000))
     for number in range(_SETS):
         post(f"/v2/models/small/parameters/s{number}", shifted(tree(_SMALL, number)), 0)
-    main = Asker("small")
+    mains = [Asker("small") for _ in range(_TURN)]
     askers = [Asker("small", f"s{number}") for number in range(_SETS)]
     away, arrays = range(_ROOM, _SETS, 5), [shifted_array(number) for number in range(2 * _ROOM)]
     found: dict[str, list[float]] = {"main": [], "hit": [], "first": [], "miss": [], "copy": []}
@@ -301,19 +308,17 @@ def sets_row(rounds: int, client: tensord_client.Client) -> int:
     del found["first"][len(away) :]
     before = misses()
     for _ in range(rounds):
-        for _ in range(50):
-            found["main"].append(seconds(main))
-        for number in range(10):
+        for number in range(_TURN):
             wrong += askers[number]() != number
-        for _ in range(5):
-            for number in range(10):
-                found["hit"].append(seconds(askers[number]))
+        for _ in range(10):
+            found["main"] += [seconds(main) for main in mains]
+            found["hit"] += [seconds(askers[number]) for number in range(_TURN)]
         for number in away:
             found["miss"].append(seconds(askers[number]))
         for each in arrays:
             found["copy"].append(seconds(lambda: placed.append(jax.block_until_ready(jax.device_put(each)))))  # noqa: B023
     came = misses() - before
-    wrong += main() != 5000
+    wrong += mains[0]() != 5000
     for number in range(0, _SETS, 37):
         wrong += askers[number]() != number
     medians = {name: statistics.median(values) * 1e6 for name, values in found.items()}
@@ -322,10 +327,28 @@ def sets_row(rounds: int, client: tensord_client.Client) -> int:
     print(f"sets   main {medians['main']:.0f} us, hit {medians['hit']:.0f} us: {rate:.3f} of its rate")
     print(f"       miss {medians['miss']:.0f} us, {more:.2f} copies ({medians['copy']:.0f} us) more; {came} came back")
     print(f"       first request for a set, which is not there {medians['first']:.0f} us", flush=True)
-    for each in (main, *askers):
+    for each in (*mains, *askers):
         wrong += each.wrong
         each.close()
     return wrong
+
+
+def function_alone(width: int) -> Callable[[int], None]:
+    """Returns a call of the model's function for so many rows, each with a set of its own, or for one, without a server."""
+    source: dict[str, Any] = {}
+    exec(mixed_model(width), source)
+    apply, tree = source["create"](None, None, None)
+    stacked = {name: np.stack([leaf] * _TOGETHER) for name, leaf in tree["adapter"].items()}
+    parameters = jax.device_put({"base": tree["base"], "adapter": stacked})
+    x, index = {"x": np.zeros((_TOGETHER, width), np.float32)}, np.arange(_TOGETHER, dtype=np.int32)
+    made = {
+        rows: jax.jit(apply).lower(parameters, {"x": x["x"][:rows]}, index[:rows]).compile() for rows in (1, _TOGETHER)
+    }
+
+    def call(rows: int) -> None:
+        np.asarray(made[rows](parameters, {"x": x["x"][:rows]}, index[:rows])["y"])
+
+    return call
 
 
 def mixed_row(rounds: int, client: tensord_client.Client, row: str = "mixed") -> int:
@@ -345,25 +368,30 @@ def mixed_row(rounds: int, client: tensord_client.Client, row: str = "mixed") ->
         nonlocal wrong
         wrong += not np.all(answer["y"] == 0.5 + number * _RANK)
 
-    def at_once() -> None:
-        for number, answer in enumerate([model.submit({"x": x}) for model in together]):
+    def at_once(models: list[Any] = together) -> None:
+        for number, answer in enumerate([model.submit({"x": x}) for model in models]):
             check(number, answer.result())
 
     def in_turn() -> None:
         for number, model in enumerate(alone):
             check(number, model({"x": x}))
 
-    found: dict[str, list[float]] = {"at once": [], "in turn": []}
-    at_once()
-    in_turn()
-    for _ in range(rounds):
+    alone_once = function_alone(width)
+    found: dict[str, list[float]] = {"at once": [], "no delay": [], "in turn": [], "XLA at once": [], "XLA in turn": []}
+    for _ in range(3):
+        at_once()
+        at_once(alone)
+        in_turn()
+    for _ in range(_REPEATS * rounds):
         found["at once"].append(seconds(at_once))
+        found["no delay"].append(seconds(lambda: at_once(alone)))
         found["in turn"].append(seconds(in_turn))
-    once, turn = (statistics.median(values) * 1e3 for values in found.values())
-    print(
-        f"{row:6} {_TOGETHER} sets at once {once:.1f} ms, one after the other {turn:.1f} ms: {turn / once:.1f} x",
-        flush=True,
-    )
+        found["XLA at once"].append(seconds(lambda: alone_once(_TOGETHER)))
+        found["XLA in turn"].append(_TOGETHER * seconds(lambda: alone_once(1)))
+    once, joined, turn, xla_once, xla_turn = (statistics.median(values) * 1e3 for values in found.values())
+    print(f"{row:6} {_TOGETHER} sets at once {once:.1f} ms, one after the other {turn:.1f} ms: {turn / once:.1f} x")
+    print(f"       at once, where none waits for others {joined:.1f} ms: {turn / joined:.1f} x")
+    print(f"       the function alone {xla_once:.1f} ms, {xla_turn:.1f} ms: {xla_turn / xla_once:.1f} x", flush=True)
     return wrong
 
 

@@ -82,7 +82,6 @@ class ParameterPushes:
             answer(_DONE, None)
         else:
             self._let_go(self._sets(self._find(operation.model, operation.version)).drop(operation.set))
-            self._models.changes += 1
             answer(_DONE, None)
 
     def _find(self, model: str, version: int) -> ModelVersion:
@@ -199,8 +198,8 @@ class ParameterPushes:
                 sets.staged.discard(parameters)
                 continue
             self._let_go(version.commit(parameters, operation.move_sequences))
-            if sets.told:
-                # What the C part has learned of answers names the parameters before.
+            if parameters.name == MAIN_SET:
+                # What the C part has learned of answers and of timelines names the parameters before.
                 self._models.changes += 1
             _log.debug("%s is in use", parameters)
 

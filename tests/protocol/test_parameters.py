@@ -38,6 +38,44 @@ def create(path, config, device):
 """
 
 
+#: Asks "m" with the parameter set that its input names, and answers with its answer.
+ASKS = """
+import tensord.models
+
+inputs = {"x": "FP32[1]", "set": "BYTES[1]"}
+outputs = {"y": "FP32[3]"}
+max_batch_size = 8
+host = True
+
+def create(path, config, device):
+    def apply(params, inputs):
+        name = inputs["set"][0, 0].decode()
+        return tensord.models.call("m", {"x": inputs["x"]}, parameters={"parameter_set": name} if name else None)
+
+    return apply, None
+"""
+#: Asks "m" with all of its request's parameters.
+PYTHON_ASKS = """
+    import triton_python_backend_utils as pb
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            answers = []
+            for request in requests:
+                asked = pb.InferenceRequest(
+                    model_name="m", inputs=request.inputs(), requested_output_names=["y"], parameters=request.parameters()
+                )
+                answers.append(asked.exec())
+            return answers
+"""
+PYTHON_ASKS_CONFIG = """
+    backend: "python"
+    max_batch_size: 8
+    input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+    output [ { name: "y" data_type: TYPE_FP32 dims: [ 3 ] } ]
+"""
+
+
 def tree(a: float, b: float | None = None) -> dict[str, Any]:
     """Returns parameters with which answers begin with ``a`` and ``b``."""
     return {"a": np.full(1000, a, np.float32), "inner": {"b": np.full(7, a if b is None else b, np.float32)}}
@@ -47,6 +85,8 @@ def tree(a: float, b: float | None = None) -> dict[str, Any]:
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("parameters")
     write_model(folder / "models", "m", MODEL)
+    write_model(folder / "models", "asks", ASKS)
+    write_model(folder / "models", "python_asks", PYTHON_ASKS, PYTHON_ASKS_CONFIG)
     with DaemonProcess(
         folder,
         [folder / "models"],
@@ -117,6 +157,24 @@ def test_named_sets(client: tensord_client.Client) -> None:
             client.model("m", timeout=60, parameter_set=name)({"x": [[1.0]]})
     with pytest.raises(NotFound, match="no parameter set 'customer-7'"):
         model.parameters.drop("customer-7")
+
+
+def test_models_name_sets_of_others(client: tensord_client.Client) -> None:
+    """A Triton Python model finds the name among its request's parameters, and passes them on."""
+    model = client.model("m", timeout=60)
+    model.parameters.update(tree(3))
+    model.parameters.update(tree(9), set="passed-on")
+    x = np.array([[5]], np.float32)
+    for name, expected in (("", 3), ("passed-on", 9)):
+        answer = client.model("asks", timeout=60)({"x": x, "set": np.array([[name]])})
+        assert answer["y"].tolist() == [[expected, expected, 5]]
+        assert asked(client.model("python_asks", timeout=60, parameter_set=name)) == {(expected, expected)}
+    with pytest.raises(tensord_client.ServingError, match="parameter set 'absent' of model 'm' is not found"):
+        client.model("python_asks", timeout=60, parameter_set="absent")({"x": x})
+    for given in (5, ""):
+        with pytest.raises(InvalidArgument, match="the name of a set is expected"):
+            model({"x": x}, parameters={"parameter_set": given})
+    model.parameters.drop("passed-on")
 
 
 async def test_pushes_of_an_event_loop(daemon: DaemonProcess) -> None:

@@ -7,12 +7,12 @@ left a GPU lies in page-locked host memory, as far as ``workers.pinned_byte_size
 
 from __future__ import annotations
 
+import heapq
 import itertools
-import operator
 import threading
 import weakref
-from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, NamedTuple
 
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.workers.devices.pinned_budget import PinnedBudget
@@ -20,6 +20,19 @@ from tensord.workers.devices.pinned_budget import PinnedBudget
 if TYPE_CHECKING:
     from tensord.workers.parameters.parameter_set import ParameterSet
     from tensord.workers.parameters.set_stack import SetStack
+
+#: Entries of the heap that are out of date, beyond as many as there are sets, before they are removed.
+_MAX_OUT_OF_DATE = 64
+
+
+class _Resident(NamedTuple):
+    """An entry of the heap of sets on the device: one for each time that a set was admitted."""
+
+    #: When the set was last used, as far as the heap knows: by then or later.
+    used: int
+    #: Tells the entries of one set apart, and orders those with the same ``used``.
+    number: int
+    set: weakref.ref[ParameterSet]
 
 
 class DeviceRoom:
@@ -38,8 +51,14 @@ class DeviceRoom:
         self._limit = byte_size
         self.pinned = pinned or PinnedBudget(0)
         self.lock = threading.RLock()
-        #: The sets that are on the device; a set that nothing else refers to any more disappears.
-        self._resident: weakref.WeakSet[ParameterSet] = weakref.WeakSet()
+        #: The sets that are on the device: the bytes of each, and the number of its entry in the heap ``_order``. A set that
+        #: nothing else refers to any more is noted in ``_gone``, by whichever thread drops it.
+        self._resident: dict[weakref.ref[ParameterSet], tuple[int, int]] = {}
+        self._gone: deque[weakref.ref[ParameterSet]] = deque()
+        self._taken = 0
+        #: A heap, least recently used first. An entry is out of date if its set was used since, or is not resident by its number.
+        self._order: list[_Resident] = []
+        self._numbers = itertools.count()
         #: The stacks of models whose batches mix sets.
         self._stacks: weakref.WeakSet[SetStack] = weakref.WeakSet()
         self._uses = itertools.count(1)
@@ -54,7 +73,8 @@ class DeviceRoom:
     def byte_size(self) -> int:
         """The bytes that all sets and stacks take on the device now."""
         with self.lock:
-            return sum([each.placed_byte_size for each in self._resident], self._stacked)
+            self._forget_gone()
+            return self._taken + self._stacked
 
     @property
     def _stacked(self) -> int:
@@ -85,23 +105,42 @@ class DeviceRoom:
 
         The caller holds ``lock``. Raises Unavailable: the sets that cannot leave the device take too much memory.
         """
-        resident = [each for each in self._resident if each is not parameters]
-        needed, taken = parameters.placed_byte_size, sum([each.placed_byte_size for each in resident], self._stacked)
-        if needed and taken + needed > self._limit:
-            for each in sorted(resident, key=operator.attrgetter("used")):
-                if not each.may_leave:
-                    continue
-                each.evict()
-                each.sets.evictions += 1
-                taken -= each.placed_byte_size
-                if taken + needed <= self._limit:
-                    break
-            else:
+        self._forget_gone()
+        self.left(parameters)
+        needed = parameters.placed_byte_size
+        if needed and self._taken + self._stacked + needed > self._limit:
+            self._make_room(self._limit - self._stacked - needed)
+            if (taken := self._taken + self._stacked) + needed > self._limit:
                 raise Unavailable(
                     f"{parameters} has {needed} bytes beside {taken} of other sets that stay on the device, "
                     f"workers.parameter_byte_size allows {self._limit}"
                 )
-        self._resident.add(parameters)
+        entry = _Resident(parameters.used, next(self._numbers), weakref.ref(parameters, self._gone.append))
+        self._resident[entry.set] = needed, entry.number
+        self._taken += needed
+        heapq.heappush(self._order, entry)
+        if len(self._order) > 2 * len(self._resident) + _MAX_OUT_OF_DATE:
+            self._order = [each for each in self._order if self._resident.get(each.set, (0, -1))[1] == each.number]
+            heapq.heapify(self._order)
+
+    def _make_room(self, limit: int) -> None:
+        """Evicts sets that may leave, least recently used first, until the others take at most ``limit`` bytes."""
+        stay: list[_Resident] = []
+        while self._taken > limit and self._order:
+            entry = heapq.heappop(self._order)
+            each = entry.set()
+            if each is None or self._resident.get(entry.set, (0, -1))[1] != entry.number:
+                continue
+            if each.used > entry.used:
+                # It goes where it belongs by now, and comes up again if it is still among the first.
+                heapq.heappush(self._order, entry._replace(used=each.used))
+            elif each.may_leave:
+                each.evict()
+                each.sets.evictions += 1
+            else:
+                stay.append(entry)
+        for entry in stay:
+            heapq.heappush(self._order, entry)
 
     def may_keep(self, parameters: ParameterSet) -> bool:
         """Returns whether a set is small enough to be kept in host memory after a newer version has replaced it."""
@@ -120,7 +159,14 @@ class DeviceRoom:
 
     def left(self, parameters: ParameterSet) -> None:
         """Removes a set from the sets on the device: it has left the device or could not be placed. The caller holds ``lock``."""
-        self._resident.discard(parameters)
+        self._forget(weakref.ref(parameters))
+
+    def _forget(self, resident: weakref.ref[ParameterSet]) -> None:
+        self._taken -= self._resident.pop(resident, (0, 0))[0]
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            self._forget(self._gone.popleft())
 
     def __repr__(self) -> str:
         return f"<DeviceRoom {self.byte_size} of {self._limit} bytes>"

@@ -18,6 +18,7 @@ import numpy as np
 
 from tensord.shm.arrays import address_of
 from tensord.workers.devices.device_cpu import THREADS_VARIABLE, thread_count
+from tensord.workers.devices.host_put import host_put
 from tensord.workers.jax_internals.interfaces import CPU_CLIENT, Missing
 from tensord.workers.programs.weight import Most, is_within
 
@@ -99,7 +100,7 @@ def share(parameters: Any, device: jax.Device) -> Any:
 
     arrays, structure = jax.tree.flatten(parameters)
     there = [np.asarray(array) for array in arrays]
-    made = jax.device_put(there, device)
+    made = host_put(there, device)
     for here, array in zip(made, there, strict=True):
         if here.unsafe_buffer_pointer() != address_of(array):
             raise ValueError(f"a parameter of {array.dtype}{list(array.shape)} would be copied")

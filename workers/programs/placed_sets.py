@@ -14,6 +14,7 @@ from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array, address_of
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.workers.devices import device_memory
+from tensord.workers.devices.host_put import host_put
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.parameters.leaves import Leaves, names_of
@@ -71,13 +72,15 @@ def placed_sets(
         laid = [own if given is None else _aligned(given, leaf.placed) for given, own, leaf in whole]
         return jax.tree.unflatten(structure, laid)
 
-    on_processor = several is None and not remote and jax.local_devices()[0].platform == "cpu"
+    processor = jax.local_devices()[0]
+    on_processor = several is None and not remote and processor.platform == "cpu"
 
     def place(host: Sequence[Any]) -> Any:
         if on_processor:
-            arrays: list[Any] = jax.tree.leaves(lay(host))
-        else:
-            arrays = [own if given is None else given for given, own in zip(host, fixed, strict=True)]
+            with precision(signature):
+                # They are used where they lie.
+                return jax.tree.unflatten(structure, host_put(jax.tree.leaves(lay(host)), processor, committed=False))
+        arrays: list[Any] = [own if given is None else given for given, own in zip(host, fixed, strict=True)]
         pinned = any(isinstance(given, jax.Array) for given in host)
         with precision(signature):
             if several is None:
@@ -90,7 +93,6 @@ def placed_sets(
                 # Page-locked copies go back to the devices that they came from.
                 placed = jax.device_put(arrays, [_on_device(array.sharding) for array in arrays])
             elif several is None:
-                # On a processor they are used where they lie.
                 placed = jax.device_put(arrays)
             else:
                 # As the programs want them, which main shows.

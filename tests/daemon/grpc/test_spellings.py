@@ -168,5 +168,5 @@ def test_a_start_that_is_taken_back_in_another_spelling() -> None:
     for _ in range(3):
         content = of_sequence + start + no_start + rest
         assert formed(front, content) is None
-        assert meaning(front.messages, content)[6] == (0, 0, 5, False, False, "")
-    assert meaning(front.messages, of_sequence + start + rest)[6] == (0, 0, 5, True, False, "")
+        assert meaning(front.messages, content)[6] == (0, 0, 5, False, False, "", "")
+    assert meaning(front.messages, of_sequence + start + rest)[6] == (0, 0, 5, True, False, "", "")

@@ -17,12 +17,34 @@ from tensord.shm.arrays import address_of
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.figures import Figures, ParameterFigures
 from tensord.shm.operations import WorkerFigures
+from tensord.workers.devices import host_put
+from tensord.workers.native.extensions import available as native_is_there
+from tensord.workers.programs import placed_sets
 from tests.records import Tensor
+from tests.repositories import write_model
 from tests.workers.parameters.made_sets import unaligned
 from tests.workers.parameters.pushing import PushingLoop, numbered, said, value, write_numbered
 from tests.workers.worker_loop import OPTIONS
 
 BATCHES, GROUPED = "max_batch_size: 8", ""
+#: As the model of ``write_numbered``, whose batches mix sets.
+MIXED = """
+    import jax.numpy as jnp
+    import numpy as np
+
+    inputs = {{"x": "FP32[8]"}}
+    outputs = {{"y": "FP32[8]"}}
+    {more}
+
+    def create(path, config, device):
+        parameters = {{"w": np.zeros(4, np.float32), "deep": [{{"v": np.zeros(4, np.float32)}}]}}
+
+        def apply(stacked, inputs, index):
+            w, v = stacked["w"][index], stacked["deep"][0]["v"][index]
+            return {{"y": inputs["x"] + jnp.concatenate([w, v], axis=1)}}
+
+        return apply, parameters
+"""
 
 
 def of_workers(**fields: Any) -> Options:
@@ -70,6 +92,44 @@ def test_batches_never_mix_sets(loop: PushingLoop, tmp_path: Path, config: str) 
         name = chance.choice(names)
         loop.push("m", numbered(100 + turn), 100 + turn, name)
         newest[name] = 100 + turn
+
+
+@pytest.mark.parametrize("more", [None, "batch_sets = True\n    resident_sets = 30"], ids=["apart", "mixed"])
+def test_requests_of_many_sets_have_one_number_and_are_answered_in_c(
+    loop: PushingLoop, tmp_path: Path, more: str | None
+) -> None:
+    """Also of sets that were never asked for, and of those that are pushed later."""
+    if more is None:
+        loop.load(write_numbered(tmp_path, "m", BATCHES))
+    else:
+        write_model(tmp_path, "m", MIXED.format(more=more), 'name: "m" max_batch_size: 8')
+        loop.load(tmp_path / "m")
+    (version,) = loop.worker._models
+    for number in range(1, 11):
+        loop.push("m", numbered(number), number, f"c{number}")
+    settled = 0
+    while settled < 20:
+        queued = version.queue._sequence
+        for together in (1, 2, 8):
+            for _ in range(together):
+                loop.submit_value("m", 0.0)
+            loop.answers(together)
+        settled = settled + 1 if version.queue._sequence == queued else 0
+    numbers, queued = loop.numbers.assigned, version.queue._sequence
+    for number in range(11, 21):
+        loop.push("m", numbered(number), number, f"c{number}")
+    before = version.statistics.counts().execution
+    asked = {
+        loop.submit_value("m", 0.0, 1, f"c{number}"): number
+        for _ in range(2)
+        for number in (*range(7, 11), *range(17, 21))
+    }
+    for answer in loop.answers(len(asked)):
+        assert value(answer) == asked[answer.request_id]
+    assert version.statistics.counts().execution - before == (8 if more is None else 2)
+    if native_is_there:
+        assert version.queue._sequence == queued
+    assert loop.numbers.assigned == numbers
 
 
 def test_a_set_that_is_not_there_or_was_dropped(loop: PushingLoop, tmp_path: Path) -> None:
@@ -162,17 +222,20 @@ def test_a_set_that_comes_back_is_copied_once(tmp_path: Path, monkeypatch: pytes
             loop.push("m", unaligned(numbered(number, width)), number, f"c{number}")
         for number in (*range(1, 6), *range(1, 6)):
             assert value(loop.ask_value("m", set=f"c{number}")) == number
-        before, put, puts = figures(loop).misses, jax.device_put, 0
+        before, copied, copies = figures(loop).misses, placed_sets._aligned, 0
 
-        def counted(*given: Any, **more: Any) -> Any:
-            nonlocal puts
-            puts += 1
-            return put(*given, **more)
+        def counted(array: Any, dtype: Any) -> Any:
+            nonlocal copies
+            made = copied(array, dtype)
+            copies += made is not array
+            return made
 
-        monkeypatch.setattr(jax, "device_put", counted)
+        if host_put._interface() is not None:
+            monkeypatch.setattr(jax, "device_put", None)
+        monkeypatch.setattr(placed_sets, "_aligned", counted)
         for number in (*range(1, 6), *range(1, 6)):
             assert value(loop.ask_value("m", set=f"c{number}")) == number
-        assert puts == figures(loop).misses - before == 10
+        assert copies == 2 * (figures(loop).misses - before) == 20
     finally:
         loop.close()
 
