@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from tensord_client.errors import Internal, ServingError, Unavailable
 from tensord_client.lane import Call, LaneConnection
+from tensord_client.pending import Pending
 
 from tests.client.conftest import clients_socket, write_models
 from tests.client.test_lane import addsub, check, prepared
@@ -126,6 +127,37 @@ def test_one_of_two_workers_ends(start: Callable[..., DaemonProcess], connect: C
         assert time.monotonic() < limit
         check(connection.ask(addsub(2)).result(_PATIENCE), 2)
         time.sleep(0.1)
+
+
+def test_a_prepared_call_waits_where_both_workers_end(
+    start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]
+) -> None:
+    """The idle one ends first, unnoticed by the client, and then the one that has the call: it is answered by a replacement."""
+    daemon, connection = start(2), connect()
+    given, _, call = prepared(connection, True)
+    given[:] = 4
+    check(call(_PATIENCE), 4)
+    suspended, running = daemon.workers
+    suspended.suspend()
+    # One goes to each, and only the other's is answered.
+    done: queue.Queue[Pending] = queue.Queue()
+    asked = [connection.ask(addsub(number)) for number in range(2)]
+    for each in asked:
+        each.add_done_callback(done.put)
+    answered = done.get(timeout=_PATIENCE)
+    suspended.resume()
+    (late,) = {done.get(timeout=_PATIENCE), *asked} - {answered}
+    assert {late.lane, answered.lane} == set(connection.model_of(addsub(1)).lanes)
+    busy, idle = (suspended, running) if late.lane is not None and late.lane.bound else (running, suspended)
+    busy.suspend()
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(dict(call(_PATIENCE))))
+    thread.start()
+    time.sleep(0.3)
+    kill(idle)
+    kill(busy)
+    thread.join()
+    check(results[0], 4)
 
 
 def test_a_daemon_is_started_again(start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]) -> None:

@@ -1,6 +1,6 @@
 """``kill -9`` of either end of clients' lanes, at any point, beside a client that notices when something is wrong.
 
-TENSORD_LANE_KILLS=N kills N clients instead of a thousand, and a worker for each fifty beyond that, each of which has to start;
+TENSORD_LANE_KILLS=N kills N clients instead of a thousand, and workers until N times a client has met that, 32 clients each time;
 TENSORD_LANE_KILLS_SEED another series of moments.
 """
 
@@ -33,7 +33,10 @@ from tests.repositories import write_model
 
 KILLS = int(os.environ.get("TENSORD_LANE_KILLS", "1000"))
 SEED = int(os.environ.get("TENSORD_LANE_KILLS_SEED", "1"))
-WORKER_KILLS = max(4, (KILLS - 1000) // 50)
+#: Clients that meet each death of a worker, and how many of them are in one process.
+_CLIENTS, _IN_A_PROCESS = 32, 8
+#: Workers that are killed, and those of them until whose deaths allocators have what they need.
+WORKER_KILLS, _WARM = max(4, -(-KILLS // _CLIENTS)), 3
 #: Clients that are killed between two looks at the neighbour.
 _SERIES = 50
 #: What allocators may keep, whatever the number of rounds.
@@ -82,7 +85,7 @@ class Neighbour:
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self._daemon = daemon
-        self._connection = LaneConnection(clients_socket(daemon.folder))
+        self._connection = LaneConnection(clients_socket(daemon.folder), patience=PATIENCE)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.answers = 0
@@ -188,31 +191,75 @@ def test_clients_are_killed(start: Callable[..., DaemonProcess]) -> None:
         assert psutil.Process(pid).memory_full_info().uss < then + _KEPT
 
 
+class Survivors:
+    """A process with clients whose worker is killed (``lane_survivors``). Use as a context manager."""
+
+    def __init__(self, daemon: DaemonProcess, first: int, seed: int) -> None:
+        words = [clients_socket(daemon.folder), str(_IN_A_PROCESS), str(first), str(seed)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.lane_survivors", *words],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Survivors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def ask(self) -> None:
+        """Asks whether each of them was answered anew, and reads nobody else's bytes; ``right`` has the answer."""
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+
+    def right(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "right\n"
+
+
 def test_workers_are_killed_while_clients_call(start: Callable[..., DaemonProcess]) -> None:
     """
-    1. Three clients ask all the time. 2. One of two workers is killed, again and again, once there are two.
-    Result: no request fails, no answer is wrong, and the supervisor holds what it held.
+    1. Clients, 32 in four processes, ask all the time in every way. 2. One of two workers is killed, again and again, at any
+    moment once there are two: each client is on a lane to it, or waits for it, or has just come from it.
+    Result: no request fails, no answer is wrong, no client can read a byte of another; supervisor and clients hold what they
+    held.
     """
     daemon, chance = start(2), random.Random(SEED)
     before: dict[int, tuple[int, int]] = {}
-    with Neighbour(daemon) as one, Neighbour(daemon) as other, Neighbour(daemon) as third:
-        neighbours = (one, other, third)
-        for number in range(WORKER_KILLS):
+    private: dict[int, int] = {}
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(Survivors(daemon, number, chance.randrange(1 << 30)))
+            for number in range(0, _CLIENTS, _IN_A_PROCESS)
+        ]
+        neighbour = stack.enter_context(Neighbour(daemon))
+        for number in range(WORKER_KILLS + 1):
+            for process in processes:
+                process.ask()
+            for process in processes:
+                process.right()
+            neighbour.goes_on()
             wait_until(lambda: len(daemon.workers) == 2, "both workers", daemon)
             daemon.wait_ready()
-            if number == 1:
-                before = {daemon.pid: held(daemon.pid)}
+            if number == _WARM:
+                before = {pid: held(pid) for pid in (daemon.pid, *[process.pid for process in processes])}
+                private = {pid: psutil.Process(pid).memory_full_info().uss for pid in before}
+            if number == WORKER_KILLS:
+                break
             time.sleep(chance.random() * 0.05)
             victim = chance.choice(daemon.workers)
             victim.kill()
             psutil.wait_procs([victim], timeout=PATIENCE)
-            for neighbour in neighbours:
-                neighbour.goes_on()
-        wait_until(lambda: len(daemon.workers) == 2, "both workers", daemon)
-        daemon.wait_ready()
-        for neighbour in neighbours:
-            neighbour.goes_on()
-    is_back(daemon, before)
+        for pid, then in private.items():
+            assert psutil.Process(pid).memory_full_info().uss < then + _KEPT
+        descriptors = {process.pid: held(process.pid)[0] for process in processes}
+        assert all(now <= before[pid][0] + _CLIENTS for pid, now in descriptors.items()), (before, descriptors)
+    is_back(daemon, {daemon.pid: before[daemon.pid]})
 
 
 def test_a_thousand_connects_and_ends(start: Callable[..., DaemonProcess]) -> None:
