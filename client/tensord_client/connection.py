@@ -49,7 +49,7 @@ class PreparedCall(Protocol):
     def __call__(self, timeout: float | None = None) -> Mapping[str, Array]:
         """Sends the request with what its arrays hold now, waits for the answer and returns the outputs.
 
-        Raises as ``Pending.result``.
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time.
         """
 
 
@@ -72,7 +72,7 @@ class Connection(Protocol):
         """
 
     def prepare(self, call: Call) -> PreparedCall:
-        """Prepares a request that is sent many times, each time with what its arrays hold then. Raises ServingError."""
+        """Makes a request to be sent many times, each time with what its arrays hold then. Raises ServingError: it cannot be."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Makes an array in memory that the server reads and writes without a copy; without such memory an ordinary array."""
@@ -111,7 +111,7 @@ class Connection(Protocol):
         """Returns the parameter sets that a model has, each as ``ModelParameters.list`` describes it. Raises ServingError."""
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops the parameter set ``name`` of a model. Raises ServingError."""
+        """Drops the parameter set ``name`` of a model. Raises ServingError: there is no such set, or it is ``main``."""
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
         """Puts the parameters that the set ``name`` had before its newest push into use again.

@@ -225,7 +225,7 @@ class HttpConnection:
         return cast("list[dict[str, Any]]", self.get(f"{_path(model, version)}/parameters"))
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops the parameter set ``name`` of a model. Raises ServingError."""
+        """Drops the parameter set ``name`` of a model. Raises ServingError: there is no such set, or it is ``main``."""
         self._manage(b"DELETE", f"{_path(model, version)}/parameters/{_quoted(name)}", [b"\r\n"])
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Pool:
 
 
 class Exchange:
-    """Base class of requests: holds the bytes to send (``pieces``), and parses the answer.
+    """Base class of requests over HTTP: holds the bytes to send (``pieces``), and parses the answer.
 
     ``deadline``: seconds of ``time.monotonic()``, or None; ``pure``: whether running the request twice does no harm.
     """

@@ -282,7 +282,7 @@ class LaneConnection:
         return found
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops the parameter set ``name`` of a model. Raises ServingError."""
+        """Drops the parameter set ``name`` of a model. Raises ServingError: there is no such set, or it is ``main``."""
         self._manage({"drop": {"model": model, "version": version, "set": name}})
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:

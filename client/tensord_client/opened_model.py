@@ -9,7 +9,7 @@ from tensord_client.worker_lane import WorkerLane
 
 
 class OpenedModel:
-    """Holds the daemon's newest answer about one version of a model, or about the model's newest version."""
+    """Holds the daemon's answer about one version of a model, or about its newest: the description, and lanes to its workers."""
 
     def __init__(self, description: Description, lanes: list[WorkerLane], coming: int, opened_at: float) -> None:
         """Holds an answer of the daemon.

@@ -372,7 +372,7 @@ class Pending:
     # -------------------------------------------------------------------------------------------- from an event loop
 
     def __await__(self) -> Generator[Any, None, Answer]:
-        """Waits for the answer on the running event loop. Cancelling the task cancels the request."""
+        """Waits for the answer on the running event loop, and returns or raises it. Cancelling the task cancels the request."""
         if self._result is None:
             self._result = (yield from self._next_async(None)) or _nothing(self.call)
         if isinstance(self._result, ServingError):

@@ -136,7 +136,7 @@ class Placement:
         return self.fill(call, layout)
 
     def place_again(self, call: Call, model: OpenedModel, layouts: dict[OpenedModel, Layout]) -> Placed:
-        """Does what ``place`` does for a call that is sent many times with the same arrays. Raises as ``place``.
+        """Does what ``place`` does for a call that is sent many times with the same arrays; raises the same errors.
 
         ``layouts``: the layout that the call's last request had, by model; it is used if it still holds, else replaced.
         """

@@ -199,7 +199,7 @@ class PreparedCall:
         self._arrived()
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Notes the error, and whether the request may be sent again, because its lane ended before the answer.
+        """Wakes the caller, because its lane ended before the answer; it then sends the request again, or raises the error.
 
         ``left``: whether the request was sent.
         """

@@ -116,7 +116,7 @@ class ServiceConnection:
             return self.http().parameter_sets(model, version)
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops the parameter set ``name`` of a model. Raises ServingError."""
+        """Drops the parameter set ``name`` of a model. Raises ServingError: there is no such set, or it is ``main``."""
         self._lane.drop_parameters(model, version, name)
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class ServiceConnection:
         return self.http().empty_on(device, shape, dtype)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Forgets which lane a sequence is on; the worker ends the sequence once it has been idle for long enough."""
+        """Ends a sequence without a request with ``end``, if its requests go over a lane; over HTTP an idle one ends by itself."""
         self._lane.end_sequence(model, sequence_id)
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ class ArrivingMessage(Receiver):
         return _NOWHERE if lease is None or fields is None else lease.view[self._at : self._at + fields.raw_left]
 
     def advance(self, byte_size: int) -> None:
-        """Counts ``byte_size`` bytes that the caller has read into the memory of ``rest`` as received."""
+        """Counts as received the ``byte_size`` bytes that the caller has read into the memory of ``rest``."""
         fields = self._fields
         assert fields is not None
         self._at += byte_size

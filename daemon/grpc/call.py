@@ -11,7 +11,7 @@ from tensord.shm.messages import Buffer
 
 
 class Call(ABC):
-    """Handles one gRPC call: takes its messages and answers on its stream. ``abandoned`` is the last method called."""
+    """Base class of gRPC calls: takes a call's messages from its stream and answers there. No method follows ``abandoned``."""
 
     __slots__ = ()
 
@@ -30,7 +30,7 @@ class Call(ABC):
         """
 
     def placed_message(self, message: ArrivingMessage) -> None:
-        """Does what ``message`` does for one whose tensors lie in the arena; the call must drop it or take its lease."""
+        """Takes a complete message whose tensors lie in the arena, like ``message``; must drop it or take its lease."""
         raise NotImplementedError("a call whose messages are placed takes them")
 
     @abstractmethod

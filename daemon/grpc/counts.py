@@ -40,7 +40,7 @@ _VARINT, _FIXED64, _DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 
 @dataclass(slots=True)
 class _Field:
-    """Describes how a message field is counted: its name, its highest allowed count, and the kind of message it holds."""
+    """Describes how a message field is counted: its name, its highest allowed count, and the type of message that it holds."""
 
     name: str
     most: int

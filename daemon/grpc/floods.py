@@ -54,7 +54,7 @@ class Floods:
         self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """Allows the client so many more frames and resets as ``seconds`` seconds bring."""
+        """Raises the bounds on frames and resets by what ``seconds`` more seconds of the connection allow."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 

@@ -24,7 +24,7 @@ _LONGEST_NS = 1 << 62
 
 
 class CallHead(NamedTuple):
-    """Holds the decoded headers of a gRPC call."""
+    """Holds the decoded headers of a gRPC call: its path, timeout, compression, metadata and announced length."""
 
     path: str
     #: 0: the caller waits for ever.

@@ -43,7 +43,7 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks the other header fields (metadata, content-length, ...). Returns the content-length, or None without one.
+    """Checks the header fields of a single call (metadata, content-length, ...). Returns the content-length, or None without one.
 
     Raises Malformed: a field is invalid.
     """

@@ -175,7 +175,7 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, streamed: bool, trace: Trace | None
     ) -> CallRequest | None:
-        """Sends the request of a complete message of which all but ``walked`` was decoded before, as ``known`` holds it.
+        """Sends the request of a complete message; ``known`` holds what all but its id, scheduling and tensors decode to.
 
         Returns None, without sending it, if the message must be decoded in full.
         ``trace``: the request's trace; None: it is not sampled.

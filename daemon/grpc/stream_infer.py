@@ -31,7 +31,7 @@ _MAX_UNSENT = 4 << 20
 
 
 class StreamInfer(InferCall):
-    """Answers the requests of one ModelStreamInfer call."""
+    """Answers the requests of one ModelStreamInfer call, several of which may be with workers at the same time."""
 
     def __init__(self, infer: Infer, stream: Stream) -> None:
         self._infer = infer

@@ -18,7 +18,7 @@ _MAX_REMEMBERED = 256
 
 
 class Past(enum.Enum):
-    """Names the reasons why a stream is not open."""
+    """The reasons why a stream is not open: never used, passed over, ended, reset by the client, or cut by the server."""
 
     #: Nobody has used it yet.
     IDLE = "idle"

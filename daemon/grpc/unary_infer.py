@@ -40,7 +40,7 @@ _MODEL, _PARAMETER = 0x0A, 0x22
 
 
 class UnaryInfer(InferCall):
-    """Answers one ModelInfer call."""
+    """Answers one ModelInfer call: sends its request to a worker, after earlier steps of its sequence, and the answer back."""
 
     __slots__ = ("_arriving", "_asked", "_infer", "_message", "_sequence", "_waits_since", "stream")
 

@@ -37,7 +37,7 @@ _MAX_SHIFT = 28
 def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked | None:
     """Cuts the complete message ``content[start:end]`` into rest, id, scheduling parameters and raw tensors.
 
-    Returns these and the arena room for tensors above ``inline``; None: a field is unusual or malformed, so decode it in full.
+    Returns these and the room that tensors above ``inline`` need; None: a field is unusual, so decode the message in full.
 
     Args:
       inline: raw tensors of up to this many bytes are returned as bytes, larger ones as views of ``content``.
@@ -71,7 +71,7 @@ def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked
 def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | None:
     """Reads the fields before the first raw tensor from ``content[start:end]``, the beginning of a message.
 
-    Returns these without the id, the id, where the tensor begins and its size; None: none begins there, or decode it in full.
+    Returns these without the id, the id, where the tensor begins and its size; None: none begins there, or a field is unusual.
     """
     own = _Own(parts=False)
     at = start

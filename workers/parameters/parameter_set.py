@@ -41,7 +41,7 @@ Lay = Callable[["Sequence[Array | None]"], Any]
 
 
 class ParameterSet:
-    """The parameters of one push, or those that the model was loaded with. Their values never change; where they lie may."""
+    """The parameters of one push, or those that the model was loaded with. They never change, but may move: device or host."""
 
     __slots__ = (
         "__weakref__",
@@ -203,7 +203,7 @@ class ParameterSet:
                 self.sets.room.pinned.give_back(self.placed_byte_size)
 
     def fill(self, host: Sequence[Array | None]) -> None:
-        """Sets the leaves of the set, in host memory, before it is in use."""
+        """Gives the set its leaves, in host memory, before it is put into use; ``prepare`` brings them to the device."""
         self._host = host
         self.placed_byte_size -= self.sets.lying(host)
 
@@ -241,7 +241,7 @@ class ParameterSet:
 
 
 class Asking(Protocol):
-    """What parameter sets need to know of a request: which set it names, and if its answer says by which it was computed."""
+    """The part of a request that parameter sets need: which set it names, and whether its answer says which set was used."""
 
     #: The name of the set that the request names, or the set that its sequence continues with; None: main.
     chosen: str | ParameterSet | None
