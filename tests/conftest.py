@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,27 @@ from tests.daemon_process import DaemonProcess, nothing_left_behind
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=False)
 settings.register_profile("tensord", settings.get_profile("search"), derandomize=True, database=None, max_examples=40)
 settings.load_profile("tensord")
+
+_HERE = Path(__file__).parent
+#: Files that take half a minute of a processor, or wait that long, besides those that start daemons.
+_LONG = (
+    "daemon/test_cli.py",
+    "daemon/test_ctl.py",
+    "daemon/test_failures.py",
+    "daemon/test_supervisor.py",
+    "deploy/test_container_image.py",
+    "deploy/test_haproxy.py",
+    "test_wheels.py",
+    "workers/compiling/test_compilers.py",
+    "workers/parameters/test_named_sets.py",
+    "workers/parameters/test_on_demand.py",
+    "workers/parameters/test_swapping.py",
+    "workers/processor/test_outside_compiler.py",
+    "workers/programs/test_carry.py",
+    "workers/programs/test_grouped_program.py",
+    "workers/scheduling/test_step_batcher.py",
+    "workers/test_extreme_configurations.py",
+)
 
 # Here and not when pytest is configured: by then it has imported the conftest of a folder that its command line names.
 _run_folder_gone = run_folder.make()
@@ -54,12 +75,23 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit(f"build the package again (pip install -e .): {'; '.join(stale)}", 2)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves files that start daemons to the front.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    # Each of pytest's processes makes ten thousand items, none of which is garbage: looking for it takes a seventh of the time.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
-    They take longest, so no process should still work on one of them when the others have ended.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves files that take long to the front.
+
+    So no process still works on one of them when the others have ended.
     """
     long = {item.path for item in items if isinstance(item, pytest.Function) and _starts_daemons(item)}
+    long |= {_HERE / name for name in _LONG}
     items.sort(key=lambda item: item.path not in long)
     on_stub.skip(items)
 
