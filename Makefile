@@ -15,7 +15,7 @@ ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: man serve bytecode test test-newest test-cuda13 test-wheel lint bench protocol wheel
+.PHONY: man serve bytecode environment test test-newest test-cuda13 test-wheel lint bench protocol wheel
 .DEFAULT_GOAL := serve
 
 # The stamps make a second call cheap: pip runs again only when the metadata changed.
@@ -42,7 +42,9 @@ test: $(VENV)/.test
 
 # Of the tests and all that they import, once, where else each of pytest's processes begins with it.
 bytecode: $(VENV)/.test
-	-$(BIN)/python -m pytest -q -n 0 --collect-only $(ARGS) > /dev/null
+	-$(BIN)/python -m pytest -q -n 0 -p no:cacheprovider --collect-only $(ARGS) > /dev/null
+
+environment: $(VENV)/.test
 
 # The tests of GPUs with the bindings of CUDA 13: an environment of its own, where they come before the libraries of the other one.
 CUDA13 := $(VENV)-cuda13
