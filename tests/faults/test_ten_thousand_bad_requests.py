@@ -35,8 +35,8 @@ from tests.faults.mutations import Mutator
 
 COUNT = int(os.environ.get("TENSORD_BAD_REQUESTS", "10000"))
 SEED = int(os.environ.get("TENSORD_BAD_REQUESTS_SEED", "1"))
-#: Of all, on connections of their own; the others are bodies, each of which takes ten times as long to make up.
-MUTATED = COUNT * 9 // 10
+#: Of all, on connections of their own; the others are bodies, each of which takes thirty times as long to make up.
+MUTATED = COUNT * 24 // 25
 CLIENTS = 4
 #: Not supported; not in this control mode; not this version of HTTP.
 DELIBERATE = {501, 503, 505}
