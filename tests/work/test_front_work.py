@@ -108,6 +108,11 @@ def of_sequences_in_turn(number: int, model: str = "sumseq") -> bytes:
     return binary(model, _SMALL.replace(b'"id": ""', said % (FIRST_SEQUENCE + number % SEQUENCES)), 128)
 
 
+def of_sets_in_turn(number: int) -> bytes:
+    """Builds a request that names one of eight parameter sets."""
+    return binary("addsub", _SMALL.replace(b'"id": ""', b'"parameters": {"parameter_set": "s%d"}' % (number % 8)), 128)
+
+
 def of_models_in_turn(number: int) -> bytes:
     return binary(("addsub", "identity")[number % 2], _SMALL, 128)
 
@@ -188,6 +193,7 @@ ROWS = [
     Row("small-priority", with_priority_and_timeout, two_small),
     Row("small-sequences", with_scheduling, two_small),
     Row("small-steps", of_sequences_in_turn, two_small, warm=2 * SEQUENCES),
+    Row("small-sets", of_sets_in_turn, two_small, warm=24),
     Row("small-models", of_models_in_turn, two_small, warm=4),
     Row("small-shapes", of_shapes_in_turn, two_small, warm=24),
     # As on a connection that is used once.
