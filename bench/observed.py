@@ -3,9 +3,10 @@
     python -m bench.observed [--rounds 7] [--seconds 2]    rates in turn, and the processor time of an answer
     python -m bench.observed --scrape [--models 100]       the supervisor's time for a scrape, and the memory of an idle front
 
-The metrics are scraped once a second meanwhile, and the spans are sent to a collector that throws them away. A third daemon is a
-control: it has none of that either, so its ratios are noise. Rates scatter by a tenth where client, daemons and collector share
-two cores; the processor time of all processes of a daemon for an answer scatters less, so judge by that.
+One daemon is measured in both states in turn: two daemons of the same kind differ by more than what is looked for. Unseen, its
+metrics are not scraped, nothing is logged and nothing traced; seen, they are scraped once a second, and spans are sent to a
+collector that throws them away. A third measurement of each round is unseen again, as a control: its ratios are noise.
+Rates scatter where client, daemon and collector share two cores; the processor time of all processes for an answer does less.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +34,8 @@ from bench.server import Usage, children, serving
 _PORT = 18140
 _ROWS = ("small-http-c16", "small-grpc-c16")
 _SCRAPES = 50
+#: What the state before has left to do is over by then.
+_SETTLE_SECONDS = 0.5
 #: Takes spans, on a port that it prints.
 _COLLECTOR = """
 import http.server
@@ -86,13 +90,9 @@ def _report_requests(rounds: int, seconds: float, logs: Path) -> None:
     rows = {row.name: row for row in [*closed_loop.rows(), *grpc_connection.rows()]}
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(_collector())
-        off = stack.enter_context(_served(0, ["--allow-metrics=false"], "", logs))
-        seen = f'[log]\naccess = 1000\n[trace]\notlp = "{url}"\nrate = 100\nlevel = ["TIMESTAMPS"]\n'
-        on = stack.enter_context(_served(10, [f"--metrics-port={_PORT + 12}"], seen, logs))
-        control = stack.enter_context(_served(30, ["--allow-metrics=false"], "", logs))
-        stack.enter_context(_scraped(_PORT + 12))
+        seen = _Seen(stack, url, logs)
         print(
-            "Ratios to the daemon that is not seen, medians of pairs; times in us of processor for an answer, unseen -> seen.\n"
+            "Ratios to the daemon unseen, medians of pairs; times in us of processor for an answer, unseen -> seen.\n"
         )
         print(
             "| row | unseen/s | rate, seen | control | all processes, seen | control | all | front | worker | others |"
@@ -100,15 +100,42 @@ def _report_requests(rounds: int, seconds: float, logs: Path) -> None:
         print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
         for name in _ROWS:
             load, protocol = closed(rows[name], seconds), name.split("-")[1]
-            servers = [Server(protocol, 1, pid, at[protocol], at["http"]) for pid, at in (off, on, control)]
-            for server in servers:
-                load(server.address)
+            server = Server(protocol, 1, seen.pid, seen.at[protocol], seen.at["http"])
+            load(server.address)
             runs: list[list[Run]] = [[], [], []]
             for number in range(rounds):
                 # Whoever comes last has no advantage.
                 for which in (0, 1, 2) if number % 2 else (2, 1, 0):
-                    runs[which].append(servers[which].run(load))
+                    with seen.switched(which == 1):
+                        runs[which].append(server.run(load))
             print(_line(name, *runs), flush=True)
+
+
+class _Seen:
+    """A daemon that can be seen, and is while it is switched so."""
+
+    def __init__(self, stack: contextlib.ExitStack, url: str, logs: Path) -> None:
+        """Starts the daemon, unseen; ``stack`` ends it. ``url``: of a collector."""
+        self._file = Path(stack.enter_context(tempfile.TemporaryDirectory()), "serve.toml")
+        self._url = url
+        self._configure(0)
+        self.pid, self.at = stack.enter_context(_served(0, [f"--metrics-port={_PORT + 2}"], self._file, logs))
+
+    def _configure(self, access: int) -> None:
+        repository = '[repository]\npaths = ["bench/models"]\n'
+        self._file.write_text(f'{repository}[log]\naccess = {access}\n[trace]\notlp = "{self._url}"\nrate = 100\n')
+
+    @contextlib.contextmanager
+    def switched(self, on: bool) -> Iterator[None]:
+        """Switches the daemon, and waits until nothing of that goes on."""
+        self._configure(1000 if on else 0)
+        os.kill(self.pid, signal.SIGHUP)
+        settings = {"trace_level": ["TIMESTAMPS" if on else "OFF"], "trace_rate": "100"}
+        asked = urllib.request.Request(f"http://{self.at['http']}/v2/trace/setting", json.dumps(settings).encode())
+        urllib.request.urlopen(asked).close()
+        time.sleep(_SETTLE_SECONDS)
+        with _scraped(_PORT + 2) if on else contextlib.nullcontext():
+            yield
 
 
 def _line(name: str, off: Sequence[Run], on: Sequence[Run], control: Sequence[Run]) -> str:
@@ -142,8 +169,10 @@ def _scraped(port: int) -> Iterator[None]:
     stop = threading.Event()
 
     def scrape() -> None:
-        while not stop.wait(1.0):
+        while True:
             _scrape(port)
+            if stop.wait(1.0):
+                return
 
     thread = threading.Thread(target=scrape)
     thread.start()
@@ -162,19 +191,14 @@ def _scrape(port: int) -> bytes:
 
 
 @contextlib.contextmanager
-def _served(
-    ports: int, flags: Sequence[str], more: str, logs: Path, models: str = "bench/models"
-) -> Iterator[tuple[int, dict[str, str]]]:
-    """Runs a daemon within the block. Yields its process id, and its addresses by protocol."""
+def _served(ports: int, flags: Sequence[str], config: Path, logs: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """A daemon that runs while the block does. Yields its process id, and protocol -> address."""
     at = {"http": f"127.0.0.1:{_PORT + ports}", "grpc": f"127.0.0.1:{_PORT + ports + 1}"}
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
-        config.write(f'[repository]\npaths = ["{models}"]\n{more}')
-        config.flush()
-        command = [sys.executable, "-m", "tensord", "serve", "--config", config.name, *flags]
-        command += [f"--http-port={_PORT + ports}", f"--grpc-port={_PORT + ports + 1}"]
-        command += ["--http-processes=1", "--grpc-processes=1"]
-        with serving(command, at["http"], logs / f"bench-observed-{ports}.log") as pid:
-            yield pid, at
+    command = [sys.executable, "-m", "tensord", "serve", "--config", str(config), *flags]
+    command += [f"--http-port={_PORT + ports}", f"--grpc-port={_PORT + ports + 1}"]
+    command += ["--http-processes=1", "--grpc-processes=1"]
+    with serving(command, at["http"], logs / f"bench-observed-{ports}.log") as pid:
+        yield pid, at
 
 
 # ------------------------------------------------------------------------------------------------------------- scrapes
@@ -183,10 +207,12 @@ def _served(
 def _report_scrapes(models: int, logs: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(models):
-            version = Path(folder) / f"model_{number}" / "1"
+            version = Path(folder, "models", f"model_{number}", "1")
             version.mkdir(parents=True)
             (version / "model.py").write_text(textwrap.dedent(_MODEL))
-        with _served(20, [f"--metrics-port={_PORT + 22}"], "", logs, folder) as (pid, at):
+        config = Path(folder, "serve.toml")
+        config.write_text(f'[repository]\npaths = ["{folder}/models"]\n')
+        with _served(20, [f"--metrics-port={_PORT + 22}"], config, logs) as (pid, at):
             fronts = [child for child, module in children(pid).items() if module in ("daemon.http", "daemon.grpc")]
             held = [_pss(front) / 1e6 for front in fronts]
             body = json.dumps({"inputs": [{"name": "x", "shape": [4], "datatype": "FP32", "data": [1, 2, 3, 4]}]})
