@@ -123,15 +123,8 @@ def single_of(model: JaxModel, given: dict[str, Array]) -> Executable:
     return single
 
 
-# A program for each number has no loop: the bits are for a GPU's compiler to get wrong (tests/gpu), the forms are tried here.
-ONE_FOR_EACH = ("scaled", "undeclared-output", "kinds", "empty-in")
-
-
-@pytest.mark.parametrize(
-    ("name", "one_for_each"),
-    [(name, False) for name in MODELS] + [(name, True) for name in ONE_FOR_EACH],
-    ids=[f"{name}-any-number" for name in MODELS] + [f"{name}-one-for-each-number" for name in ONE_FOR_EACH],
-)
+@pytest.mark.parametrize("one_for_each", [False, True], ids=["any-number", "one-for-each-number"])
+@pytest.mark.parametrize("name", MODELS)
 def test_each_request_gets_what_it_would_get_alone(
     name: str, one_for_each: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
