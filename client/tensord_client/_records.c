@@ -229,9 +229,10 @@ static PyObject *request(PyObject *module, PyObject *arguments) {
     unsigned long long id;
     char *prepared, *own, *content;
     Py_ssize_t prepared_size, own_size, size;
-    PyObject *contents;
+    PyObject *given, *contents, *fields;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "Ky#O!y#", &id, &prepared, &prepared_size, &PyList_Type, &contents, &own, &own_size))
+    if (!PyArg_ParseTuple(arguments, "KSO!S", &id, &given, &PyList_Type, &contents, &fields) ||
+        PyBytes_AsStringAndSize(given, &prepared, &prepared_size) || PyBytes_AsStringAndSize(fields, &own, &own_size))
         return NULL;
     Py_ssize_t count = PyList_Size(contents), room = HEAD_SIZE + ID_SIZE + prepared_size + MOST_HEAD + own_size;
     for (Py_ssize_t i = 0; i < count; i++) {

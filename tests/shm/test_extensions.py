@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,13 @@ def test_sources_are_told_by_names_and_content(tmp_path: Path) -> None:
     assert sources([first, second]) == told
     second.write_bytes(b"other")
     assert sources([first, second]) != told
+
+
+def test_no_part_parses_sizes_as_only_the_newest_python_does() -> None:
+    """A part that is built with Python 3.13, and is for all from 3.11 on, fails there where a format has "#" for a size."""
+    parts = [path for folder in ("client", "daemon", "shm", "workers") for path in (ROOT / folder).rglob("*.[ch]")]
+    assert {"_guard.c", "_records.c"} <= {path.name for path in parts}
+    assert [path.name for path in parts if re.search(r'"[^"\n]*[esuyz]#[^"\n]*"', path.read_text())] == []
 
 
 @pytest.mark.skipif(not guard.available, reason="the C extension was not built")
