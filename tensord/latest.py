@@ -26,10 +26,10 @@ A = TypeVar("A")
 
 
 class Latest(Generic[A]):
-    """Sends the newest inputs to a model, and returns its newest answer. Any thread may call ``put`` or ``get``."""
+    """Sends only the newest inputs to a model, skipping those that come too fast, and returns its newest answer. Thread-safe."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], concurrent.futures.Future[A]]) -> None:
-        """Begins without any inputs. ``submit``: sends a request with the given inputs to the model, and returns its future."""
+        """Sends nothing yet. ``submit``: sends a request with the given inputs to the model; returns a future of its answer."""
         self._submit = submit
         self._changed = threading.Condition()
         self._under_way: dict[int, concurrent.futures.Future[A]] = {}
@@ -43,7 +43,7 @@ class Latest(Generic[A]):
         self.replaced = 0
 
     def put(self, inputs: Mapping[str, Any]) -> None:
-        """Sends inputs to the model; if two requests are under way, they wait for one to end, and replace older ones that waited.
+        """Sends inputs to the model. While two requests are under way the inputs wait, in place of older inputs that waited.
 
         The caller may change the arrays as soon as this returns.
 
@@ -65,7 +65,10 @@ class Latest(Generic[A]):
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: concurrent.futures.Future[A]) -> None:
-        """Stores the answer to a request that has ended for ``get``, if it is the newest, and sends inputs that wait."""
+        """After a request has ended: stores its answer, or error, for ``get`` if it is the newest, and sends inputs that wait.
+
+        ``number``: how many times ``put`` had been called when its inputs were given.
+        """
         asked: concurrent.futures.Future[A] | None = None
         with self._changed:
             del self._under_way[number]
@@ -118,7 +121,10 @@ class Latest(Generic[A]):
             )
 
     def close(self) -> None:
-        """Cancels all requests that are under way; ``put`` and ``get`` raise Cancelled from then on. Idempotent."""
+        """Cancels the requests under way and drops inputs that wait. Idempotent.
+
+        From then on ``put`` raises Cancelled, and so does ``get`` once it has returned an answer that was there.
+        """
         with self._changed:
             self._closed = True
             self._waiting = None

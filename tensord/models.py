@@ -88,8 +88,9 @@ def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **o
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
     """Begins a call of another model and returns at once; ``result()`` of the returned object waits for the outputs.
 
-    Calls that are under way together may share a batch of the called model. Arguments as for ``call``. Raises InvalidArgument:
-    an input is no array, or no model runs this code; the called model's error is raised by ``result()``.
+    Calls that are under way together may share a batch of the called model. ``own``: further fields of the request, as for
+    ``call``. Raises InvalidArgument: an input is no array, or this code is not run by a model that works on a request; the
+    called model's error is raised by ``result()``.
     """
     from tensord.workers.calls.asking import begin as begun
 
@@ -101,8 +102,9 @@ def stream(
 ) -> Iterator[dict[str, Array]]:
     """Calls a model that answers with any number of responses, and yields each response when it comes.
 
-    Closing the iterator cancels the call. Arguments as for ``call``. Raises InvalidArgument: an input is no array, or no model
-    runs this code; the iterator raises ServingError where a response is an error, and ends.
+    Closing the iterator cancels the call. ``own``: further fields of the request, as for ``call``. Raises InvalidArgument: an
+    input is no array, or this code is not run by a model that works on a request; the iterator raises ServingError where a
+    response is an error, and ends.
     """
     from tensord.workers.calls.asking import stream as streamed
 
@@ -124,7 +126,7 @@ def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = 
 
 
 def unload_model(name: str, dependents: bool = False) -> None:
-    """Has the server begin to unload another model. ``dependents``: also an ensemble's members that nothing else uses.
+    """Has the server begin to unload another model. ``dependents``: if it is an ensemble, also its members that no other uses.
 
     Raises ServingError: the server refused, and why; or this code is not run by a model on a server.
     """
@@ -161,7 +163,7 @@ def span(name: str, **attributes: bool | int | float | str) -> AbstractContextMa
 def counter(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Counter:
     """Makes a metric of this model that only grows, with ``increment(by=1)`` and ``value``.
 
-    It is shown among the server's metrics for as long as the model keeps the returned object.
+    The server shows it at /metrics for as long as the model keeps the returned object. ``labels``: name -> value.
 
     Raises: InvalidArgument: the name or a label is not valid, a metric of another kind has this name, or no model runs this code.
     """
@@ -171,7 +173,11 @@ def counter(name: str, description: str = "", labels: Mapping[str, str] | None =
 
 
 def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Gauge:
-    """Makes a metric of this model that goes up and down: as ``counter``, with ``set(to)`` and negative increments as well."""
+    """Makes a metric of this model that goes up and down, with ``set(to)``, ``increment(by=1)`` (also negative) and ``value``.
+
+    The server shows it at /metrics for as long as the model keeps the returned object. Raises InvalidArgument: the name or a
+    label is not valid, a metric of another kind has this name, or no model runs this code.
+    """
     from tensord.workers.calls.own_metrics import Gauge
 
     return Gauge(name, description, labels)
@@ -180,9 +186,10 @@ def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = N
 def histogram(
     name: str, buckets: Sequence[float], description: str = "", labels: Mapping[str, str] | None = None
 ) -> Histogram:
-    """Makes a metric of this model that counts values by size, with ``observe(value)``; otherwise as ``counter``.
+    """Makes a metric of this model that counts values by size, with ``observe(value)``.
 
-    ``buckets``: the upper bounds of the buckets, ascending.
+    The server shows it at /metrics for as long as the model keeps the returned object. ``buckets``: upper bounds, ascending.
+    Raises InvalidArgument: name, labels or buckets are not valid, another metric has this name, or no model runs this code.
     """
     from tensord.workers.calls.own_metrics import Histogram
 

@@ -183,7 +183,7 @@ def _dtype(name: str) -> Any:
 
 
 def _joined(node: Any) -> Any:
-    """Joins the arrays that Flax splits into chunks when it writes large ones, anywhere in nested dicts."""
+    """Returns a decoded tree in which the large arrays, which Flax writes as dicts of chunks, are arrays again."""
     if not isinstance(node, dict):
         return node
     if _CHUNKED in node:

@@ -84,7 +84,7 @@ class Tensor:
 
 
 class Tensors(tuple[Tensor, ...]):
-    """The inputs or the outputs of a model, in its order; ``inputs["image"]`` finds one by its name."""
+    """The inputs or the outputs of a model, in the order of its configuration; ``inputs["image"]`` finds one by its name."""
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
@@ -195,7 +195,10 @@ def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
 
 
 def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) -> FoundModel:
-    """Completes and checks the configuration of an ensemble, from its loaded members; returns any other model unchanged."""
+    """Returns an ensemble with its configuration checked and completed from its members'; any other model as it is.
+
+    ``loaded``: model name -> version number -> loaded version. Raises InvalidArgument: the ensemble does not fit its members.
+    """
     if not model.members:
         return model
 
@@ -211,7 +214,7 @@ def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) 
 
 
 class Model:
-    """A loaded model. Any thread may call it; requests that wait at the same time share a batch."""
+    """A model loaded in this process by ``load``. Any thread may call it; requests that wait at the same time share a batch."""
 
     def __init__(self, worker: LocalWorker, version: ModelVersion) -> None:
         self._worker = worker
@@ -249,7 +252,10 @@ class Model:
     def submit(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
     ) -> concurrent.futures.Future[Answer]:
-        """Begins a request and returns a future of its answer. Arguments are those of ``__call__``."""
+        """Begins a request and returns a future of its answer, or of its ServingError. Arguments are those of ``__call__``.
+
+        Raises InvalidArgument: an input cannot be an array, or the model gives several responses; Unavailable: it was closed.
+        """
         answers, copied = self._ask(inputs, outputs, own, streams=False)
         return self._waiters.submit(self._waited, answers, copied)
 
@@ -321,8 +327,8 @@ class Model:
     def _ask(self, inputs: Mapping[str, Any], outputs: Sequence[str], own: Own, streams: bool) -> tuple[Answers, int]:
         """Begins a request. Returns an iterator over its answers, and how many bytes of its inputs were copied.
 
-        ``streams``: whether the caller takes several answers. Raises InvalidArgument: it does not, and the model gives several;
-        or an input cannot be an array.
+        ``streams``: whether the caller takes several answers. Raises InvalidArgument: ``streams`` is False, and the model gives
+        several; or an input cannot be an array; Unavailable: ``close`` was called.
         """
         if self._version.loaded.streams and not streams:
             raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
@@ -351,7 +357,7 @@ class Model:
         return answer
 
     def _answer(self, result: dict[str, Array]) -> Answer:
-        """Copies a result's arrays into an Answer, so that the caller may change them."""
+        """Copies the outputs of one response (name -> array) into an Answer, so that the caller may change them."""
         answer = Answer({name: np.array(array) for name, array in result.items()})
         answer.version = self.version
         answer.parameters = getattr(result, "parameters", {})
@@ -376,8 +382,8 @@ class Prepared:
     def __call__(self) -> Answer:
         """Sends the request, waits for its answer and returns the outputs by name.
 
-        Raises: ServingError: as for a call of the model.  InvalidArgument: an output and its array in ``out`` differ in shape or
-          dtype.
+        Raises: ServingError: the error that a client would get.  InvalidArgument: an output and its array in ``out`` differ in
+          shape or dtype.
         """
         answer = self._model(self._inputs, outputs=self._outputs, **self._own)
         for name, place in self._out.items():
@@ -391,7 +397,10 @@ class Prepared:
 
 
 class ModelSequence:
-    """A sequence of requests, one after the other. The first request starts it, the one with ``end`` ends it."""
+    """A sequence of requests to a model that keeps state between them; made by ``Model.sequence``.
+
+    The first request starts it; the one with ``end=True``, or leaving its ``with`` block, ends it.
+    """
 
     def __init__(self, model: Model, sequence_id: int | str) -> None:
         self._model = model
@@ -400,7 +409,10 @@ class ModelSequence:
         self._ended = False
 
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
-        """Runs the next request of the sequence. ``end``: whether it is the last. All else is as for ``Model.__call__``."""
+        """Runs the next request of the sequence and returns its outputs. ``end``: whether the request is the last.
+
+        The other arguments are those of ``Model.__call__``. Raises: ServingError: the error that a client would get.
+        """
         start, self._begun = not self._begun, True
         self._ended = end
         own["sequence_id"], own["sequence_start"], own["sequence_end"] = self.sequence_id, start, end
@@ -465,7 +477,8 @@ def _foreign(name: str, value: Any) -> Array:
 def _array(name: str, value: Any, datatype: str | None) -> Array:
     """Returns a read-only numpy copy of an input, of a dtype that requests can have.
 
-    ``datatype``: converts what is no array yet; None: numpy chooses. Raises InvalidArgument: the value cannot be such an array.
+    ``datatype``: the one that a value that is no array gets; None: numpy chooses. Raises InvalidArgument: the value cannot be
+    such an array.
     """
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         made = np.array(value if isinstance(value, np.ndarray) else _foreign(name, value))

@@ -21,8 +21,8 @@ POOL = DescriptorPool()
 def define(serialized: bytes, module: dict[str, Any]) -> None:
     """Adds a compiled .proto file (a serialized FileDescriptorProto) to the pool of all our messages, ``POOL``.
 
-    ``module``: the variables of its Python module, which get DESCRIPTOR, the message classes, and the enumerations with their
-    values.
+    ``module``: the variables of the file's Python module, to which DESCRIPTOR, the message classes, and the enumerations with
+    their values are added.
     """
     file = POOL.AddSerializedFile(serialized)
     module["DESCRIPTOR"] = file

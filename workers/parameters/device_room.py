@@ -26,7 +26,7 @@ _MAX_OUT_OF_DATE = 64
 
 
 class _Resident(NamedTuple):
-    """An entry of the heap of sets on the device: one for each time that a set was admitted."""
+    """An entry of the heap by which ``DeviceRoom`` finds the set to evict first: one for each time a set came to the device."""
 
     #: When the set was last used, as far as the heap knows: by then or later.
     used: int
@@ -42,7 +42,7 @@ class DeviceRoom:
     """
 
     def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
-        """Starts without sets.
+        """Starts with no set on the device.
 
         Args:
           byte_size: how many bytes all sets together may take on the device.
@@ -66,7 +66,7 @@ class DeviceRoom:
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Returns the next number of a counter of uses: the set with the lowest number was not used for the longest time."""
+        """Returns the number that marks a set as used now, higher than all before: the set with the lowest is evicted first."""
         return next(self._uses)
 
     @property
@@ -81,9 +81,9 @@ class DeviceRoom:
         return sum([each.byte_size for each in self._stacks])
 
     def join_stack(self, stack: SetStack, model: str) -> None:
-        """Reserves memory on the device for a model's stack of sets, until ``leave_stack``.
+        """Reserves memory on the device for a stack, whose arrays hold several sets of a model, until ``leave_stack``.
 
-        Raises InvalidArgument: the stacks together would have more bytes than all sets may take.
+        ``model``: for errors. Raises InvalidArgument: the stacks together would have more bytes than all sets may take.
         """
         with self.lock:
             taken = self._stacked
@@ -101,7 +101,7 @@ class DeviceRoom:
             self._stacks.discard(stack)
 
     def admit(self, parameters: ParameterSet) -> None:
-        """Counts a set that is about to be placed on the device, and evicts others for it if necessary.
+        """Counts the bytes of a set that is about to be copied to the device, and first evicts other sets if there is no room.
 
         The caller holds ``lock``. Raises Unavailable: the sets that cannot leave the device take too much memory.
         """
@@ -124,7 +124,7 @@ class DeviceRoom:
             heapq.heapify(self._order)
 
     def _make_room(self, limit: int) -> None:
-        """Evicts sets that may leave, least recently used first, until the others take at most ``limit`` bytes."""
+        """Evicts sets, least recently used first, until those that remain take at most ``limit`` bytes, or none may leave."""
         stay: list[_Resident] = []
         while self._taken > limit and self._order:
             entry = heapq.heappop(self._order)
@@ -147,7 +147,10 @@ class DeviceRoom:
         return parameters.byte_size <= self._limit
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Stores a replaced set, in host memory, for later use. While such sets take too many bytes the oldest is forgotten."""
+        """Keeps a set that a newer version has replaced, in host memory, for a roll-back.
+
+        While all sets that are kept so take more bytes than sets may take on the device, the oldest is forgotten.
+        """
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
             oldest, _ = self._former.popitem(last=False)

@@ -79,7 +79,7 @@ _metadata_decoder = msgspec.json.Decoder(dict[str, str])
 
 
 class LaidLeaf(NamedTuple):
-    """A leaf (an array of a model's parameters) for which a place in memory is needed."""
+    """Name, dtype and shape of a leaf (an array of a model's parameters) that is to be written to memory."""
 
     name: str
     dtype: np.dtype[Any]
@@ -128,7 +128,9 @@ def read(content: memoryview, what: str) -> dict[str, Array]:
 
 
 def _header(content: memoryview, what: str) -> tuple[int, dict[str, _Entry]]:
-    """Reads the header. Returns the offset at which the tensors begin, and leaf name -> entry.
+    """Reads the header of safetensors' layout. Returns the offset at which the tensors begin, and leaf name -> entry.
+
+    ``content``: the complete parameters. ``what``: names them in errors.
 
     Raises InvalidArgument: the header is not that of safetensors' layout.
     """
@@ -214,7 +216,7 @@ class SealedMemory:
 
 
 def is_sealed(fd: int) -> bool:
-    """Returns whether a file descriptor is memory that is sealed, so that no process can change it any more."""
+    """Returns whether a file descriptor refers to sealed memory, which no process can change any more."""
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FIXED == _FIXED
     except OSError:  # no memfd
@@ -250,7 +252,7 @@ class NewMemory:
             at += len(part)
 
     def _write(self, parts: Sequence[memoryview]) -> int:
-        """Writes parts into the memory, from its beginning. Returns the bytes written; the rest could not be read.
+        """Writes bytes to the memory, from its beginning. Returns how many: fewer than given if some cannot be read any more.
 
         The kernel copies the bytes into new pages in one pass, whereas memory that was allocated before is cleared first.
 
@@ -268,7 +270,7 @@ class NewMemory:
 
     @classmethod
     def laid_out(cls, leaves: list[LaidLeaf], limit: int, what: str) -> tuple[NewMemory, dict[str, Array]]:
-        """Makes memory with the header for some leaves. Returns it, and leaf name -> array in it, which the caller fills.
+        """Makes memory for leaves, and writes their header. Returns it, and leaf name -> array in it, which the caller fills.
 
         Args:
           limit: how many bytes the memory may have.

@@ -17,7 +17,7 @@ _PIECE = 1 << 18
 
 
 class Leaf(NamedTuple):
-    """Describes one array of a model's parameters."""
+    """Describes one array of a model's parameters: its name, dtypes and shape."""
 
     #: The keys on the path to the array in the tree of parameters, joined by dots.
     name: str
@@ -49,9 +49,9 @@ class Leaves:
 
         Args:
           model: its name, for errors.
-          names: the names of the leaves.
-          made: the leaves as the model's ``create`` function returned them.
-          shared: returns whether all sets share the leaf with a name.
+          names: the names of the leaves, in the order of their tree.
+          made: the leaves in this order, as the model's ``create`` function returned them.
+          shared: returns whether all parameter sets share the leaf with a name.
         """
         self.model = model
         self._leaves = [
@@ -70,19 +70,19 @@ class Leaves:
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:
-        """Checks if the model's parameters can be pushed. Raises Unsupported: two have the same name, or none is an array."""
+        """Checks that the model's parameters can be pushed. Raises Unsupported: two have the same name, or none is an array."""
         if self._twice is not None:
             raise Unsupported(f"model '{self.model}': two of its parameters are called '{self._twice}'")
         if not any(leaf.plain for leaf in self._leaves):
             raise Unsupported(f"model '{self.model}' has no parameters that are arrays: there is nothing to push")
 
     def fitted(self, found: Mapping[str, Array], what: str, named: bool = False) -> list[Array | None]:
-        """Checks pushed parameters. Returns their arrays in the order of the tree; None for leaves that cannot be pushed.
+        """Checks pushed parameters. Returns their arrays in the order of the tree; None in place of leaves that are not pushed.
 
         Args:
           found: leaf name -> array.
           what: names the parameters in errors.
-          named: whether they are for a set other than main, which does not have the shared leaves.
+          named: whether they are for a set other than main, which does not have the shared leaves. (Nobody pushes random keys.)
         Raises InvalidArgument: a leaf is missing, unknown, or has another datatype or shape than the model's; Unsupported: the
         model's parameters cannot be pushed.
         """
@@ -133,12 +133,12 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _placed(dtype: Any) -> Any:
-    """Returns the dtype that an array has on the device, which depends on JAX's 64-bit mode."""
+    """Returns the dtype that an array gets on the device: without JAX's 64-bit mode, 32 bits in place of 64."""
     return jax.dtypes.canonicalize_dtype(dtype) if isinstance(dtype, np.dtype) else dtype
 
 
 def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
-    """Returns the names of the leaves of a tree: the keys on the path to each, joined by dots. ``kinds``: types of leaves."""
+    """Returns the names of a tree's leaves of certain types (``kinds``): the keys on the path to each, joined by dots."""
     return [
         jax.tree_util.keystr(path, simple=True, separator=".")
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)

@@ -41,7 +41,7 @@ Lay = Callable[["Sequence[Array | None]"], Any]
 
 
 class ParameterSet:
-    """The parameters of one push, or those that the model was loaded with. They never change, but may move: device or host."""
+    """The parameters of one push, or those that the model was loaded with. Constant, but they may leave the device and return."""
 
     __slots__ = (
         "__weakref__",
@@ -94,7 +94,7 @@ class ParameterSet:
         self.stamp = object()
 
     def on(self, placement: int) -> Any:
-        """Returns the parameters on a device, and brings them there first if they are not there.
+        """Returns the tree of parameters on a device, and brings them there first if they are not there.
 
         ``placement``: 0: the worker's device; 1: the device for small programs.
 
@@ -127,7 +127,10 @@ class ParameterSet:
         return any(tree is not _ABSENT for tree in self._trees)
 
     def _placed(self, placement: int) -> Any:
-        """Copies the leaves to a placement's device and returns them. Placement 1 (small programs) needs ``sets.lay``."""
+        """Copies the leaves to a device, and returns their tree there.
+
+        ``placement``: 0: the worker's device; 1: the device for small programs, only where ``sets.lay`` is set (asserted).
+        """
         if placement:
             assert self.sets.share is not None
             assert self.sets.lay is not None
@@ -135,7 +138,7 @@ class ParameterSet:
         return self.sets.place(self.hosted() if self._pinned is None else self._pinned)
 
     def _shared(self, placement: int) -> Any:
-        """Returns the parameters for a placement, without a copy, in the memory where they lie for the other placement."""
+        """Returns the parameters on device 0 (the worker's) or 1 (for small programs) in the memory of the other: not a copy."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
@@ -183,7 +186,7 @@ class ParameterSet:
             return trees
 
     def evict(self) -> None:
-        """Removes the parameters from the device to make room for others, after a copy to page-locked memory if there is some.
+        """Removes the parameters from the device to make room for others, after a copy to page-locked memory if that is allowed.
 
         The caller holds the lock of ``sets.room``.
         """
@@ -208,7 +211,7 @@ class ParameterSet:
         self.placed_byte_size -= self.sets.lying(host)
 
     def prepare(self) -> None:
-        """Brings the parameters to the device, for all programs, before they are in use. No lock is held while they are copied.
+        """Brings the parameters to the device, also for small programs, before they are in use. Copies without holding a lock.
 
         Raises Unavailable: there is no room for them on the device; or whatever placing them raises.
         """
@@ -226,11 +229,11 @@ class ParameterSet:
             self.on(1)
 
     def moved(self, tree: Any) -> None:
-        """Replaces the arrays by equal ones, which lie on the devices as the first program needs them, while the model loads."""
+        """While the model loads: replaces the arrays by equal ones that lie on the devices where the first program needs them."""
         self._trees = [tree, _ABSENT]
 
     def said(self) -> dict[str, Parameter]:
-        """Returns the parameters of an answer that say which parameter set and version it was computed with."""
+        """Returns the response parameters that tell a client which parameter set and version its answer was computed with."""
         return {"parameter_set": self.name, "parameter_version": self.number}
 
     def __str__(self) -> str:
@@ -307,9 +310,9 @@ class ParameterSets:
         self.evictions = 0
 
     def share_by(self, share: Callable[[Any], Any]) -> None:
-        """Sets how small programs get the parameters from now on: in the same memory as other programs.
+        """Has the device for small programs use all parameters, beginning with main, in the memory of the worker's device.
 
-        ``share``: returns parameters for the small programs' device. Raises whatever ``share`` raises for the main set.
+        ``share``: returns a tree of parameters for that device. Raises whatever ``share`` raises for main.
         """
         self.share = share
         try:
@@ -351,11 +354,14 @@ class ParameterSets:
         return found
 
     def each_chosen_by(self, requests: Sequence[Asking]) -> BatchSets:
-        """Returns the set that each request of a batch names; for models whose batches mix sets. Raises as ``chosen_by``."""
+        """Returns the set that each request of a batch names; for models whose batches mix sets.
+
+        Notes it in the requests whose answers say which set they were computed with. Raises NotFound: a set is gone.
+        """
         return BatchSets({request: self.chosen_by([request]) for request in requests})
 
     def check_count(self, name: str, limit: int) -> None:
-        """Checks the number of sets. Raises InvalidArgument: ``name`` is new, and there are ``limit`` sets already."""
+        """Checks that a set may have this name. Raises InvalidArgument: the name is new, and there are ``limit`` sets already."""
         names = {MAIN_SET, *self.named, *(each.name for each in self.staged)}
         if name not in names and len(names) >= limit:
             raise InvalidArgument(
@@ -363,7 +369,7 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> list[object]:
-        """Puts a set that was prepared into use, in place of the version before, which is kept for a roll-back.
+        """Puts a set on which ``prepare`` was called into use, in place of its version before, which is kept for a roll-back.
 
         Returns objects that only runs that have begun still use: their memory is freed when the caller drops them.
 
@@ -408,7 +414,7 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Forgets a version of a set that was in use before the newest one. Does nothing for None and for other versions."""
+        """Forgets ``before`` if it is its set's version before the newest one; does nothing for None and for other versions."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()
@@ -420,7 +426,7 @@ class ParameterSets:
         return not self._closed and (parameters is newest or parameters is before)
 
     def close(self) -> None:
-        """Frees page-locked memory, former versions and the stack, because the model version was unloaded."""
+        """Frees page-locked memory, the versions before the newest, and the stack, because the model version was unloaded."""
         with self.room.lock:
             self._closed = True
         for each in (self.main, *self.named.values()):
@@ -442,7 +448,7 @@ class ParameterSets:
         raise NotFound(f"number {number} of parameter set '{name}' of model '{self.leaves.model}' is not kept")
 
     def figures(self) -> ParameterFigures:
-        """Returns the sets that are in use, and the counters, for metrics."""
+        """Returns for metrics the sets in use, and how many pushes, returns to the device and evictions there were."""
         sets = [self.main, *self.named.values()]
         return ParameterFigures(
             tuple([SetFigures(each.name, each.number, each.byte_size, each.on_device) for each in sets]),

@@ -31,7 +31,12 @@ Open = Callable[[Sequence[Array]], list[jax.Array]]
 
 
 def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
-    """Writes the leaves of a set into a slot of the stack's arrays; the function to compile for ``Put``, with donated arrays."""
+    """Returns the stack's arrays with a set's leaves in a slot; compiled with ``arrays`` donated: they are changed in place.
+
+    Args:
+      arrays: one for each leaf that differs between sets, with the slot as its first dimension.
+      leaves: the set's leaves, in the same order.
+    """
     return [
         jax.lax.dynamic_update_index_in_dim(array, leaf, slot, 0) for array, leaf in zip(arrays, leaves, strict=True)
     ]
@@ -72,7 +77,7 @@ Chosen = Union["ParameterSet", "BatchSets", "tuple[ParameterSet | None, ...]", N
 
 
 class BatchSets:
-    """The parameter set of each request of a batch that may mix sets."""
+    """Holds the parameter set of each request of a batch whose requests may name different sets."""
 
     __slots__ = ("_sets",)
 
@@ -85,7 +90,7 @@ class BatchSets:
         return self._sets[request]
 
     def rows(self) -> list[ParameterSet]:
-        """Returns the parameter set of each row of the batch, but for those that no request fills."""
+        """Returns the parameter set of each row of the batch, without the rows at its end that no request fills."""
         return [each for request, each in self._sets.items() for _ in range(request.rows)]
 
     def __repr__(self) -> str:
@@ -124,20 +129,26 @@ class SetStack:
         """Sets the device of the stack, and the functions by which the next batches make and fill its arrays.
 
         Args:
-          at: the placement of the model's programs (``Placement.at``).
+          at: the device: 0: the worker's; 1: the one for small programs.
           open: makes the arrays there.
           put: writes a set into a slot of the arrays.
         """
         self._at, self._open, self._put = at, open, put
 
     def specs(self, spec: Callable[[tuple[int, ...], Any], Any], rows: int) -> tuple[Any, Any]:
-        """Describes what ``arguments`` returns for a program with ``rows`` rows; ``spec`` makes the description of an array."""
+        """Describes what a program with ``rows`` rows takes as parameters: the tree, and the slot of each row.
+
+        ``spec``: makes the description of an array from its shape and dtype.
+        """
         shapes = [leaf.shape if leaf.shared else (self.slots, *leaf.shape) for leaf in self._leaves]
         tree = [spec(shape, leaf.placed) for shape, leaf in zip(shapes, self._leaves, strict=True)]
         return jax.tree.unflatten(self._structure, tree), spec((rows,), np.dtype(np.int32))
 
     def put_specs(self, spec: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
-        """Describes the arguments of ``put``; ``spec`` makes the description of an array from its shape and dtype."""
+        """Describes the stack's arrays, a set's leaves and the slot, to compile the function ``put``, which takes them.
+
+        ``spec``: makes the description of an array from its shape and dtype.
+        """
         return (
             [spec((self.slots, *leaf.shape), leaf.placed) for leaf in self._own],
             [spec(leaf.shape, leaf.placed) for leaf in self._own],
@@ -154,7 +165,7 @@ class SetStack:
         Sets without a slot get one. The result is valid only for the next call of a program.
 
         Args:
-          chosen: what the batch is computed with; rows that no request fills get the set of the first row.
+          chosen: one set for all rows, or the set of each request or row; None: main. Other rows get the set of the first.
           rows: the batch size of the program.
         Raises: whatever the device raises; then no set has a slot any more.
         """

@@ -73,10 +73,13 @@ class _Crc32:
 
 
 class Making:
-    """Makes the sealed memory for the parameters of one push. Its owner calls ``close`` at the end, in the worker's loop."""
+    """Copies the parameters of one push into memory that is then sealed: no process can change it any more.
+
+    Its owner calls ``close`` at the end, in the worker's loop.
+    """
 
     def __init__(self, operation: MakeParameters, limit: int, base: ParameterSet | None) -> None:
-        """Prepares the memory's making; nothing is read yet.
+        """Takes note of the push; nothing is read yet.
 
         Args:
           operation: describes the push.
@@ -103,7 +106,7 @@ class Making:
         """Sets the function by which ``make`` reads the source.
 
         Args:
-          read: returns leaf name -> array, or the file descriptor of sealed memory.
+          read: returns leaf name -> array, or the file descriptor of sealed memory in safetensors' layout.
           fd: a file descriptor that this object owns and closes from now on; -1: none.
         """
         self._read = functools.partial(read, self)
@@ -159,7 +162,7 @@ class Making:
 
         Args:
           byte_size: of the source.
-          copy: copies bytes of the source.
+          copy: ``copy(at, target)`` fills an array with bytes of the source from offset ``at`` on.
           lies: the bytes of the source in this process' memory; None: they are not mapped.
         Raises InvalidArgument: the source is empty, too large, too short by now, or its checksum is wrong; Unavailable: there is
         no memory.
@@ -193,9 +196,9 @@ class Making:
             memory.close()
 
     def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> Mapping[str, Array]:
-        """Copies leaves one by one. Returns leaf name -> array.
+        """Copies leaves from regions into new arrays, one by one. Returns leaf name -> array.
 
-        ``places``: each leaf, and what copies its bytes.
+        ``places``: each leaf, and the function ``copy(at, target)`` that fills an array with its bytes from offset ``at`` on.
 
         Raises InvalidArgument: the leaves are too large, not valid or not there any more, or their checksum is wrong.
         """
@@ -213,7 +216,7 @@ class Making:
         return found
 
     def check_sum(self, contents: Iterable[Any]) -> None:
-        """Compares the checksum of the parameters with the given one, if one was given. Raises InvalidArgument: it differs.
+        """Compares the checksum of the source with that in the push, if it has one. Raises InvalidArgument: they differ.
 
         ``contents``: the bytes of the source, in their order.
         """
@@ -323,7 +326,11 @@ def _from_file(making: Making, path: Path, limit: int) -> Mapping[str, Array] | 
 
 
 def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
-    """Returns the file descriptor of sealed memory with the content of ``fd``: a copy, or the same memory if it is sealed."""
+    """Returns a new file descriptor of sealed memory with the content of ``fd``: a copy, or the same memory if it is sealed.
+
+    Raises InvalidArgument: the memory has another size than ``source`` says, is too large, or its checksum is wrong; Unavailable:
+    there is no memory.
+    """
     found = os.fstat(fd).st_size
     if found != source.byte_size:
         raise InvalidArgument(f"{making.what}: their memory has {found} bytes, {source.byte_size} were announced")
@@ -335,7 +342,10 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
 
 
 def _reading(fd: int, what: str) -> Copy:
-    """Returns a function that copies part of a file. The function raises InvalidArgument: the file has become too short."""
+    """Returns a function ``copy(at, target)``, which fills an array with the bytes of a file from offset ``at`` on.
+
+    ``what``: names the parameters in errors. The function raises InvalidArgument: the file has become too short.
+    """
 
     def copy(at: int, target: Array) -> None:
         content, done = target.data, 0
@@ -349,9 +359,9 @@ def _reading(fd: int, what: str) -> Copy:
 
 
 def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) -> tuple[LaidLeaf, Copy]:
-    """Describes a leaf that lies in a region. Returns the leaf, and a function that copies its bytes.
+    """Finds a leaf in a region, which is leased. Returns the leaf, and ``copy(at, target)``, which fills an array with its bytes.
 
-    Raises InvalidArgument: its datatype, shape or range is not valid; NotFound: there is no such region.
+    Raises InvalidArgument: the leaf's datatype, shape or range is not valid; NotFound: there is no such region.
     """
     dtype = DTYPES.get(place.datatype)
     if dtype is None or dtype.hasobject:
@@ -368,7 +378,7 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
 
 
 def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> Copy:
-    """Leases a region, and returns a function that copies bytes from a range of it.
+    """Leases a region for ``making``. Returns ``copy(at, target)``, which fills an array from offset ``at`` in a range of it on.
 
     Raises InvalidArgument: the range is not inside the region.
     """
