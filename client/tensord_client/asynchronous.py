@@ -40,7 +40,13 @@ class AsyncClient:
     ) -> AsyncModel:
         """Looks up a model on the server; calls of what this returns are awaited.
 
-        Arguments and errors are those of ``Client.model``.
+        Args:
+          version: the version that is called; 0: the newest at the time of each call.
+          timeout: seconds that a call waits for its answer, and a stream for each response; None: without limit.
+          parameter_set: the model's parameter set that calls are answered with; "": ``main``.
+
+        Raises: NotFound: the server does not serve this model or version.  Unavailable: the model is not ready, or no server
+          answers.
         """
         loop = asyncio.get_running_loop()
         description = await loop.run_in_executor(None, self._connection.open, name, version)
@@ -54,9 +60,15 @@ class AsyncClient:
         shape: Sequence[int] | None = None,
         device: str = "",
     ) -> Any:
-        """Makes an array in memory that the server reads and writes without a copy.
+        """Makes an array in memory that the server reads and writes without a copy, as ``Client.empty`` does.
 
-        Arguments and errors are those of ``Client.empty``.
+        Args:
+          tensor: an entry of ``AsyncModel.inputs`` or ``outputs``, or a shape, which needs ``dtype``.
+          shape: the complete shape, where a size of the entry varies.
+          device: a GPU, such as "cuda:0"; "": host memory.
+
+        Raises: InvalidArgument: the server cannot share such an array.  Unavailable: there is no memory for it now.
+          Unsupported: a GPU was asked for, and this process serves the models itself.
         """
         return self._client.empty(tensor, dtype, shape=shape, device=device)
 
@@ -77,13 +89,19 @@ class AsyncClient:
 
 
 class AsyncModel(Calls):
-    """A served model whose calls are awaited; otherwise as ``Model``.
+    """A served model: call it with arrays by input name, and await the answer.
 
     Cancelling a task that awaits an answer cancels the request.
     """
 
     async def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:
-        """Sends one request, awaits its answer and returns it. Arguments and errors are those of a call of ``Model``."""
+        """Sends one request, awaits its answer and returns it.
+
+        ``outputs``: names of the outputs to return; empty: all. ``own``: the request's other fields, such as ``priority``.
+
+        Raises: InvalidArgument: an input cannot be an array.  DeadlineExceeded: no answer came within ``timeout``.
+          ServingError: any other error of the server.
+        """
         return await self._connection.ask(self.call(inputs, outputs, own))
 
     def submit(
@@ -91,7 +109,8 @@ class AsyncModel(Calls):
     ) -> asyncio.Future[Answer]:
         """Sends one request and returns a future of its answer; cancelling the future cancels the request.
 
-        Arguments, errors, and when the input arrays may be written to, are as for ``Model.submit``.
+        The arguments are those of a call. The input arrays may be written to as soon as this returns, except for arrays of
+        ``AsyncClient.empty``, which must stay as they are until the answer has come. The future raises the server's errors.
         """
         pending = self._connection.ask(self.call(inputs, outputs, own, detached=True))
 
@@ -105,7 +124,8 @@ class AsyncModel(Calls):
     ) -> AsyncIterator[Answer]:
         """Sends one request and returns an asynchronous iterator over its responses; ``aclose()`` of it cancels the request.
 
-        Arguments and errors are those of ``Model.stream``.
+        The arguments are those of a call; each response must come within the model's ``timeout``. The iterator raises
+        ServingError where a response is an error.
         """
         call = self.call(inputs, outputs, own, streams=True, detached=True)
         return self._connection.ask(call).async_responses(self.timeout)
@@ -120,8 +140,11 @@ class AsyncModel(Calls):
     ) -> AsyncPrepared:
         """Prepares a request that is sent many times: each ``await call()`` of the result sends what the input arrays hold then.
 
-        Arguments are those of ``Model.prepare``; an array of ``out`` that cannot be used raises InvalidArgument at the first
-        call.
+        Args:
+          out: output name -> the array that each answer's output is written to; the first call raises InvalidArgument if it
+            cannot be used.
+          outputs: names of the outputs to return; empty: those of ``out``, or all if ``out`` is empty too.
+          own: the request's other fields, such as ``priority``.
         """
         call = self.call(inputs, outputs or tuple(out or ()), own, out)
         call.layouts = {}
@@ -139,12 +162,15 @@ class AsyncModel(Calls):
     def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
         """Begins a sequence: requests that share state in the model and are sent one after the other.
 
-        Arguments as for ``Model.sequence``.
+        ``sequence_id``: the sequence's id; 0 or "": a new random one.
         """
         return AsyncModelSequence(self, sequence_id or self.sequence_id())
 
     async def end_sequence(self, sequence_id: SequenceId) -> None:
-        """Ends a sequence without a request with ``end``, as ``Model.end_sequence`` does."""
+        """Ends a sequence without a last request, once its requests in flight have run.
+
+        Over HTTP the server is not told: it ends the sequence once that has been idle for as long as the model says.
+        """
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._connection.end_sequence, self.name, sequence_id)
 
@@ -170,7 +196,10 @@ class AsyncPrepared:
         self._timeout = timeout
 
     async def __call__(self) -> Answer:
-        """Sends the request, awaits the answer and returns the outputs by name. Raises what a call of the model raises."""
+        """Sends the request, awaits the answer and returns the outputs by name.
+
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came within the model's ``timeout``.
+        """
         call = self._call
         if self._timeout is not None:
             call = copy.copy(call)
@@ -194,7 +223,8 @@ class AsyncLatest(Newest):
     async def get(self, timeout: float | None = None) -> Answer:
         """Waits until there is an answer newer than the last one that ``get`` returned, and returns the newest.
 
-        Arguments and errors are those of ``Latest.get``.
+        ``timeout``: seconds to wait; None: without limit. Raises: ServingError: the newest answer is an error.
+        DeadlineExceeded: no answer came in time.  Cancelled: ``close`` was called.
         """
         until = None if timeout is None else time.monotonic() + timeout
         while not self._has_newer():
@@ -235,7 +265,7 @@ class AsyncModelSequence:
     async def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
         """Sends the sequence's next request, awaits its answer and returns it. ``end``: this request is the last one.
 
-        Other arguments and the errors are those of a call of the model.
+        ``own``: the request's other fields, such as ``priority``. Raises: ServingError: the answer is an error.
         """
         start, self._begun = not self._begun, True
         self._ended = end
@@ -262,14 +292,19 @@ class AsyncModelParameters:
         self._sets = sets
 
     async def update(self, parameters: Any, **how: Any) -> int:
-        """Pushes parameters into a set of the model. Arguments, result and errors are those of ``ModelParameters.update``.
+        """Pushes parameters into a set of the model. Returns the number that identifies the push.
 
-        ``parameters`` must not be written to until this has returned.
+        Args:
+          parameters: a tree of arrays, which must not be written to until this has returned, or the name of a file on the server.
+          how: keyword arguments of ``ModelParameters.update``, such as ``set`` or ``version``.
+
+        Raises: Replaced: a newer push was made.  InvalidArgument: the parameters do not fit the model.  ServingError: any other
+          error of the server.
         """
         return await _in_a_thread(functools.partial(self._sets.update, parameters, **how))
 
     async def list(self) -> list[dict[str, Any]]:
-        """Returns the parameter sets that the model has, each described as by ``ModelParameters.list``."""
+        """Returns the parameter sets that the model has, each as a dictionary with its name ("set"), "number" and so on."""
         return await _in_a_thread(self._sets.list)
 
     async def drop(self, set: str) -> None:
@@ -289,6 +324,14 @@ async def _in_a_thread(change: Callable[[], T]) -> T:
 
 
 async def connect_async(address: Place | None = None, *, wait: float = 0.0, patience: float = 30.0) -> AsyncClient:
-    """Finds a server, connects to it and returns the client. Arguments and errors are those of ``connect``."""
+    """Finds a server, connects to it and returns the client, as ``connect`` does.
+
+    Args:
+      address: a folder, a socket's path, ``unix:PATH`` or ``HOST:PORT``; None: ``$TENSORD``, or else the usual addresses.
+      wait: seconds to wait for a server to appear at the address; 0: each address is tried once.
+      patience: seconds that a call waits, within its own timeout, for a server that has gone away to come back.
+
+    Raises: Unavailable: no server answers.  InvalidArgument: the text is no address.
+    """
     loop = asyncio.get_running_loop()
     return AsyncClient(Client(await loop.run_in_executor(None, connection, address, wait, patience)))

@@ -11,7 +11,7 @@ SequenceId = Union[int, str]
 
 
 class Own(TypedDict, total=False):
-    """The keyword arguments that a request may have besides its tensors. Each has the meaning that ``Call`` gives it."""
+    """The keyword arguments that calls of a model take besides tensors, such as ``priority``; ``Call.__init__`` explains each."""
 
     parameters: Mapping[str, Parameter]
     request_id: str

@@ -124,7 +124,15 @@ def connect(address: Place | None = None, *, wait: float = 0.0, patience: float 
 
 
 def connection(address: Place | None, wait: float, patience: float) -> Connection:
-    """Finds a server and returns an open connection to it. Arguments and errors are those of ``connect``."""
+    """Finds a server and returns an open connection to it.
+
+    Args:
+      address: as for ``connect``; None: ``$TENSORD`` if it is set, else the usual addresses in turn.
+      wait: seconds to wait for a server to appear; 0: each address is tried once.
+      patience: seconds that a call waits for a server that has gone away to come back.
+
+    Raises: Unavailable: no server answers.  InvalidArgument: the text is no address.
+    """
     until = time.monotonic() + wait
     named = address if address is not None else os.environ.get("TENSORD") or None
     while True:
@@ -140,7 +148,10 @@ def connection(address: Place | None, wait: float, patience: float) -> Connectio
 
 
 def _usual() -> Iterator[str]:
-    """Yields the addresses where a server usually is. Skips folders that another user may have made."""
+    """Yields the addresses to try where none is given: /run/tensord, the user's own daemon, localhost:8000.
+
+    Skips folders that another user may have made.
+    """
     yield f"{SERVICE}/{CLIENTS}"
     user = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -155,7 +166,10 @@ def _usual() -> Iterator[str]:
 
 
 def _way(address: str, patience: float) -> Connection:
-    """Connects to one address, or serves the folder there. Raises Unavailable: no server answers; InvalidArgument: no address."""
+    """Connects to one address; a folder without sockets is a repository of models, which this process then serves by itself.
+
+    Raises: Unavailable: no server answers.  InvalidArgument: the text is no address.
+    """
     path = address[len("unix:") :] if address.startswith("unix:") else address
     try:
         kind = os.stat(path).st_mode

@@ -21,7 +21,7 @@ _MAX_FDS = 253
 
 
 class ClientsSocket:
-    """A connection to the daemon's socket for clients. Requests are answered in order. Not thread-safe."""
+    """A connection to the daemon's socket for clients, to ask for models, one request at a time. Not thread-safe."""
 
     def __init__(self, path: str, timeout: float) -> None:
         """Connects to the socket at ``path``.
@@ -89,7 +89,7 @@ class ClientsSocket:
         return answer, [socket.socket(fileno=fd) for fd in fds]
 
     def close(self) -> None:
-        """Closes the connection, by which the daemon ends all lanes that were opened over it. Idempotent."""
+        """Closes the connection; the daemon then ends all lanes (sockets to workers) that were opened over it. Idempotent."""
         self._sock.close()
 
     @property

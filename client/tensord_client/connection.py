@@ -23,15 +23,17 @@ class Pending(Protocol):
         """
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses, waiting at most ``timeout`` seconds for each.
+        """Iterates over the responses. ``timeout``: seconds to wait for each; None: until the request's deadline.
 
-        Leaving the iteration early cancels the request.
+        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
+        in time.
         """
 
     def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop, waiting at most ``timeout`` seconds for each.
+        """Iterates over the responses on the running event loop. ``timeout``: seconds for each; None: until the deadline.
 
-        Leaving the iteration early cancels the request.
+        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
+        in time.
         """
 
     def __await__(self) -> Generator[Any, None, Answer]: ...
@@ -44,10 +46,12 @@ class Pending(Protocol):
 
 
 class PreparedCall(Protocol):
-    """A request that was prepared once and is sent many times."""
+    """A request that is encoded once and sent many times, each time with what its arrays hold then."""
 
     def __call__(self, timeout: float | None = None) -> Mapping[str, Array]:
-        """Sends the request with what its arrays hold now, waits for the answer and returns the outputs.
+        """Sends the request with what its arrays hold now, waits for the answer and returns the outputs by name.
+
+        ``timeout``: seconds to wait; None: without limit.
 
         Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time.
         """
@@ -72,7 +76,10 @@ class Connection(Protocol):
         """
 
     def prepare(self, call: Call) -> PreparedCall:
-        """Makes a request to be sent many times, each time with what its arrays hold then. Raises ServingError: it cannot be."""
+        """Makes a request to be sent many times, each time with what its arrays hold then; nothing is sent yet.
+
+        Raises: ServingError: the request cannot be sent.
+        """
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Makes an array in memory that the server reads and writes without a copy; without such memory an ordinary array."""
@@ -80,11 +87,12 @@ class Connection(Protocol):
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """Makes an array on a GPU, such as "cuda:0", in memory that workers use without a copy.
 
-        Raises: Unsupported: this process serves the models itself.  Other errors are those of ``DeviceMemory.empty``.
+        Raises: Unsupported: this process serves the models itself.  InvalidArgument: there can be no such array on a GPU.
+          Unavailable: there is no CUDA driver, no such GPU, or no memory left on it.
         """
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a request with ``end``; over HTTP the server is not told, and ends an idle one by itself."""
+        """Ends a sequence without a last request; over HTTP the server is not told, and ends an idle sequence by itself."""
 
     def push(
         self,
@@ -100,15 +108,19 @@ class Connection(Protocol):
         Returns the server's answer, whose "number" identifies the push.
 
         Args:
+          version: the model's version; 0: the newest.
           said: the other fields of the push, such as "number", "partial" or "file".
-          pieces: the tree's bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
+          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
           timeout: seconds to wait for the server's answer; None: without limit.
 
         Raises: ServingError: the server refuses the parameters, or does not answer in time.
         """
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets that a model has, each as ``ModelParameters.list`` describes it. Raises ServingError."""
+        """Returns the parameter sets that a model has: for each a dictionary with its name ("set"), "number" and so on.
+
+        Raises: ServingError: there is no such model, or no answer came.
+        """
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
         """Drops the parameter set ``name`` of a model. Raises ServingError: there is no such set, or it is ``main``."""
@@ -116,7 +128,7 @@ class Connection(Protocol):
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
         """Puts the parameters that the set ``name`` had before its newest push into use again.
 
-        Returns the server's answer, with their "number".
+        Returns the server's answer, with the "number" that identifies these parameters.
 
         Raises: ServingError: nothing was pushed into the set, or the server has not kept the earlier parameters.
         """

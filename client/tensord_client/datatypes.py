@@ -113,7 +113,7 @@ def decode_strings(content: Any, shape: Sequence[int]) -> np.ndarray:
 
 
 def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
-    """Makes an array of a tensor's bytes: a view of them, or a copy if the datatype is BYTES.
+    """Makes an array of a tensor's bytes (``content``): a view of them, or a copy if the datatype is BYTES.
 
     Raises: ValueError: the bytes are not as many as the shape needs.  InvalidArgument: the protocol has no such datatype.
     """
@@ -123,7 +123,10 @@ def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def typestr(dtype: np.dtype) -> tuple[str, bool]:
-    """Returns a dtype's name in numpy's array interface, and whether an array of that name must then be viewed as the dtype."""
+    """Returns a dtype's name in numpy's array interface; and True if an array made with that name is not yet of the dtype (BF16).
+
+    Such an array has to be viewed as the dtype.
+    """
     if dtype.kind == "V" and dtype.names is None:
         return f"|V{dtype.itemsize}", True
     return dtype.str, False

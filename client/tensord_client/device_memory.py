@@ -151,7 +151,7 @@ class Driver:
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(target), ctypes.c_uint64(address), ctypes.c_size_t(byte_size))
 
     def within(self, address: int, source: int, byte_size: int) -> None:
-        """Copies bytes from one address to another on the current device, and waits until they are copied."""
+        """Copies bytes from ``source`` to ``address``, both on the current device, and waits until they are copied."""
         self._call("cuMemcpyDtoD_v2", ctypes.c_uint64(address), ctypes.c_uint64(source), ctypes.c_size_t(byte_size))
         self._call("cuCtxSynchronize")
 
@@ -241,10 +241,10 @@ class DeviceArray:
 
 
 class DeviceMemory:
-    """Makes one connection's arrays on GPUs, and frees them when nothing refers to them. Thread-safe; a fork has none of them."""
+    """Makes one connection's arrays on GPUs, and frees those that nothing refers to. Thread-safe; a forked process has none."""
 
     def __init__(self, http: HttpConnection) -> None:
-        """``http``: the HTTP connection over which arrays are registered with the daemon, whatever connection requests take."""
+        """``http``: the connection over which arrays are registered with the daemon, even if requests go over another one."""
         self._http = http
         self._lock = threading.Lock()
         self._driver: Driver | None = None

@@ -28,7 +28,7 @@ class NotFound(ServingError):
 
 
 class AlreadyExists(ServingError):
-    """Something with the name that the request wants to give exists already."""
+    """The request would make something under a name, such as a region, that exists already."""
 
     code = "ALREADY_EXISTS"
 

@@ -70,9 +70,10 @@ class Pending(HttpPending):
         return cast(Answer, self.waited())
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses, waiting at most ``timeout`` seconds for each.
+        """Iterates over the responses. ``timeout``: seconds to wait for each; None: until the request's deadline.
 
-        Leaving the iteration early cancels the request.
+        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
+        in time.
         """
         try:
             while True:
@@ -89,9 +90,10 @@ class Pending(HttpPending):
         return self.result()
 
     async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop, waiting at most ``timeout`` seconds for each.
+        """Iterates over the responses on the running event loop. ``timeout``: seconds for each; None: until the deadline.
 
-        Leaving the iteration early cancels the request.
+        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
+        in time.
         """
         try:
             while True:
@@ -152,7 +154,7 @@ class HttpConnection:
 
         Args:
           patience: seconds to wait for a server that cannot be reached; None: as given to the constructor.
-          deadline: seconds of ``time.monotonic()`` after which nobody waits; None: none.
+          deadline: seconds of ``time.monotonic()`` until when to wait for the answer; None: without limit.
 
         Raises: ServingError: the answer is an error, or none came.
         """
@@ -209,9 +211,14 @@ class HttpConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters into the parameter set ``name`` of a model: the body is ``said`` as JSON, and the tree behind it.
+        """Pushes parameters into the parameter set ``name`` of a model. Returns the server's answer, with the push's "number".
 
-        Returns the server's answer. Raises ServingError. Arguments as for ``Connection.push``.
+        Args:
+          said: the other fields of the push, such as "number", "partial" or "file".
+          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
+          timeout: seconds to wait for the server's answer; None: without limit.
+
+        Raises: ServingError: the server refuses the parameters, or does not answer in time.
         """
         text = json.dumps(said, separators=(",", ":")).encode()
         size = len(text) + sum(map(len, pieces))
@@ -221,7 +228,10 @@ class HttpConnection:
         return cast("dict[str, Any]", self._manage(b"POST", path, [fields, *pieces], timeout))
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets that a model has, each as ``ModelParameters.list`` describes it. Raises ServingError."""
+        """Returns the parameter sets that a model has: for each a dictionary with its name ("set"), "number" and so on.
+
+        Raises: ServingError: there is no such model, or no answer came.
+        """
         return cast("list[dict[str, Any]]", self.get(f"{_path(model, version)}/parameters"))
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
@@ -274,7 +284,8 @@ class HttpConnection:
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """Makes an array on a GPU that a server on this host uses in place, because requests name its region.
 
-        Raises what ``DeviceMemory.empty`` raises.
+        Raises: InvalidArgument: there can be no such array on a GPU.  Unavailable: there is no CUDA driver, no such GPU, or no
+          memory left on it.  ServingError: the daemon refuses the array.
         """
         with self._lock:
             if self._on_devices is None:
@@ -348,7 +359,10 @@ class HttpConnection:
         return made
 
     def _wanted(self, call: Call, name: str) -> tuple[str, int, int] | None:
-        """Returns name, offset and byte size of the region for output ``name``; None: the output comes with the answer."""
+        """Returns name, offset and byte size of the GPU region that output ``name`` is to be written to.
+
+        None: the call has no array on a GPU for the output, which then comes with the answer.
+        """
         place = call.places.get(name)
         return None if place is None else self._region(place)
 
@@ -486,7 +500,7 @@ def _own_parameters(call: Call) -> tuple[tuple[str, Parameter], ...]:
 
 
 def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:
-    """Makes an array of an output that the server wrote as JSON although binary data were asked for."""
+    """Makes an array of an output whose elements (``data``) the server wrote as JSON although binary data were asked for."""
     if datatype == "BYTES":
         data = [str(each).encode() for each in data]
     made = np.empty(len(data), dtype_of(datatype))

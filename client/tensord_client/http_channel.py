@@ -193,7 +193,10 @@ class Response:
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
-        """Completes an answer whose body ends as the server closes the connection; raises ConnectionResetError for others."""
+        """Is called when the server has closed the connection: completes an answer whose body ends there.
+
+        Raises ConnectionResetError: the answer was cut off.
+        """
         if not self._to_end:
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")
         self.whole = True

@@ -64,7 +64,7 @@ class Pool:
         pending.grant(None)
 
     def give(self, channel: Channel | None) -> None:
-        """Takes a channel back from its request, and hands it to the first request in the queue.
+        """Takes a channel back from its request, and gives it to the first request in the queue; if none is there it stays idle.
 
         ``channel`` None: the channel was closed; the first request may then open another one in its place.
         """
@@ -134,7 +134,8 @@ class Exchange:
 class HttpPending:
     """A request that was sent over HTTP, or waits for a channel (connection) of the pool.
 
-    Either the thread that waits, an event loop, or the ``Waiter`` calls ``step``.
+    Calls of ``step`` move it on: by the thread or event loop that waits for the answer, or by the ``Waiter``, a thread of the
+    client's.
     """
 
     def __init__(self, pool: Pool, exchange: Exchange, waiter: Callable[[], Waiter], patience: float) -> None:
@@ -166,9 +167,9 @@ class HttpPending:
         self.step()
 
     def keep(self) -> None:
-        """Copies the request's bytes, unless the request is over: the owner of its input arrays may write to them from now on.
+        """Copies the request's bytes, unless it has ended: the owner of its input arrays may write to the arrays from now on.
 
-        They are needed where they have not been sent yet, and where the request is sent again after a failure.
+        The bytes are needed until they are sent, and if the request is sent again after a failure.
         """
         # What is small is one piece of ours already.
         if not self.is_ready and len(self._exchange.pieces) > 1:
@@ -180,7 +181,7 @@ class HttpPending:
     # ---------------------------------------------------------------------------------------------------------- progress
 
     def grant(self, channel: Channel | None) -> None:
-        """Gives this request a channel of the pool; None: it may open one."""
+        """Gives this request a channel (connection) of the pool to be sent on; None: the request may open a new one."""
         self._channel, self._granted = channel, True
         self._wake()
 
@@ -269,7 +270,7 @@ class HttpPending:
         self._pool.give(None)
 
     def _broke(self, error: OSError) -> None:
-        """Handles a failed channel: has the request sent again if that does no harm, else ends it with an error."""
+        """After its channel (connection) failed: has the request sent again if that does no harm, else ends it with an error."""
         channel, self._channel = self._channel, None
         why = error.strerror or str(error)
         if channel is None or not channel.sent:
@@ -374,7 +375,7 @@ class HttpPending:
             raise
 
     async def _something(self, loop: Any, mask: int) -> None:
-        """Waits on an event loop for the first of: poll events ``mask``, a channel of the pool, the time ``wake_at``."""
+        """Waits on an event loop for the first of: poll events ``mask``, a channel granted by the pool, the time ``wake_at``."""
         came = loop.create_future()
 
         def wake() -> None:

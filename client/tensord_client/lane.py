@@ -49,7 +49,7 @@ _connections: weakref.WeakSet[LaneConnection] = weakref.WeakSet()
 
 
 class LaneConnection:
-    """The connection of this process to a daemon on the same host. Thread-safe.
+    """The connection of this process to a daemon on the same host: requests go over lanes (a socket to each worker). Thread-safe.
 
     After a fork the child process connects anew by itself; arrays of ``empty`` from before the fork belong to the parent.
     """
@@ -60,7 +60,7 @@ class LaneConnection:
         Args:
           max_results: the most answers in workers' memory that the program may hold.
           timeout: seconds to wait for each answer on the clients' socket.
-          patience: seconds that a request waits, before its deadline, for a daemon or worker that is being replaced.
+          patience: seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
 
         Raises: Unavailable: no daemon answers there.
         """
@@ -99,7 +99,7 @@ class LaneConnection:
     # ------------------------------------------------------------------------------------------------- the daemon
 
     def _connect(self) -> ClientsSocket:
-        """Connects to the clients' socket, sends ``hello`` and stores the answer. The caller holds ``_asking``.
+        """Connects to the clients' socket, sends ``hello`` and stores the answer. The caller holds the lock ``_asking``.
 
         Raises: ServingError: no daemon answers, or its answer is an error.
         """
@@ -113,7 +113,7 @@ class LaneConnection:
         return connected
 
     def open(self, model: str, version: int = 0, timeout: float | None = None) -> Description:
-        """Returns the description of a model. Asks the daemon unless there is a usable lane to a worker that serves the model.
+        """Returns the description of a model. Asks the daemon unless there is a usable lane (socket) to a worker that serves it.
 
         Args:
           version: the model's version; 0: the newest.
@@ -128,11 +128,13 @@ class LaneConnection:
         return self._ask_for(model, version, time.monotonic() + (timeout or 0.0)).description
 
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
-        """Asks the daemon for a model and lanes to its workers, again and again while the model is unavailable.
+        """Asks the daemon for a model and lanes (sockets) to its workers, again and again while the model is unavailable.
+
+        Returns the model's description and lanes, which are also stored in ``models``.
 
         Args:
           until: seconds of ``time.monotonic()`` after which the daemon is not asked again.
-          anew: ask even if there is a usable lane, unless another thread has asked meanwhile.
+          anew: ask even if there is a usable lane, unless another thread has asked since this call began.
 
         Raises: Unavailable: there was no worker until ``until``.  Cancelled: ``close`` was called.  ServingError: the daemon's
           answer is any other error.
@@ -156,7 +158,9 @@ class LaneConnection:
                 time.sleep(_PAUSE)
 
     def _open(self, model: str, version: int, wait: float) -> OpenedModel:
-        """Asks the daemon once for a model, and stores the answer. The caller holds ``_asking``.
+        """Asks the daemon once for a model. Stores its description and lanes (sockets to its workers), and returns them.
+
+        The caller holds the lock ``_asking``.
 
         ``wait``: seconds that the daemon may wait for a model that is not ready.
 
@@ -211,7 +215,10 @@ class LaneConnection:
         return self.memory.empty(shape, dtype)
 
     def model_of(self, call: Call) -> OpenedModel:
-        """Returns the opened model that a call names; asks the daemon for it at the first call. Raises ServingError."""
+        """Returns the description and lanes (sockets to workers) of the model that a call names.
+
+        Asks the daemon at the first call for the model. Raises ServingError: the model is not served, or no daemon answers.
+        """
         known = self.models.get((call.model, call.version))
         if known is not None:
             return known
@@ -220,7 +227,7 @@ class LaneConnection:
     def ask(self, call: Call) -> Pending:
         """Sends a request and returns it, to wait for its answer.
 
-        If no lane is usable now, the request is sent later, when somebody waits for its answer.
+        If no lane (socket to a worker) is usable now, the request is sent later, when somebody waits for its answer.
 
         Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: the program holds as many answers as it may.
           Unavailable: no worker serves the model now, or shared memory is full.  NotFound: the model is not served.
@@ -249,7 +256,7 @@ class LaneConnection:
         return made
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Always returns an empty mapping: a model's configuration is not to be had over lanes."""
+        """Always returns an empty mapping: workers do not tell a model's configuration."""
         return {}
 
     # ------------------------------------------------------------------------------------------------- parameter sets
@@ -263,9 +270,16 @@ class LaneConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters into the parameter set ``name`` of a model; the daemon receives the tree as sealed memory.
+        """Pushes parameters into the parameter set ``name`` of a model; the daemon receives ``pieces`` as sealed memory.
 
-        Arguments, result and errors are those of ``Connection.push``.
+        Returns the daemon's answer, whose "number" identifies the push.
+
+        Args:
+          said: the other fields of the push, such as "number", "partial" or "file".
+          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
+          timeout: seconds to wait for the daemon's answer; None: without limit.
+
+        Raises: ServingError: the daemon refuses the parameters, or does not answer in time.
         """
         question = {"push": {"model": model, "version": version, "set": name, **said}}
         if not pieces:
@@ -277,7 +291,10 @@ class LaneConnection:
             os.close(memory)
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets that a model has, each as ``ModelParameters.list`` describes it. Raises ServingError."""
+        """Returns the parameter sets that a model has: for each a dictionary with its name ("set"), "number" and so on.
+
+        Raises: ServingError: there is no such model, or no answer came.
+        """
         found: list[dict[str, Any]] = self._manage({"parameters": {"model": model, "version": version}})["parameters"]
         return found
 
@@ -296,7 +313,7 @@ class LaneConnection:
         """Asks the daemon on a separate connection, because the answer may take long. Returns the answer.
 
         Args:
-          timeout: seconds that the daemon may take beyond the usual timeout; None: without limit.
+          timeout: seconds that the daemon may take in addition to the constructor's ``timeout``; None: without limit.
           fds: file descriptors to send with the question; the caller still has to close them.
 
         Raises: ServingError: the answer is an error.  Unavailable: the daemon does not answer.  Cancelled: ``close`` was called.
@@ -310,13 +327,16 @@ class LaneConnection:
             asked.close()
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a request: its worker ends it once its waiting requests have run."""
+        """Ends a sequence without a request: its worker ends it once its waiting requests have run.
+
+        Does nothing if no request of the sequence was sent over this connection.
+        """
         lane = self._sequences.pop((model, sequence_id), None)
         if lane is not None:
             lane.say(wire.end_sequence(model, sequence_id))
 
     def _send(self, pending: Pending) -> bool:
-        """Sends a request on the best usable lane. Returns False: there is no usable lane.
+        """Sends a request on the lane (socket to a worker) that ``lane_for`` chooses. Returns False: no lane is usable.
 
         Raises: ServingError: the request cannot be sent.
         """
@@ -342,10 +362,12 @@ class LaneConnection:
             return True
 
     def lane_for(self, call: Call, last: WorkerLane | None) -> WorkerLane | None:
-        """Chooses the lane for a request; None: no lane to a worker that serves the model is usable.
+        """Chooses the lane (socket to a worker) for a request: that of its sequence, else the least busy one.
+
+        Returns None: no lane to a worker that serves the model is usable.
 
         Args:
-          last: the lane that the caller used last, which is chosen again if nothing is in flight on it.
+          last: the lane that the caller used last, which is chosen again if nothing is in flight on it; None: there is none.
 
         Raises: Internal: the request belongs to a sequence whose worker has ended.
         """
@@ -384,7 +406,7 @@ class LaneConnection:
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
     def _look_for_more(self, known: OpenedModel, call: Call) -> None:
-        """Starts a thread that asks the daemon for lanes to further workers of a model."""
+        """Starts a thread that asks the daemon for lanes (sockets) to further workers of the model that ``call`` names."""
         known.opened_at = time.monotonic()
 
         def look() -> None:
@@ -394,7 +416,7 @@ class LaneConnection:
         threading.Thread(target=look, name="tensord-lanes", daemon=True).start()
 
     def find_lanes(self, call: Call, until: float | None) -> None:
-        """Waits until there is a usable lane to a worker that serves the call's model.
+        """Asks the daemon until there is a usable lane (socket) to a worker that serves the call's model.
 
         Args:
           until: seconds of ``time.monotonic()``; None: no deadline. It waits at most for the connection's ``patience`` in any
@@ -421,7 +443,7 @@ class LaneConnection:
     def find_again(self, call: Call, until: float | None) -> bool:
         """Asks the daemon where a call's model is, after a worker refused the request.
 
-        Returns whether the request is to be sent again.
+        Returns whether the request is to be sent again: the model has other workers or another version now.
 
         Args:
           until: seconds of ``time.monotonic()``; None: no deadline.
@@ -445,7 +467,7 @@ class LaneConnection:
         return after.lanes != before.lanes or after.description.version != before.description.version
 
     def send_again(self, pending: Pending, until: float | None) -> None:
-        """Sends a request again whose lane ended or whose worker refused it, unless another thread does so.
+        """Sends a request again whose lane (socket to a worker) ended or whose worker refused it, unless another thread does so.
 
         Args:
           until: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
@@ -462,7 +484,7 @@ class LaneConnection:
         pending.watch_again()
 
     def send_again_soon(self, pending: Pending) -> None:
-        """Has a background thread send a request again, for callers that cannot wait.
+        """Has a background thread send a request again, because its callers use callbacks or an event loop and cannot wait.
 
         One thread does so for all requests to a model.
         """

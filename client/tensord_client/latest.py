@@ -24,7 +24,7 @@ _UNDER_WAY = 2
 
 
 class Newest:
-    """Base class of ``Latest`` and ``AsyncLatest``: sends the newest inputs, and keeps the newest answer for ``get``."""
+    """Base class of ``Latest`` and ``AsyncLatest``: sends the newest inputs, and stores the newest answer for their ``get``."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
         """``submit``: a function that sends a request with the inputs given, and returns a future of the answer."""
@@ -64,7 +64,10 @@ class Newest:
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: Any) -> None:
-        """Stores the answer of the ``number``-th request unless a newer answer is there, and sends the inputs that wait."""
+        """After the request of the ``number``-th ``put`` has ended: stores its answer unless a newer one is there.
+
+        Also sends the inputs that wait.
+        """
         asked: Any = None
         with self._lock:
             del self._under_way[number]

@@ -38,7 +38,7 @@ class LocalConnection:
     """A repository of models in a folder, served by this process. Each model is loaded when it is first used. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: the repository. Raises Unavailable: the package tensord is not installed in this process."""
+        """Serves the models in ``folder``; none is loaded yet. Raises Unavailable: the package tensord is not installed."""
         try:
             import tensord.testing  # noqa: F401
         except ImportError as error:
@@ -73,7 +73,7 @@ class LocalConnection:
         )
 
     def loaded(self, model: str, version: int) -> testing.Model:
-        """Returns a loaded model, loading it at the first use.
+        """Returns a model, which is loaded at the first use. ``version``: 0: the newest.
 
         Raises: ServingError: there is no such model, or it cannot be loaded.
         """
@@ -92,11 +92,14 @@ class LocalConnection:
             return found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults filled in."""
+        """Returns a model's configuration with defaults filled in. Raises ServingError: the model cannot be loaded."""
         return self.loaded(model, version).config
 
     def ask(self, call: Call) -> LocalPending:
-        """Makes a request to a model in this process; it begins when somebody waits for it. Raises ServingError."""
+        """Makes a request to a model in this process; it is run when somebody waits for its answer, or adds a callback.
+
+        Raises: ServingError: there is no such model, or it cannot be loaded.
+        """
         if call.detached:
             call.inputs = {name: array.copy() for name, array in call.inputs.items()}
         return LocalPending(self.loaded(call.model, call.version), call)
@@ -106,7 +109,7 @@ class LocalConnection:
         return LocalPrepared(self, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an ordinary numpy array."""
+        """Makes an ordinary numpy array: models in this process need no shared memory."""
         return np.empty(shape, dtype)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -208,9 +211,11 @@ class LocalPending:
         return made
 
     def result(self, timeout: float | None = None) -> Answer:
-        """Waits for the answer at most ``timeout`` seconds (None: until the deadline) and returns it. Raises ServingError.
+        """Waits for the answer at most ``timeout`` seconds (None: until the deadline) and returns it, or raises its error.
 
         A request that was begun by ``submit`` is waited for until its deadline, whatever ``timeout`` is.
+
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time.
         """
         with _as_ours():
             if self._future is not None:
@@ -224,11 +229,10 @@ class LocalPending:
         return answer
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses, waiting at most ``timeout`` seconds for each.
+        """Iterates over the responses. ``timeout``: seconds to wait for each; None: until the request's deadline.
 
-        Leaving the iteration early cancels the request.
-
-        Raises: ServingError: a response is an error.
+        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
+        in time.
         """
         with _as_ours():
             found = self._timed(timeout).stream(self._call.inputs, outputs=self._call.outputs, **self._own)
@@ -253,7 +257,10 @@ class LocalPending:
         return self.result()
 
     async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop; each is waited for in a thread of the loop's executor."""
+        """Iterates over the responses on the running event loop; each is waited for in a thread of the loop's executor.
+
+        ``timeout``: seconds for each response; None: until the deadline. Raises ServingError: a response is an error.
+        """
         import asyncio
 
         loop = asyncio.get_running_loop()

@@ -48,10 +48,10 @@ def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class Segment:
-    """One sealed memfd, mapped in this process as long as anything refers to the mapping, with a list of its free ranges."""
+    """A memfd of fixed size that workers map too, with a list of its free ranges; mapped here while anything refers to it."""
 
     def __init__(self, number: int, byte_size: int) -> None:
-        """Makes a memfd with all of its pages allocated, and maps it.
+        """Makes a memfd with all of its pages allocated, and maps it. ``number``: by which requests name the segment.
 
         Raises: Unavailable: the host has no memory left for the segment, or this process has no file descriptor left.
         """
@@ -141,7 +141,7 @@ class Block:
 
 
 class Memory:
-    """All segments of a connection, and the arrays in them. Thread-safe."""
+    """The memory that a connection shares with workers: its segments (memfds), and the arrays in them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -158,9 +158,9 @@ class Memory:
         self._is_closed = False
 
     def limit(self, max_count: int, max_byte_size: int) -> None:
-        """Sets the daemon's bounds for new segments: how many there may be, and their bytes together.
+        """Sets the daemon's bounds: how many segments there may be, and how many bytes they may have together.
 
-        Existing ones are not closed.
+        They hold for new segments; existing ones are not closed.
         """
         self.max_count = max_count
         self.max_byte_size = max_byte_size
@@ -195,7 +195,7 @@ class Memory:
         return array.view(dtype) if viewed else array
 
     def locate(self, array: np.ndarray) -> Place | None:
-        """Returns the place of an array: (segment, offset, byte size), or (region, offset, byte size) of one on a GPU.
+        """Returns where an array lies: (segment's number, offset, byte size); on a GPU (region's name, offset, byte size).
 
         Returns None if the array lies in no segment of this memory, or is not contiguous.
         """
@@ -228,7 +228,7 @@ class Memory:
             return Block(self, segment, offset, byte_size)
 
     def collect(self) -> None:
-        """Frees the blocks of arrays that nothing refers to any more, and closes unused segments beyond those held in reserve."""
+        """Frees the blocks of arrays that nothing refers to any more, and closes unused segments beyond 64 MiB of reserve."""
         with self._lock:
             self._collect()
 

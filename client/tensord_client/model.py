@@ -69,13 +69,14 @@ class Calls:
         """Makes the ``Call`` of one request to this model.
 
         Args:
-          inputs, outputs: as for a call of ``Model``.
+          inputs: input name -> array; nested mappings are flattened.
+          outputs: names of the outputs to return; empty: all of them.
           own: the request's other fields, as ``Own`` lists them.
           places: output name -> the array that the output is written to.
           streams: whether the caller accepts any number of responses.
-          detached: as for ``Call``.
+          detached: whether the caller goes on before the answer has come, and may write to the input arrays meanwhile.
 
-        Raises: InvalidArgument: an input cannot be an array, the parameters name no parameter set where they should, or the model
+        Raises: InvalidArgument: an input cannot be an array, the parameter ``parameter_set`` is no name of a set, or the model
           gives several responses and ``streams`` is False.
           TypeError: ``own`` has a key that ``Own`` lacks.  Unavailable: ``close`` was called on this model.
         """
@@ -144,7 +145,7 @@ class Model(Calls):
     ) -> concurrent.futures.Future[Answer]:
         """Sends one request and returns a future of its answer; ``cancel()`` on the future cancels the request.
 
-        Arguments are those of a call. The input arrays may be written to as soon as this returns, except for arrays of
+        The arguments are those of ``__call__``. The input arrays may be written to as soon as this returns, except for arrays of
         ``Client.empty``, which must stay as they are until the answer has come. Errors of the server are raised by the future's
         ``result()``.
         """
@@ -153,8 +154,8 @@ class Model(Calls):
     def stream(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Iterator[Answer]:
         """Sends one request and returns an iterator over its responses, in the order in which the model makes them.
 
-        Leaving the iteration early cancels the request. Arguments are those of a call; each response must come within the model's
-        ``timeout``. The iterator raises a ServingError where a response is an error.
+        Leaving the iteration early cancels the request. The arguments are those of ``__call__``; each response must come within
+        the model's ``timeout``. The iterator raises a ServingError where a response is an error.
         """
         call = self.call(inputs, outputs, own, streams=True, detached=True)
         return self._connection.ask(call).responses(self.timeout)
@@ -170,11 +171,11 @@ class Model(Calls):
         """Prepares a request that is sent many times: each ``call()`` of what this returns sends what the input arrays hold then.
 
         Args:
-          inputs: as for a call; keep the arrays and write new values into them.
+          inputs: input name -> array; keep the arrays and write new values into them.
           out: output name -> the array that each answer's output is written to, of the output's shape and dtype. With a daemon on
             this host it must be an array of ``Client.empty``.
           outputs: names of the outputs to return; empty: those of ``out``, or all if ``out`` is empty too.
-          own: as for a call.
+          own: the request's other fields, such as ``parameters`` or ``priority``.
 
         Raises: InvalidArgument: an input cannot be an array, the model gives several responses, or an array of ``out`` cannot be
           used.
@@ -202,7 +203,7 @@ class Model(Calls):
         return ModelSequence(self, sequence_id or self.sequence_id())
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
-        """Ends a sequence without a request with ``end``, once its requests in flight have run. Idempotent.
+        """Ends a sequence without a last request, once its requests in flight have run. Idempotent.
 
         Over HTTP the server is not told: it ends the sequence once that has been idle for as long as the model says.
         """
@@ -229,7 +230,10 @@ class Prepared:
         self._timeout = timeout
 
     def __call__(self) -> Mapping[str, Array]:
-        """Sends the request, waits for the answer and returns the outputs by name. Raises what a call of the model raises."""
+        """Sends the request, waits for the answer and returns the outputs by name.
+
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came within the model's ``timeout``.
+        """
         return self._prepared(self._timeout)
 
 
@@ -248,7 +252,7 @@ class ModelSequence:
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
         """Sends the sequence's next request and returns its answer. ``end``: this request is the last one.
 
-        Other arguments and the errors are those of a call of the model.
+        ``own``: the request's other fields, such as ``priority``. Raises: ServingError: the answer is an error.
         """
         start, self._begun = not self._begun, True
         self._ended = end

@@ -101,7 +101,7 @@ def text(value: str) -> bytes:
 
 
 def binary_head(size: int) -> bytes:
-    """Encodes the head of a byte string of ``size`` bytes; the bytes must follow it."""
+    """Encodes the head (type and size) of a byte string of ``size`` bytes; the bytes must follow it."""
     if size < 0x100:
         return bytes((0xC4, size))
     if size < 0x10000:
@@ -110,7 +110,7 @@ def binary_head(size: int) -> bytes:
 
 
 def array_head(count: int) -> bytes:
-    """Encodes the head of an array of ``count`` elements; the elements must follow it."""
+    """Encodes the head (type and size) of an array of ``count`` elements; the elements must follow it."""
     if count < 0x10:
         return bytes((0x90 | count,))
     if count < 0x10000:
@@ -119,7 +119,7 @@ def array_head(count: int) -> bytes:
 
 
 def map_head(count: int) -> bytes:
-    """Encodes the head of a map of ``count`` pairs; keys and values must follow it in turn."""
+    """Encodes the head (type and size) of a map of ``count`` pairs; keys and values must follow it in turn."""
     if count < 0x10:
         return bytes((0x80 | count,))
     if count < 0x10000:

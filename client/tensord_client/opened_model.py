@@ -9,10 +9,10 @@ from tensord_client.worker_lane import WorkerLane
 
 
 class OpenedModel:
-    """Holds the daemon's answer about one version of a model, or about its newest: the description, and lanes to its workers."""
+    """What the daemon said of one version of a model, or of its newest: the description, and lanes (sockets) to its workers."""
 
     def __init__(self, description: Description, lanes: list[WorkerLane], coming: int, opened_at: float) -> None:
-        """Holds an answer of the daemon.
+        """Stores an answer of the daemon.
 
         Args:
           lanes: the lanes to the workers that serve the model.
@@ -31,7 +31,7 @@ class OpenedModel:
 
     @property
     def lacks(self) -> bool:
-        """Returns whether asking the daemon again may bring more lanes: a worker was to come, or one of several lanes ended."""
+        """Returns whether the daemon may give more lanes (sockets to workers): a worker was to come, or one of several ended."""
         if self.coming:
             return True
         lanes = self.lanes
@@ -39,7 +39,7 @@ class OpenedModel:
         return len(lanes) > 1 and not all(lane.usable for lane in lanes)
 
     def choose(self) -> WorkerLane | None:
-        """Returns the usable lane with the fewest requests in flight; None: all lanes have ended."""
+        """Returns the usable lane (socket to a worker) with the fewest requests in flight; None: all lanes have ended."""
         lanes = self.lanes
         if len(lanes) == 1:
             return lanes[0] if lanes[0].usable else None

@@ -50,7 +50,7 @@ Buffer = Union[bytes, memoryview]
 
 
 class ModelParameters:
-    """The parameter sets of one model: parameters under a name, which requests can choose. Thread-safe."""
+    """The parameter sets of one model: parameters under a name, by which requests choose them. Thread-safe."""
 
     def __init__(self, connection: Connection, model: str, version: int) -> None:
         self._connection = connection
@@ -115,7 +115,7 @@ class ModelParameters:
         self._connection.drop_parameters(self._model, self._version, set)
 
     def roll_back(self, set: str = "main") -> int:
-        """Puts the parameters that a set had before the newest push into use again. Returns the number that identifies them.
+        """Puts the parameters that a set had before the newest push into use again. Returns the number of their push.
 
         Raises: NotFound: nothing was pushed into the set, or the server has not kept the parameters before the newest.
         """

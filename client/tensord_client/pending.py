@@ -87,9 +87,10 @@ class Pending:
     # ------------------------------------------------------------------------------------------- from whoever reads
 
     def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
-        """Stores one answer that the lane received, and wakes whoever waits for it. Called in any thread.
+        """Stores one answer to this request, and wakes the thread or event loop that waits for it. Called in any thread.
 
-        If the worker refused the request, it may be sent again instead, to another worker.
+        If the worker refused the request, the request may be sent again instead, to another worker. ``lane``: the socket that
+        received the answer.
         """
         prepared = answer.prepared
         arrived: tuple[AnswerRecord, Lease | None] | ServingError = (answer, None)
@@ -118,9 +119,9 @@ class Pending:
         return not (self._had_response or self._given_up) and self._connection.may_ask_again(self)
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Has the request sent again, or fails it, because its lane ended before the last answer.
+        """Has the request sent again, or fails it, because its lane (the socket to the worker) ended before the last answer.
 
-        ``left``: whether the request was sent.
+        ``left``: whether the request had been sent. ``error``: why the lane ended.
         """
         reason = self._why_not_again(left, error)
         if reason is None:
@@ -129,7 +130,10 @@ class Pending:
             self.fail(reason)
 
     def _why_not_again(self, left: bool, error: ServingError) -> ServingError | None:
-        """Returns the error that says why the request may not be sent again; None: it may. Arguments as for ``lane_ended``."""
+        """Returns the error that says why the request may not be sent again after its lane ended; None: it may be.
+
+        ``left``: whether the request had been sent. ``error``: why the lane ended.
+        """
         if self._connection.is_closed:
             return Cancelled("the connection was closed")
         if self._given_up:
@@ -158,7 +162,7 @@ class Pending:
             self._notify()
 
     def claim(self) -> bool:
-        """Returns whether the request must be sent again and no other thread has claimed that; the caller then has to send it."""
+        """Returns True, to one thread only, if the request must be sent again: this thread then has to send it."""
         with self._lock:
             astray, self.astray = self.astray, False
             return astray
@@ -176,7 +180,7 @@ class Pending:
     def _give_up(self, error: ServingError) -> None:
         """Ends the request with an error for its caller.
 
-        The worker is told, and its last answer, which still comes, is dropped.
+        The worker is told that nobody waits any more; its last answer, which still comes, is dropped.
         """
         with self._lock:
             if self._given_up or self._ended:
@@ -246,9 +250,10 @@ class Pending:
         return self._result
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses, waiting at most ``timeout`` seconds for each.
+        """Iterates over the responses. ``timeout``: seconds to wait for each; None: until the request's deadline.
 
-        Leaving the iteration early cancels the request.
+        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
+        in time.
         """
         try:
             while True:
@@ -380,9 +385,10 @@ class Pending:
         return self._result
 
     async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop, waiting at most ``timeout`` seconds for each.
+        """Iterates over the responses on the running event loop. ``timeout``: seconds for each; None: until the deadline.
 
-        Leaving the iteration early cancels the request.
+        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
+        in time.
         """
         try:
             while True:
@@ -444,7 +450,7 @@ class Pending:
 
 
 def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answer:
-    """Makes the ``Answer`` of a record. Its arrays are views of the worker's memory, the caller's ``places``, or copies.
+    """Makes the ``Answer`` of a worker's record. Its arrays are views of the worker's memory, the caller's ``places``, or copies.
 
     Args:
       lease: the lease of the worker's memory, which the answer then holds; None: there is none.
@@ -511,7 +517,7 @@ def _array(content: bytes, output: OutputTensor) -> Array:
 
 
 def _plan(outputs: Sequence[OutputTensor]) -> tuple[Plan, ...]:
-    """Returns (name, shape, dtype, byte size) of each output, for ``arrays``; empty: an output is BYTES or lies in a place."""
+    """Returns (name, shape, dtype, byte size) of each output; empty if an output is BYTES or lies in an array of the caller's."""
     if any(output.placed or output.datatype == "BYTES" for output in outputs):
         return ()
     planned = [(output.name, output.shape, dtype_of(output.datatype)) for output in outputs]
@@ -519,11 +525,11 @@ def _plan(outputs: Sequence[OutputTensor]) -> tuple[Plan, ...]:
 
 
 def arrays(answer: Answer, outputs: tuple[Plan, ...], contents: list[Any]) -> bool:
-    """Puts an array of each output into an answer. Returns False: an output's bytes are not in the record, or of another size.
+    """Puts an array of each output into an answer. Returns False: an output's bytes are not in the record, or too few or many.
 
     Args:
       outputs: (name, shape, dtype, byte size) of each output.
-      contents: the bytes of each in the answer's record, or their place.
+      contents: for each output its bytes in the answer's record, or their place in the worker's memory.
     """
     if native.arrays is not None:
         return native.arrays(answer, outputs, contents, np.ndarray)

@@ -33,7 +33,7 @@ _IN_SLOT = (-1, 0, 0)
 
 
 class Slot:
-    """Shared memory for copies of one request's inputs, and the encoded prepared request that names this memory."""
+    """Shared memory for copies of one request's inputs, and the encoded constant part of the request, which names this memory."""
 
     __slots__ = ("arrays", "free", "prepared", "segments")
 
@@ -47,7 +47,7 @@ class Slot:
         self.free = free
 
     def give_back(self) -> None:
-        """Makes the slot free again for a later request with the same layout; nothing is done if enough slots of it are free."""
+        """Makes the slot free for a later request with the same layout, unless 8 such slots are free already."""
         if len(self.free) < _MAX_FREE:
             self.free.append(self)
 
@@ -82,7 +82,7 @@ Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 class Layout:
     """Says how each input of a call gets to the worker: in place, inside the request, or copied.
 
-    It holds for every request with the same arrays; with strings among them only for one, because they are encoded in it.
+    A layout is valid for every request with the same arrays; with strings among them for one only, because it has them encoded.
     """
 
     __slots__ = ("copied", "has_strings", "hold", "inline", "kind", "outputs", "prepared", "segments", "tensors")
@@ -136,9 +136,11 @@ class Placement:
         return self.fill(call, layout)
 
     def place_again(self, call: Call, model: OpenedModel, layouts: dict[OpenedModel, Layout]) -> Placed:
-        """Does what ``place`` does for a call that is sent many times with the same arrays; raises the same errors.
+        """Puts the inputs of a call that is sent many times with the same arrays where the worker can read them.
 
-        ``layouts``: the layout that the call's last request had, by model; it is used if it still holds, else replaced.
+        Returns what to send. Raises: InvalidArgument: the request cannot be sent.  Unavailable: shared memory is full.
+
+        ``layouts``: the layout that the call's last request had, by model; it is used if it is still valid, else replaced.
         """
         layout = layouts.get(model)
         if layout is None or layout.has_strings:
@@ -193,7 +195,10 @@ class Placement:
         return layout
 
     def fill(self, call: Call, layout: Layout) -> Placed:
-        """Copies the arrays' values as ``layout`` says. Raises Unavailable: shared memory is full; InvalidArgument: too large."""
+        """Copies the arrays' values into the request or shared memory, as ``layout`` says. Returns what to send.
+
+        Raises: Unavailable: shared memory is full.  InvalidArgument: an array is larger than the daemon allows.
+        """
         contents = [each if isinstance(each, bytes) else in_host_order(each).tobytes() for each in layout.inline]
         if not layout.copied:
             return Placed(layout.prepared, contents, tuple(layout.segments), None, layout.hold)
@@ -203,7 +208,7 @@ class Placement:
         return Placed(slot.prepared, contents, tuple(layout.segments.union(slot.segments)), slot, layout.hold)
 
     def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
-        """Returns (name, place) of each output that the request wants; place None: the output comes with the answer.
+        """Returns (name, place to write it to) of each output that the request wants; place None: it comes with the answer.
 
         The result is empty if the request wants all outputs, without places.
 
@@ -225,7 +230,7 @@ class Placement:
         return tuple(wanted.items())
 
     def room(self, array: np.ndarray) -> np.ndarray:
-        """Returns an array in shared memory for a copy of ``array``. If there is no room, the free slots are given up first.
+        """Returns an array in shared memory for a copy of ``array``. Where no room is left, free slots are given up for it.
 
         Raises: InvalidArgument: the copy is larger than the daemon allows.  Unavailable: there is no room now.
         """
@@ -236,7 +241,7 @@ class Placement:
             return self.memory.empty(array.shape, array.dtype.newbyteorder("="))
 
     def forget(self) -> None:
-        """Gives up all free slots, so that their memory can be used for other arrays."""
+        """Gives up all free slots (memory kept for the inputs of later requests), so that other arrays can use their memory."""
         with self._lock:
             for free in self._free.values():
                 free.clear()
@@ -302,7 +307,7 @@ def _parameters(call: Call) -> tuple[Any, ...]:
 
 
 def note_segment(segments: set[int], place: Place | None) -> None:
-    """Adds the segment of a place to a set; does nothing for None or a place on a GPU, which lies in a region."""
+    """Adds the number of the segment that a place lies in to ``segments``; does nothing for None or a place on a GPU."""
     if place is not None and isinstance(place[0], int):
         segments.add(place[0])
 
@@ -321,7 +326,14 @@ def in_host_order(array: np.ndarray) -> np.ndarray:
 
 
 def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, Place | None]]) -> bytes:
-    """Encodes a call's prepared request, the constant part of the request. Raises InvalidArgument: a value has no encoding."""
+    """Encodes a call's prepared request: the part that is the same each time it is sent.
+
+    Args:
+      tensors: (name, datatype, shape, place) of each input; place None: its bytes are sent with each request.
+      outputs: (name, place to write it to) of each wanted output; place None: it comes with the answer.
+
+    Raises: InvalidArgument: a value has no encoding.
+    """
     try:
         return wire.prepared_request(call.model, call.version, tensors, outputs, call.parameters)
     except (TypeError, ValueError) as error:

@@ -76,7 +76,7 @@ class Bound:
         """Encodes the record, with room for the bytes of inputs that travel inside it.
 
         Args:
-          number: the encoded number of the prepared request on this lane.
+          number: the encoded number by which the record names its constant part, the prepared request, on this lane.
           epoch: the lane's ``epoch`` in which the number is valid.
           sizes: the size in bytes of each input that travels inside the record.
           own: the request's other fields, encoded by ``wire.own_fields``.
@@ -112,13 +112,13 @@ class Bound:
 
 
 class PreparedCall:
-    """A request that can be sent over lanes many times. Threads may share it; they take turns.
+    """A request that can be sent over lanes (sockets to workers) many times. Threads may share it; they take turns.
 
     Outputs that have a place are the same arrays after each call; other outputs are new arrays.
     """
 
     def __init__(self, connection: LaneConnection, call: Call, model: OpenedModel) -> None:
-        """Gives the inputs their places in shared memory, and encodes the prepared request.
+        """Gives the inputs their places in shared memory, and encodes the constant part of the request.
 
         Raises: InvalidArgument: the request cannot be sent, or has several responses.  Unavailable: shared memory has no room
           now.
@@ -184,7 +184,7 @@ class PreparedCall:
     # ------------------------------------------------------------------------------------------- from whoever reads
 
     def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
-        """Stores the answer, or its error, that the lane received, and wakes the caller. Called in any thread."""
+        """Stores the answer, or its error, that ``lane`` (socket to a worker) received, and wakes the caller; for any thread."""
         try:
             lease = lane.lease(answer)
             if answer.code:
@@ -199,9 +199,9 @@ class PreparedCall:
         self._arrived()
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Wakes the caller, because its lane ended before the answer; it then sends the request again, or raises the error.
+        """Wakes the caller, because its lane ended before the answer; the caller sends the request again, or raises ``error``.
 
-        ``left``: whether the request was sent.
+        ``left``: whether the request had been sent.
         """
         self._error = error
         if self._connection.is_closed:
@@ -222,7 +222,7 @@ class PreparedCall:
 
     @property
     def timing(self) -> Timing | None:
-        """Returns what the last call took in the server; None: the server did not say."""
+        """Returns how long the last call was queued and executed, and the bytes copied for it; None: the server did not say."""
         if isinstance(self.times, bytes):
             self.times = Timing(*msgpack.unpack(self.times))
         return self.times
@@ -301,7 +301,7 @@ class PreparedCall:
         Args:
           sending: which sending of the request this is; 1: the first.
           begun: the request's id, and the datagram that came (None: none came), if the part in C has sent the request and holds
-            ``reading``; None: this method sends the request.
+            the lane's lock ``reading``; None: this method sends the request.
 
         Raises: ServingError: the answer is an error.  TimeoutError: ``until`` has passed.
         """
@@ -412,10 +412,11 @@ class PreparedCall:
         return made
 
     def _matches(self, lane: WorkerLane, bound: Bound, until: float | None, begun: tuple[int, _Came] | None) -> bool:
-        """Waits for the answer. Returns True: its bytes are those of the last one, but for id and times.
+        """Waits for the answer. Returns True: its bytes are those of the last answer, but for id and times.
 
-        Returns False: ``_answer`` or ``_error`` holds what came. ``begun`` is as for ``_once``. Raises TimeoutError: ``until``
-        has passed.
+        Returns False: ``_answer`` or ``_error`` holds what came. Raises TimeoutError: ``until`` has passed.
+
+        ``begun``: the request's id and the datagram that came, if any, where the part in C has sent the request; else None.
         """
         request_id = self.request_id
         if begun is None and not lane.reading.acquire(False):
@@ -457,9 +458,10 @@ class PreparedCall:
     def _handle(
         self, lane: WorkerLane, bound: Bound, size: int, ancillary: list[tuple[int, int, bytes]], flags: int
     ) -> None:
-        """Delivers the answers in a datagram that the lane has received.
+        """Delivers the answers in a datagram that the lane has received to their requests.
 
-        If this call's answer is one of them, its bytes are stored by ``_learn``. Arguments are those of ``WorkerLane.handle``.
+        If this call's answer is one of them, its bytes are stored to compare the next answer with. ``size``: bytes of the
+        datagram; ``ancillary`` and ``flags``: as ``recvmsg`` returned them.
         """
         lane.handle(size, ancillary, flags)
         if not self.waiting and self._answer is not None:

@@ -87,7 +87,7 @@ class Answer(dict):  # type: ignore[type-arg]
 
 
 class Description:
-    """Describes one version of a model, as the server does: metadata, largest batch, and if it streams or has sequences."""
+    """The server's description of one version of a model: metadata, largest batch, and if it streams or has sequences."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
         self.model: str = answer["model"]
@@ -115,7 +115,7 @@ def tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
 def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str, Array]:
     """Copies outputs into the arrays that the caller gave for them (``places``).
 
-    Returns all outputs by name, with those arrays among them.
+    Returns all outputs by name; where an array was given for an output, the result has that array.
 
     Raises: InvalidArgument: an array has not the shape and dtype of its output.
     """

@@ -30,7 +30,7 @@ class ServiceConnection:
 
         Args:
           over_http: connects over HTTP, given the daemon's answer to ``hello``; called when HTTP is first needed.
-          patience: seconds that a request waits, before its deadline, for a daemon or worker that is being replaced.
+          patience: seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
 
         Raises: Unavailable: no daemon answers there.
         """
@@ -57,7 +57,7 @@ class ServiceConnection:
     def open(self, model: str, version: int = 0) -> Description:
         """Returns the description of a model; version 0: of its newest version.
 
-        Also decides if its requests go over lanes or HTTP.
+        Also decides if the model's requests go over lanes (sockets to workers) or HTTP.
 
         Raises: ServingError: the model is not served, or is not ready.
         """
@@ -79,15 +79,24 @@ class ServiceConnection:
             return {}
 
     def ask(self, call: Call) -> Pending:
-        """Sends a request over a lane, or over HTTP if its model has no lanes. Returns the request, to wait for its answer."""
+        """Sends a request over a lane (socket to a worker), or HTTP if its model has none. Returns it, to wait for its answer.
+
+        Raises: ServingError: the request cannot be sent.
+        """
         return self._way(call.model, call.version).ask(call)
 
     def prepare(self, call: Call) -> PreparedCall:
-        """Makes a request that can be sent many times, each time with what its arrays hold then."""
+        """Makes a request that can be sent many times, each time with what its arrays hold then.
+
+        Raises: ServingError: the request cannot be sent.
+        """
         return self._way(call.model, call.version).prepare(call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an array in memory that workers read and write without a copy; an ordinary one if the daemon gives no lanes."""
+        """Makes an array in memory that workers read and write without a copy; an ordinary one if only HTTP leads to the workers.
+
+        Raises: InvalidArgument: the array is larger than the daemon allows.  Unavailable: there is no room for it now.
+        """
         return self._lane.empty(shape, dtype) if self._lane.lanes else self.http().empty(shape, dtype)
 
     def push(
@@ -101,14 +110,22 @@ class ServiceConnection:
     ) -> dict[str, Any]:
         """Pushes parameters into the parameter set ``name`` of a model.
 
-        Arguments, result and errors are those of ``Connection.push``.
+        Returns the daemon's answer, whose "number" identifies the push.
+
+        Args:
+          said: the other fields of the push, such as "number", "partial" or "file".
+          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
+          timeout: seconds to wait for the daemon's answer; None: without limit.
+
+        Raises: ServingError: the daemon refuses the parameters, or does not answer in time.
         """
         return self._lane.push(model, version, name, said, pieces, timeout)
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets that a model has, each as ``ModelParameters.list`` describes it. Raises ServingError.
+        """Returns the parameter sets that a model has: for each a dictionary with its name ("set"), "number" and so on.
 
-        A list that is too long for the daemon's socket is fetched over HTTP.
+        A list that is too long for the daemon's socket is fetched over HTTP. Raises ServingError: there is no such model, or no
+        answer came.
         """
         try:
             return self._lane.parameter_sets(model, version)
@@ -129,16 +146,17 @@ class ServiceConnection:
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """Makes an array on a GPU, which is registered with the daemon over HTTP even if requests go over lanes.
 
-        Raises what ``DeviceMemory.empty`` raises.
+        Raises: InvalidArgument: there can be no such array on a GPU.  Unavailable: there is no CUDA driver, no such GPU, or no
+          memory left on it.  ServingError: the daemon refuses the array.
         """
         return self.http().empty_on(device, shape, dtype)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a request with ``end``, if it is on a lane; over HTTP an idle sequence ends by itself."""
+        """Ends a sequence without a last request, if its requests went over a lane; over HTTP an idle sequence ends by itself."""
         self._lane.end_sequence(model, sequence_id)
 
     def close(self) -> None:
-        """Closes the connection, its lanes and the connection over HTTP. Idempotent."""
+        """Closes the connection to the daemon, the lanes (sockets to workers) and the HTTP connection. Idempotent."""
         self._lane.close()
         with self._lock:
             if self._http is not None:

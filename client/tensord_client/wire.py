@@ -51,12 +51,12 @@ def datagrams(record: bytes) -> list[bytes]:
 
 
 def region(place: Place) -> tuple[str, str, int, int]:
-    """Returns the record field of a place: "r", the region's name or "@" with the segment's number, offset, byte size."""
+    """Returns a place as records name it: "r", the region's name or "@" with the segment's number, offset, byte size."""
     return ("r", place[0] if isinstance(place[0], str) else f"@{place[0]}", place[1], place[2])
 
 
 def wire_version() -> bytes:
-    """Encodes the first record on a lane, which says the version of the wire."""
+    """Encodes the first record on a lane (the socket to a worker), which says the version of the wire."""
     return pack(("V", WIRE_VERSION))
 
 
@@ -100,7 +100,7 @@ def prepared_request(
 
 
 def prepare(number: int, prepared: bytes) -> bytes:
-    """Encodes the record that makes ``number`` stand for a prepared request (``prepared``, encoded) from now on."""
+    """Encodes the record that makes ``number`` stand for ``prepared``, the encoded constant part of requests, from now on."""
     return b"\x93\xa2Q+" + msgpack.integer(number) + prepared
 
 
@@ -120,7 +120,7 @@ def request(
       request_id: an id that is unused on this connection, of 64 bits.
       prepared: the encoded number of a prepared request, or the encoded prepared request itself.
       contents: the bytes of each input without a place, in order.
-      own: what ``own_fields`` returned.
+      own: the request's other fields, such as its id and priority, encoded by ``own_fields``.
     """
     if native.request is not None:
         return native.request(request_id, prepared, contents, own)
@@ -152,7 +152,11 @@ def own_fields(
     Args:
       client_id: the id that the caller gave the request; "": none.
       deadline_ns: nanoseconds of the monotonic clock; 0: none.
-      priority, timeout_us, sequence_id, sequence_start, sequence_end, replace_key, parameter_set: as in ``Call``.
+      priority: 1 is the first to run; 0: the model's default.
+      timeout_us: microseconds that the request may wait in the model's queue; 0: as the model's queue policy says.
+      sequence_id: the sequence that the request belongs to; 0 or "": none.
+      replace_key: a later request with the same key replaces this one in the queue; "": none does.
+      parameter_set: the set that the answer is computed with; "": ``main``.
     """
     scheduled = priority or timeout_us or sequence_id or sequence_start or sequence_end or replace_key
     if not (client_id or scheduled or parameter_set):
@@ -177,7 +181,7 @@ def own_fields(
 
 
 def release(leases: Sequence[tuple[int, int, int]]) -> bytes:
-    """Encodes the record that gives leases back: (segment, offset, generation) of each."""
+    """Encodes the record that gives memory of answers back to the worker: (segment, offset, generation) of each lease."""
     return pack(("L", tuple(leases)))
 
 
@@ -214,7 +218,7 @@ class PreparedAnswer:
     __slots__ = ("final", "is_mark", "outputs", "own_count", "parameters", "plan", "version")
 
     def __init__(self, fields: list[Any]) -> None:
-        """Reads the fields of a decoded record. Raises Malformed: they are no prepared answer."""
+        """Reads the fields of a decoded record, its tag first. Raises Malformed: they are no prepared answer."""
         try:
             tag, self.version, outputs, self.parameters, self.final = (fields + [0, [], {}, True][len(fields) - 1 :])[
                 :5

@@ -65,7 +65,10 @@ class Waiting(Protocol):
         """Stores one answer to this request, which the lane has received. Called in any thread; must not wait."""
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Is called when the lane ends before this request's last answer has come. ``left``: whether the request was sent."""
+        """Is called when the lane ends before this request's last answer has come, because of ``error``.
+
+        ``left``: whether the request had been sent.
+        """
 
 
 class Lease:
@@ -81,7 +84,7 @@ class Lease:
         self.__array_interface__: dict[str, Any] = {}
 
     def hold(self) -> None:
-        """Counts this lease among those that the program holds, which ``max_results`` bounds."""
+        """Counts this lease among those that the program holds, of which there may be at most ``max_results``."""
         if self._key:
             self._lane.held.add((self._lane.number, *self._key))
 
@@ -132,7 +135,7 @@ class Lease:
 
 
 class ResponseSegment:
-    """A segment of the worker's memory, mapped read-only for as long as anything refers to it."""
+    """A segment (memfd) of the worker's that answers lie in, mapped read-only for as long as anything refers to it."""
 
     __slots__ = ("_bytes", "address", "byte_size", "number")
 
@@ -229,7 +232,7 @@ class WorkerLane:
 
     @property
     def usable(self) -> bool:
-        """Returns whether requests may be sent on this lane: neither end has closed it."""
+        """Returns whether requests may be sent on this lane (socket to a worker): neither end has closed it."""
         return not (self.closing or self.ended)
 
     def submit(
@@ -245,7 +248,7 @@ class WorkerLane:
 
         Args:
           request: receives the answers.
-          prepared: the encoded prepared request.
+          prepared: the encoded prepared request, the constant part of the request.
           contents: the bytes of each input that travels inside the request.
           own: the request's other fields, encoded by ``wire.own_fields``.
           segments: numbers of this process's segments that the request names.
@@ -277,9 +280,9 @@ class WorkerLane:
             return request_id
 
     def announce(self, segments: Sequence[int]) -> None:
-        """Tells the worker which segments this process has closed, and announces those of ``segments`` that are new to it.
+        """Tells the worker which segments this process has closed, and sends it those of ``segments`` that it does not have.
 
-        The caller holds ``lock``. Raises LaneEnded: the worker is gone.
+        ``segments``: numbers of this process's memfds. The caller holds ``lock``. Raises LaneEnded: the worker is gone.
         """
         if self.memory.closures != self.known_closures:
             self.known_closures = self.memory.closures
@@ -296,7 +299,9 @@ class WorkerLane:
                 self._announced.add(number)
 
     def publish(self, prepared: bytes) -> bytes:
-        """Returns the encoded number of a prepared request; tells the worker first what the number stands for, if it is new.
+        """Returns the encoded number that stands for ``prepared``, an encoded constant part of requests, on this lane.
+
+        If the number is new, the worker is told first what it stands for.
 
         The caller holds ``lock``. Raises LaneEnded: the worker is gone.
         """
@@ -314,7 +319,11 @@ class WorkerLane:
         return known
 
     def _number(self, prepared: bytes) -> bytes:
-        """Returns the encoded number of a prepared request; empty if it is used for the first time: many are used only once."""
+        """Returns the encoded number that stands for ``prepared``, the constant part of a request; empty at its first use.
+
+        Many are used only once, so a number is given at the second use. The caller holds ``lock``. Raises LaneEnded: the worker
+        is gone.
+        """
         known = self._numbers.get(prepared)
         if known is not None:
             return known
@@ -351,7 +360,10 @@ class WorkerLane:
         self._outgoing_size += len(record)
 
     def _flush_outgoing(self) -> None:
-        """Sends the requests that wait for the end of an event loop's iteration. The caller holds ``lock``. Raises LaneEnded."""
+        """Sends the requests that wait for the end of an event loop's iteration. The caller holds ``lock``.
+
+        Raises LaneEnded: the worker is gone.
+        """
         if self._outgoing:
             outgoing, self._outgoing, self._outgoing_size = self._outgoing, [], 0
             ids = tuple([request_id for _, request_id in outgoing])
@@ -416,7 +428,7 @@ class WorkerLane:
                     os.close(fd)
 
     def send_prepared(self, request: Waiting, datagram: bytearray, id_at: int, epoch: int) -> int:
-        """Sends a prepared call's datagram, after writing a new request id into it at offset ``id_at``.
+        """Sends the encoded ``datagram`` of a prepared call, after writing a new request id into it at offset ``id_at``.
 
         Returns the id; 0: nothing was sent, because the lane has given up the numbers of prepared requests since ``epoch``.
 
@@ -456,11 +468,10 @@ class WorkerLane:
     # ------------------------------------------------------------------------------------------------------- leases
 
     def give_back(self, key: LeaseKey, byte_size: int) -> None:
-        """Gives a lease back to the worker, as soon as enough of them have come together.
+        """Gives a lease back to the worker: the memory of an answer that is not read any more.
 
-        ``byte_size``: how much memory it stands for.
-
-        The garbage collector may call it at any moment.
+        It is sent with the next request, or once enough leases have come together. ``byte_size``: how much memory it stands for.
+        The garbage collector may call this at any moment.
         """
         if self.ended:
             return
@@ -491,7 +502,10 @@ class WorkerLane:
     # ---------------------------------------------------------------------------------------------------- receiving
 
     def receive(self, flags: int = _RECEIVE) -> bool:
-        """Receives one datagram and delivers the answers in it. Returns False: none has come. The caller holds ``reading``."""
+        """Receives one datagram, and gives the answers in it to their requests. Returns False: none has come.
+
+        ``flags``: of ``recvmsg``. The caller holds the lock ``reading``.
+        """
         try:
             size, ancillary, said, _ = self.sock.recvmsg_into(self.buffers, _ANCILLARY, flags)
         except BlockingIOError:
@@ -505,9 +519,9 @@ class WorkerLane:
         return True
 
     def handle(self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
-        """Delivers the answers in a datagram of ``size`` bytes that lies in ``received``.
+        """Gives the answers in a datagram of ``size`` bytes that lies in ``received`` to their requests.
 
-        An empty datagram is the end of the worker, and a malformed one ends the lane, too. The caller holds ``reading``.
+        An empty datagram is the end of the worker, and a malformed one ends the lane, too. The caller holds the lock ``reading``.
         ``ancillary`` and ``flags`` are as ``recvmsg`` returns them.
         """
         fds: list[int] = (
@@ -593,7 +607,7 @@ class WorkerLane:
         request.take(self, answer)
 
     def lease(self, answer: AnswerRecord) -> Lease | None:
-        """Returns the lease that an answer came with; None: its outputs lie in no memory of the worker's.
+        """Returns the lease of the worker's memory that an answer came with; None: its outputs do not lie there.
 
         Raises: Unavailable: this process could not map the segment; the lease is given back.  ValueError: the worker announced no
           such segment.
@@ -616,7 +630,7 @@ class WorkerLane:
     def wait(self, request: Waiting, until: float | None) -> None:
         """Waits until an answer to a request has come, or the lane has ended.
 
-        ``until``: seconds of ``time.monotonic()``, or None.
+        ``until``: seconds of ``time.monotonic()``; None: without limit.
 
         Raises: TimeoutError: ``until`` has passed.
         """
@@ -633,9 +647,9 @@ class WorkerLane:
                 self.promote()
 
     def _follow(self, request: Waiting, until: float | None) -> bool:
-        """Sleeps while another thread reads. Returns True: an answer to ``request`` has come, or the lane has ended.
+        """Sleeps while another thread reads the socket. Returns True: an answer to ``request`` has come, or the lane has ended.
 
-        Returns False: this thread holds ``reading`` now and has to read. Raises TimeoutError: ``until`` has passed.
+        Returns False: this thread holds the lock ``reading`` now and has to read. Raises TimeoutError: ``until`` has passed.
         """
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         request.waiter = waiter
@@ -658,24 +672,24 @@ class WorkerLane:
                 self.promote()
 
     def promote(self) -> None:
-        """Wakes one of the sleeping threads, so that it reads."""
+        """Wakes one of the threads that wait for their answers, so that it reads the socket for all."""
         for waiter in list(self.followers):
             waiter.put(None)
             break
 
     def read(self, until: float | None) -> None:
-        """Waits for a datagram and delivers the answers in it. The caller holds ``reading``.
+        """Waits for a datagram, and gives the answers in it to their requests. The caller holds the lock ``reading``.
 
-        Raises: TimeoutError: ``until`` has passed.
+        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: TimeoutError: ``until`` has passed.
         """
         if self.may_block(until):
             self.receive()
 
     def may_block(self, until: float | None) -> bool:
-        """Prepares the socket for a blocking receive that ends before ``until``, in seconds of ``time.monotonic()``, or None.
+        """Sets the socket's timeout for a receive that ends by ``until``, in seconds of ``time.monotonic()``; None: no limit.
 
-        Returns False: there was a backlog, so this has waited and sent or received already; do not receive now. The caller holds
-        ``reading``.
+        Returns False: there were unsent datagrams, so this has waited and sent or received already; do not receive now. The
+        caller holds the lock ``reading``.
 
         Raises: TimeoutError: ``until`` has passed.
         """
@@ -696,7 +710,7 @@ class WorkerLane:
         return True
 
     def _wait_for_room(self, until: float | None) -> None:
-        """Waits until the socket can take the backlog or a datagram has come; sends the backlog, or receives the datagram.
+        """Waits until unsent datagrams (``backlog``) can be sent or a datagram has come; sends those, or receives it.
 
         Raises: TimeoutError: ``until`` (monotonic seconds) has passed.
         """
@@ -714,7 +728,7 @@ class WorkerLane:
     # ------------------------------------------------------------------------------------------- callbacks and loops
 
     def watch(self, request_id: int, deadline: float | None) -> None:
-        """Has the lane's thread read for a request until the request ends, because no thread waits for it.
+        """Has the lane's thread read the socket until a request has ended, because no thread waits for the request's answer.
 
         Starts the thread if need be.
 
@@ -775,9 +789,9 @@ class WorkerLane:
                 self.followers.pop(waiter, None)
 
     def _expire(self) -> float | None:
-        """Gives up watched requests whose deadline has passed.
+        """Ends the requests given to ``watch`` whose deadline has passed.
 
-        Returns the next deadline in seconds of ``time.monotonic()``; None: no other.
+        Returns the next deadline in seconds of ``time.monotonic()``; None: there is none.
         """
         while True:
             with self.lock:
@@ -794,7 +808,7 @@ class WorkerLane:
                 request.expire()
 
     def attach(self, loop: Any) -> None:
-        """Has an event loop read this lane's socket for its own requests. Call it in the loop's thread."""
+        """Has an event loop read this lane's socket whenever answers come, until the lane ends. Call it in the loop's thread."""
         if loop in self._loops or self.ended:
             return
         self._loops[loop] = None
@@ -803,7 +817,7 @@ class WorkerLane:
             self._watch_room(loop)
 
     def _readable(self, loop: Any) -> None:
-        """Is called by an event loop when the socket is readable: receives datagrams, unless a thread is reading."""
+        """Is called by an event loop when the socket is readable: receives datagrams, unless a thread is reading them."""
         if not self.reading.acquire(False):
             return
         try:
@@ -826,9 +840,9 @@ class WorkerLane:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def end(self, error: ServingError) -> None:
-        """Ends the lane, and calls ``lane_ended`` of every request in flight with ``error``. Idempotent.
+        """Closes the lane, and calls ``lane_ended`` of every request in flight with ``error``. Idempotent.
 
-        The caller holds ``reading``.
+        The caller holds the lock ``reading``.
         """
         with self.lock:
             if self.ended:
@@ -869,7 +883,7 @@ class WorkerLane:
             self.sock.close()
 
     def close(self, error: ServingError) -> None:
-        """Ends the lane from any thread, even while another thread reads; requests in flight end with ``error``."""
+        """Closes the lane from any thread, even while another one reads; ``lane_ended`` of requests in flight gets ``error``."""
         self._why = error
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
