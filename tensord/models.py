@@ -88,9 +88,9 @@ def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **o
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
     """Begins a call of another model and returns at once; ``result()`` of the returned object waits for the outputs.
 
-    Calls that are under way together may share a batch of the called model. ``own``: further fields of the request, as for
-    ``call``. Raises InvalidArgument: an input is no array, or this code is not run by a model that works on a request; the
-    called model's error is raised by ``result()``.
+    Calls that are under way together may share a batch of the called model. ``outputs``: names; none: all. ``own``: further
+    fields of the request, such as ``version`` or ``priority``. Raises InvalidArgument: an input is no array, or this code is not
+    run by a model that works on a request; the called model's error is raised by ``result()``.
     """
     from tensord.workers.calls.asking import begin as begun
 
@@ -102,9 +102,9 @@ def stream(
 ) -> Iterator[dict[str, Array]]:
     """Calls a model that answers with any number of responses, and yields each response when it comes.
 
-    Closing the iterator cancels the call. ``own``: further fields of the request, as for ``call``. Raises InvalidArgument: an
-    input is no array, or this code is not run by a model that works on a request; the iterator raises ServingError where a
-    response is an error, and ends.
+    Closing the iterator cancels the call. ``outputs``: names; none: all. ``own``: further fields of the request, such as
+    ``version`` or ``priority``. Raises InvalidArgument: an input is no array, or this code is not run by a model that works on a
+    request; the iterator raises ServingError where a response is an error, and ends.
     """
     from tensord.workers.calls.asking import stream as streamed
 

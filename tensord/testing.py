@@ -252,8 +252,9 @@ class Model:
     def submit(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
     ) -> concurrent.futures.Future[Answer]:
-        """Begins a request and returns a future of its answer, or of its ServingError. Arguments are those of ``__call__``.
+        """Begins a request and returns a future of its answer, or of its ServingError.
 
+        ``outputs``: names of the outputs to return; none: all. ``own``: further fields of the request, such as ``priority``.
         Raises InvalidArgument: an input cannot be an array, or the model gives several responses; Unavailable: it was closed.
         """
         answers, copied = self._ask(inputs, outputs, own, streams=False)
@@ -262,7 +263,7 @@ class Model:
     def stream(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Iterator[Answer]:
         """Begins a request and returns an iterator over its responses; leaving the iterator early cancels the request.
 
-        Arguments are those of ``__call__``.
+        ``outputs``: names of the outputs to return; none: all. ``own``: further fields of the request, such as ``priority``.
 
         Raises: ServingError: a response is this error.
         """
@@ -290,7 +291,9 @@ class Model:
 
         Args:
           out: output -> the array that its values are written to, at each call.
-          inputs, outputs, own: as for ``__call__``; without ``outputs`` those in ``out`` are wanted, and without both all.
+          inputs: name -> array; keep the arrays and write new values into them.
+          outputs: the names of the outputs to return; none: those in ``out``, or all if ``out`` is empty too.
+          own: further fields of the request, such as ``priority``.
         """
         return Prepared(self, inputs, out or {}, outputs or tuple(out or ()), own)
 
@@ -411,7 +414,7 @@ class ModelSequence:
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
         """Runs the next request of the sequence and returns its outputs. ``end``: whether the request is the last.
 
-        The other arguments are those of ``Model.__call__``. Raises: ServingError: the error that a client would get.
+        ``own``: further fields of the request, such as ``priority``. Raises: ServingError: the error that a client would get.
         """
         start, self._begun = not self._begun, True
         self._ended = end
@@ -435,7 +438,7 @@ def _tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
 def _flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
     """Flattens nested mappings of inputs: keys are joined by "/", or by "." where ``known`` has an input of that name.
 
-    Raises: InvalidArgument: two inputs get the same name.
+    ``known``: the model's inputs, name -> datatype. Raises: InvalidArgument: two inputs get the same name.
     """
     found: dict[str, Any] = {}
     for path, value in _leaves(inputs, ()):

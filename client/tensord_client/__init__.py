@@ -64,7 +64,7 @@ _ASYNCHRONOUS = ("AsyncClient", "AsyncModel", "connect_async")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the asynchronous client or ``jax`` when it is first asked for, and looks up ``__version__``, the installed version.
+    """Returns what is imported at its first use: the asynchronous client, ``jax``, or ``__version__``, the installed version.
 
     Raises: AttributeError: this module has no attribute of that name.
     """

@@ -109,8 +109,9 @@ class AsyncModel(Calls):
     ) -> asyncio.Future[Answer]:
         """Sends one request and returns a future of its answer; cancelling the future cancels the request.
 
-        The arguments are those of a call. The input arrays may be written to as soon as this returns, except for arrays of
-        ``AsyncClient.empty``, which must stay as they are until the answer has come. The future raises the server's errors.
+        ``outputs``: names; empty: all. ``own``: the request's other fields, such as ``priority``. The input arrays may be written
+        to as soon as this returns, except for arrays of ``AsyncClient.empty``, which must stay as they are until the answer has
+        come. The future raises the server's errors.
         """
         pending = self._connection.ask(self.call(inputs, outputs, own, detached=True))
 
@@ -124,8 +125,8 @@ class AsyncModel(Calls):
     ) -> AsyncIterator[Answer]:
         """Sends one request and returns an asynchronous iterator over its responses; ``aclose()`` of it cancels the request.
 
-        The arguments are those of a call; each response must come within the model's ``timeout``. The iterator raises
-        ServingError where a response is an error.
+        ``outputs``: names; empty: all. ``own``: the request's other fields, such as ``priority``. The iterator raises
+        ServingError: a response is an error, or did not come within the model's ``timeout``.
         """
         call = self.call(inputs, outputs, own, streams=True, detached=True)
         return self._connection.ask(call).async_responses(self.timeout)
@@ -167,7 +168,7 @@ class AsyncModel(Calls):
         return AsyncModelSequence(self, sequence_id or self.sequence_id())
 
     async def end_sequence(self, sequence_id: SequenceId) -> None:
-        """Ends a sequence without a last request, once its requests in flight have run.
+        """Ends a sequence without a further request, once its requests in flight have run.
 
         Over HTTP the server is not told: it ends the sequence once that has been idle for as long as the model says.
         """
@@ -285,7 +286,7 @@ class AsyncModelSequence:
 class AsyncModelParameters:
     """The parameter sets of one model, with the methods of ``ModelParameters``, to be awaited.
 
-    They run in a thread of the event loop's executor.
+    The methods run in a thread of the event loop's executor.
     """
 
     def __init__(self, sets: ModelParameters) -> None:

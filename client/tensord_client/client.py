@@ -127,7 +127,7 @@ def connection(address: Place | None, wait: float, patience: float) -> Connectio
     """Finds a server and returns an open connection to it.
 
     Args:
-      address: as for ``connect``; None: ``$TENSORD`` if it is set, else the usual addresses in turn.
+      address: a folder, a socket's path, ``unix:PATH`` or ``HOST:PORT``; None: ``$TENSORD``, or else the usual addresses in turn.
       wait: seconds to wait for a server to appear; 0: each address is tried once.
       patience: seconds that a call waits for a server that has gone away to come back.
 

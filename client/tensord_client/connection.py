@@ -46,7 +46,7 @@ class Pending(Protocol):
 
 
 class PreparedCall(Protocol):
-    """A request that is encoded once and sent many times, each time with what its arrays hold then."""
+    """A request that is made once and sent many times, each time with what its arrays hold then."""
 
     def __call__(self, timeout: float | None = None) -> Mapping[str, Array]:
         """Sends the request with what its arrays hold now, waits for the answer and returns the outputs by name.
@@ -92,7 +92,7 @@ class Connection(Protocol):
         """
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a last request; over HTTP the server is not told, and ends an idle sequence by itself."""
+        """Ends a sequence without a further request; over HTTP the server is not told, and ends an idle sequence by itself."""
 
     def push(
         self,

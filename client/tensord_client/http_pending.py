@@ -111,7 +111,7 @@ class Pool:
 class Exchange:
     """Base class of requests over HTTP: holds the bytes to send (``pieces``), and parses the answer.
 
-    ``deadline``: seconds of ``time.monotonic()``, or None; ``pure``: whether running the request twice does no harm.
+    ``deadline``: seconds of ``time.monotonic()``; None: none; ``pure``: whether running the request twice does no harm.
     """
 
     #: True: any number of results may come, and each is returned as soon as it has come.

@@ -79,7 +79,10 @@ def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> t
 
 
 def _many(model: Model, given: dict[str, Array], outer: tuple[int, ...], batched: bool) -> dict[str, Array]:
-    """Calls the model for every element of the axes that ``vmap`` added, of sizes ``outer``, and joins the answers."""
+    """Calls the model for every element of the axes that ``vmap`` added, of sizes ``outer``, and joins the answers.
+
+    ``given``: the inputs with these axes first. ``batched``: whether the model has a batch dimension, to put the elements in.
+    """
     count = int(np.prod(outer))
     flattened = {name: array.reshape(count, *array.shape[len(outer) :]) for name, array in given.items()}
     if batched:

@@ -145,17 +145,17 @@ class Model(Calls):
     ) -> concurrent.futures.Future[Answer]:
         """Sends one request and returns a future of its answer; ``cancel()`` on the future cancels the request.
 
-        The arguments are those of ``__call__``. The input arrays may be written to as soon as this returns, except for arrays of
-        ``Client.empty``, which must stay as they are until the answer has come. Errors of the server are raised by the future's
-        ``result()``.
+        ``outputs``: names; empty: all. ``own``: the request's other fields, such as ``priority``. The input arrays may be written
+        to as soon as this returns, except for arrays of ``Client.empty``, which must stay as they are until the answer has come.
+        Errors of the server are raised by the future's ``result()``.
         """
         return promised(self._connection.ask(self.call(inputs, outputs, own, detached=True)))
 
     def stream(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Iterator[Answer]:
         """Sends one request and returns an iterator over its responses, in the order in which the model makes them.
 
-        Leaving the iteration early cancels the request. The arguments are those of ``__call__``; each response must come within
-        the model's ``timeout``. The iterator raises a ServingError where a response is an error.
+        Leaving the iteration early cancels the request. ``outputs``: names; empty: all. ``own``: the request's other fields, such
+        as ``priority``. The iterator raises ServingError: a response is an error, or did not come within the model's ``timeout``.
         """
         call = self.call(inputs, outputs, own, streams=True, detached=True)
         return self._connection.ask(call).responses(self.timeout)
@@ -203,7 +203,7 @@ class Model(Calls):
         return ModelSequence(self, sequence_id or self.sequence_id())
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
-        """Ends a sequence without a last request, once its requests in flight have run. Idempotent.
+        """Ends a sequence without a further request, once its requests in flight have run. Idempotent.
 
         Over HTTP the server is not told: it ends the sequence once that has been idle for as long as the model says.
         """

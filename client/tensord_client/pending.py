@@ -205,7 +205,7 @@ class Pending:
             self.placed.slot.give_back()
 
     def _drop(self) -> None:
-        """Discards the answers that have come and were not returned, and gives their leases back."""
+        """Discards the answers that have come and were not returned, and gives the memory that they lie in back to the worker."""
         with contextlib.suppress(IndexError):
             while self._arrived:
                 arrived = self._arrived.popleft()
@@ -298,7 +298,7 @@ class Pending:
             callback(self)
 
     def watch_again(self) -> None:
-        """After the request was sent again, has its new lane serve the callbacks and the event loop that wait for the answer."""
+        """After the request was sent again: has its new lane (socket) read by the thread or event loop that wants the answer."""
         lane = self.lane
         if lane is None:
             return

@@ -116,7 +116,7 @@ class Placement:
         self._free: OrderedDict[Any, list[Slot]] = OrderedDict()
 
     def place(self, call: Call, model: OpenedModel) -> Placed:
-        """Puts the inputs of a request where the worker can read them; returns what to send. Copies arrays outside shared memory.
+        """Puts the inputs of a request where the worker can read them, by copies where needed. Returns what to send.
 
         Raises: InvalidArgument: the request cannot be sent.  Unavailable: there is no room in shared memory now.
         """
@@ -230,7 +230,7 @@ class Placement:
         return tuple(wanted.items())
 
     def room(self, array: np.ndarray) -> np.ndarray:
-        """Returns an array in shared memory for a copy of ``array``. Where no room is left, free slots are given up for it.
+        """Returns an array in shared memory for a copy of ``array``. Gives up free slots if there is no room else.
 
         Raises: InvalidArgument: the copy is larger than the daemon allows.  Unavailable: there is no room now.
         """

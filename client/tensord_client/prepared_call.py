@@ -54,7 +54,7 @@ _Came = Optional[tuple[int, list[tuple[int, int, bytes]], int]]
 
 
 class Bound:
-    """A prepared call's encoded record for one lane (the socket to one worker), and the bytes that the last answer had."""
+    """A prepared call's encoded record for one lane (the socket to one worker), and the last answer's bytes, to compare with."""
 
     __slots__ = (
         "contents",

@@ -152,7 +152,7 @@ class ServiceConnection:
         return self.http().empty_on(device, shape, dtype)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a last request, if its requests went over a lane; over HTTP an idle sequence ends by itself."""
+        """Ends a sequence without a further request, if its requests went over a lane; over HTTP an idle one ends by itself."""
         self._lane.end_sequence(model, sequence_id)
 
     def close(self) -> None:

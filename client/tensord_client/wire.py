@@ -61,17 +61,17 @@ def wire_version() -> bytes:
 
 
 def segment_opened(segment: int, byte_size: int) -> bytes:
-    """Encodes the record that announces a segment of this process to the worker; the segment's descriptor is sent with it."""
+    """Encodes the record that announces a segment (memfd) of this process to the worker; its descriptor is sent along."""
     return pack(("S+", segment, byte_size))
 
 
 def segment_closed(segment: int) -> bytes:
-    """Encodes the record by which this process says that it has closed a segment and will not name it again."""
+    """Encodes the record by which this process says that it has closed a segment (memfd) and will not name it again."""
     return pack(("S-", segment))
 
 
 def segment_refused(segment: int) -> bytes:
-    """Encodes the record by which this process says that it could not map a segment of the worker's."""
+    """Encodes the record by which this process says that it could not map a segment (memfd) of the worker's."""
     return pack(("S!", segment))
 
 
@@ -120,7 +120,7 @@ def request(
       request_id: an id that is unused on this connection, of 64 bits.
       prepared: the encoded number of a prepared request, or the encoded prepared request itself.
       contents: the bytes of each input without a place, in order.
-      own: the request's other fields, such as its id and priority, encoded by ``own_fields``.
+      own: the request's other fields, such as its deadline and priority, encoded by ``own_fields``.
     """
     if native.request is not None:
         return native.request(request_id, prepared, contents, own)

@@ -54,7 +54,7 @@ class LaneEnded(Exception):
 
 
 class Waiting(Protocol):
-    """The part of a request in flight that its lane uses: it calls these methods when an answer comes, or the lane ends."""
+    """What a lane (the socket to a worker) uses of a request in flight: methods to call when an answer comes or the lane ends."""
 
     #: False once an answer has come or the request has ended.
     waiting: bool
@@ -430,7 +430,8 @@ class WorkerLane:
     def send_prepared(self, request: Waiting, datagram: bytearray, id_at: int, epoch: int) -> int:
         """Sends the encoded ``datagram`` of a prepared call, after writing a new request id into it at offset ``id_at``.
 
-        Returns the id; 0: nothing was sent, because the lane has given up the numbers of prepared requests since ``epoch``.
+        Returns the id; 0: nothing was sent, because the prepared request's number in the datagram is not valid any more.
+        ``epoch``: the lane's ``epoch`` when the datagram was encoded.
 
         Raises: LaneEnded: the datagram was not sent.
         """
@@ -470,8 +471,8 @@ class WorkerLane:
     def give_back(self, key: LeaseKey, byte_size: int) -> None:
         """Gives a lease back to the worker: the memory of an answer that is not read any more.
 
-        It is sent with the next request, or once enough leases have come together. ``byte_size``: how much memory it stands for.
-        The garbage collector may call this at any moment.
+        It is sent with the next request, or once enough leases have come together. ``key``: the lease's segment,
+        offset and generation; ``byte_size``: how much memory it stands for. The garbage collector may call this at any moment.
         """
         if self.ended:
             return

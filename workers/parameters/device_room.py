@@ -71,7 +71,7 @@ class DeviceRoom:
 
     @property
     def byte_size(self) -> int:
-        """The bytes that all sets and stacks take on the device now."""
+        """The bytes that all parameter sets, also those in stacks, take on the device now."""
         with self.lock:
             self._forget_gone()
             return self._taken + self._stacked
@@ -96,7 +96,7 @@ class DeviceRoom:
             self._stacks.add(stack)
 
     def leave_stack(self, stack: SetStack) -> None:
-        """Frees the memory that ``join_stack`` reserved for a stack. May be called more than once."""
+        """Frees the memory that ``join_stack`` reserved for a stack of parameter sets. May be called more than once."""
         with self.lock:
             self._stacks.discard(stack)
 
@@ -149,7 +149,7 @@ class DeviceRoom:
     def keep(self, parameters: ParameterSet) -> None:
         """Keeps a set that a newer version has replaced, in host memory, for a roll-back.
 
-        While all sets that are kept so take more bytes than sets may take on the device, the oldest is forgotten.
+        The oldest of the sets kept so are forgotten where all together have more bytes than sets may take on the device.
         """
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:

@@ -77,12 +77,12 @@ class Leaves:
             raise Unsupported(f"model '{self.model}' has no parameters that are arrays: there is nothing to push")
 
     def fitted(self, found: Mapping[str, Array], what: str, named: bool = False) -> list[Array | None]:
-        """Checks pushed parameters. Returns their arrays in the order of the tree; None in place of leaves that are not pushed.
+        """Checks pushed parameters. Returns their arrays in the order of the tree; None for random keys, which cannot be pushed.
 
         Args:
           found: leaf name -> array.
           what: names the parameters in errors.
-          named: whether they are for a set other than main, which does not have the shared leaves. (Nobody pushes random keys.)
+          named: whether they are for a set other than main: such a set has None in place of the leaves that all sets share.
         Raises InvalidArgument: a leaf is missing, unknown, or has another datatype or shape than the model's; Unsupported: the
         model's parameters cannot be pushed.
         """
@@ -147,7 +147,7 @@ def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
 
 
 def check_finite(leaves: Leaves, arrays: Sequence[Array | None], what: str) -> None:
-    """Checks pushed values. Raises InvalidArgument: a value is infinite or NaN; the text has its leaf, index and ``what``."""
+    """Checks pushed values. Raises InvalidArgument: a value is infinite or NaN; the error names leaf, index and ``what``."""
     for leaf, array in zip(leaves, arrays, strict=True):
         if array is None or array.dtype.kind in "biu":
             continue

@@ -41,7 +41,7 @@ Lay = Callable[["Sequence[Array | None]"], Any]
 
 
 class ParameterSet:
-    """The parameters of one push, or those that the model was loaded with. Constant, but they may leave the device and return."""
+    """The parameters of one push, or those a model was loaded with. Values never change, but may leave the device and return."""
 
     __slots__ = (
         "__weakref__",
@@ -96,7 +96,7 @@ class ParameterSet:
     def on(self, placement: int) -> Any:
         """Returns the tree of parameters on a device, and brings them there first if they are not there.
 
-        ``placement``: 0: the worker's device; 1: the device for small programs.
+        ``placement``: 0: the worker's device; 1: the device for small programs (a single thread of the processor).
 
         Raises: Unavailable: they are not on the device and there is no room for them.
         """
@@ -165,7 +165,10 @@ class ParameterSet:
         return moves and (self.sets.main is not self or self.sets.on_demand) and self not in self.sets.staged
 
     def hosted(self) -> Sequence[Array | None]:
-        """Returns the leaves in host memory. If they are only on the device they are fetched from there, once."""
+        """Returns the leaves in host memory, fetched from the device if they are only there; None for those that have no copy.
+
+        Random keys have none, nor do the leaves of main that a set shares.
+        """
         if self._host is None:
             leaves = zip(jax.tree.leaves(self._trees[0]), self.sets.leaves, strict=True)
             self._host = [np.asarray(leaf) if described.plain else None for leaf, described in leaves]
@@ -312,7 +315,8 @@ class ParameterSets:
     def share_by(self, share: Callable[[Any], Any]) -> None:
         """Has the device for small programs use all parameters, beginning with main, in the memory of the worker's device.
 
-        ``share``: returns a tree of parameters for that device. Raises whatever ``share`` raises for main.
+        ``share``: takes a tree of parameters, and returns it for that device. Raises whatever ``share`` raises for main; then
+        nothing has changed.
         """
         self.share = share
         try:
@@ -339,7 +343,7 @@ class ParameterSets:
         return found
 
     def chosen_by(self, requests: Sequence[Asking]) -> ParameterSet:
-        """Returns the set that a batch is to be computed with: the set that its first request names.
+        """Returns the set that a batch is to be computed with: the one that its first request names, main if it names none.
 
         Notes it in the requests whose answers say which set they were computed with.
 

@@ -103,7 +103,7 @@ class Making:
         self._regions.append(region)
 
     def reads(self, read: Callable[[Making], Mapping[str, Array] | int], fd: int = -1) -> None:
-        """Sets the function by which ``make`` reads the source.
+        """Sets the function by which ``make`` reads the source of the push.
 
         Args:
           read: returns leaf name -> array, or the file descriptor of sealed memory in safetensors' layout.
@@ -113,7 +113,7 @@ class Making:
         self._fd = fd
 
     def make(self) -> int:
-        """Reads the source and makes the sealed memory. Returns its file descriptor, which the caller closes.
+        """Copies the source of the push into sealed memory. Returns the memory's file descriptor, which the caller closes.
 
         Raises ServingError: the source cannot be read, or is not valid.
         """
@@ -260,7 +260,7 @@ def plan(
 
     Args:
       folders: the folders of the model's version and of the model.
-      fd: the file descriptor of a MemorySource; the returned object closes it.
+      fd: the file descriptor of a MemorySource, which the returned object closes; None: the push brought none.
       limit: how many bytes one push may have.
       base: the set from which leaves are taken that the source does not have; None: the source has all leaves.
     Raises NotFound: there is no such region or file; InvalidArgument: a range lies outside of its region, or a path leads out of
@@ -293,7 +293,7 @@ def plan(
 
 
 def _path(given: str, folders: tuple[Path, Path]) -> Path:
-    """Finds a file or folder inside the folder of a model's version, or of the model.
+    """Returns a file or folder in the folder of a model's version, or else of the model. ``given``: its path in that folder.
 
     Raises InvalidArgument: the path leads out of the model's folder; NotFound: there is no such file.
     """
