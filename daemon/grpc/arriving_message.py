@@ -45,14 +45,14 @@ _NOWHERE = memoryview(b"")
 
 
 class ArrivingMessage(Receiver):
-    """Receives one gRPC message in pieces. Its stream owns it, then its call, until ``leave`` or ``drop``.
+    """Receives one gRPC message in pieces. Its stream, later its call, must end it by ``leave`` or ``drop``.
 
     Args:
       flag: the message's first byte; 0: it is not compressed.
       byte_size: length of the message.
       submitter: lends arena memory for the tensors of a large request; None: the whole message is buffered.
-      account: the account of that memory.
-      on_room: called when a message that waited for arena memory waits no longer.
+      account: counts how much arena memory the client holds.
+      on_room: called once the message's wait for arena memory has ended, with memory or with a refusal.
     """
 
     __slots__ = (
@@ -119,7 +119,10 @@ class ArrivingMessage(Receiver):
         self.left -= len(piece)
 
     def rest(self) -> memoryview:
-        """Returns the arena memory for the rest of the current raw tensor; empty: the next bytes must go through ``feed``."""
+        """Returns the arena memory into which the bytes of the current raw tensor that have not arrived yet may be read.
+
+        Empty: the next bytes must go through ``feed``.
+        """
         lease, fields = self._lease, self._fields
         return _NOWHERE if lease is None or fields is None else lease.view[self._at : self._at + fields.raw_left]
 
@@ -205,7 +208,7 @@ class ArrivingMessage(Receiver):
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
-        """Refuses the message: ``fields`` will raise ``refused``. Bytes that still arrive are dropped."""
+        """Refuses the message: ``fields`` will raise ``refused``. Gives back the lease; bytes that still arrive are dropped."""
         self.is_placed = True
         self._error = refused
         self._give_back()
@@ -223,8 +226,9 @@ class ArrivingMessage(Receiver):
         return b"" if content is None else content
 
     def fields(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...]]:
-        """Returns head, id and raw tensors of a message that was placed; tiny tensors as bytes, others as slices of the arena.
+        """Returns head (all other fields), id and raw tensors of a message whose tensors were placed in the arena.
 
+        Tiny tensors are returned as bytes, others as slices of the arena.
         Raises RefusedRequest: the message is no valid request, or there was no arena memory for it.
         """
         if self._error is not None:
@@ -242,7 +246,7 @@ class ArrivingMessage(Receiver):
         return bytes(fields.head), bytes(fields.client_id), raws
 
     def leave(self) -> Lease:
-        """Hands over the lease that the tensors of a message that was placed lie in: the caller owns it then."""
+        """Returns the lease of the arena memory into which the message's tensors were placed; the caller owns it from now on."""
         lease = self._lease
         assert lease is not None
         self._submitter.arrived(lease)
@@ -258,7 +262,7 @@ class ArrivingMessage(Receiver):
 
 
 class CallRefused(Exception):
-    """Raised when a message is refused in a way that ends its call; carries the call's status."""
+    """Raised when a message is refused in a way that ends its call; carries the gRPC status and message to end it with."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -267,7 +271,7 @@ class CallRefused(Exception):
 
 
 def inflated(content: Buffer, encoding: str, limit: int) -> bytes:
-    """Inflates a gzip or deflate message.
+    """Returns the content of a gzip or deflate message; ``encoding``: which of both.
 
     Raises CallRefused: the message is invalid, in another encoding or larger than ``limit`` bytes.
     """

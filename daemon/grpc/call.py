@@ -11,14 +11,17 @@ from tensord.shm.messages import Buffer
 
 
 class Call(ABC):
-    """Base class of gRPC calls: takes a call's messages from its stream and answers there. No method follows ``abandoned``."""
+    """Base class of gRPC calls: takes a call's messages from its stream, and sends the responses there.
+
+    No method is called after ``abandoned``.
+    """
 
     __slots__ = ()
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
-        """Returns a receiver for a large message of ``byte_size`` bytes, or None to get the message in one piece.
+        """Returns a receiver for a large message of ``byte_size`` bytes that begins to arrive; None: buffer it for ``message``.
 
-        ``on_room``: called when a message that waited for arena memory waits no longer.
+        ``on_room``: the receiver calls it once its wait for arena memory has ended, with memory or with a refusal.
         """
         return None
 
@@ -30,7 +33,10 @@ class Call(ABC):
         """
 
     def placed_message(self, message: ArrivingMessage) -> None:
-        """Takes a complete message whose tensors lie in the arena, like ``message``; must drop it or take its lease."""
+        """Takes a complete message whose tensors lie in the arena; ``message`` takes all others.
+
+        The call must drop it (``drop``) or take over the lease of its arena memory (``leave``).
+        """
         raise NotImplementedError("a call whose messages are placed takes them")
 
     @abstractmethod
@@ -49,7 +55,7 @@ class Call(ABC):
 
     @property
     def asked(self) -> InFlight | None:
-        """Returns the call's inference request, once it was decoded; None: there is none, or several."""
+        """Returns the call's inference request, once it was decoded; None: the call has none, or may have several."""
         return None
 
     @abstractmethod

@@ -37,7 +37,10 @@ _PING = b"tensord\0"
 
 
 class Http2Connection(asyncio.Protocol):
-    """Carries one client's HTTP/2 connection and owns its transport. ``owner``: the client, as ``Peer.owner`` names it."""
+    """Moves bytes between one client's socket and its ``Http2``, and owns the transport.
+
+    ``owner``: the client, as ``Peer.owner`` names it.
+    """
 
     def __init__(self, serving: GrpcServing, owner: str) -> None:
         self.serving = serving
@@ -187,7 +190,10 @@ class Http2Connection(asyncio.Protocol):
             http2.data_read = 0
 
     def _note_direct(self, now: float) -> None:
-        """Updates ``Http2.data_read`` and ``heard_at`` if ``BodyReader`` has read more of a payload. ``now``: loop time."""
+        """Updates ``Http2.data_read`` and ``heard_at`` if ``BodyReader`` has read more of a payload since the last call.
+
+        ``now``: loop time.
+        """
         reader, http2 = self._reader, self.http2
         if reader is not None and reader.reads_body and reader.byte_size != http2.data_read:
             http2.data_read, http2.heard_at = reader.byte_size, now
@@ -350,7 +356,7 @@ class Http2Connection(asyncio.Protocol):
         return self._check_age(now)
 
     def _is_alive(self, now: float) -> bool:
-        """Sends a PING to a client that was silent for long.
+        """Sends a PING to a client from which nothing has come for long. ``now``: loop time.
 
         Returns False if the client did not answer an earlier PING in time.
         """

@@ -54,7 +54,7 @@ class _Field:
 
 @dataclass(slots=True)
 class _Kind:
-    """Describes a message type for counting: its name, the most unknown fields, and its known fields by their numbers."""
+    """Describes a message type for counting: its name, how many unknown fields it may have, and its known fields by number."""
 
     name: str
     most: int
@@ -66,7 +66,7 @@ class _Malformed(Exception):
 
 
 def check(message: Buffer, descriptor: Any) -> None:
-    """Checks an encoded message of the type ``descriptor``.
+    """Checks that no field of an encoded message occurs too often; ``descriptor``: the message's type.
 
     Raises: InvalidArgument: a field occurs too often, or the message has too many bytes besides its tensors.
     """

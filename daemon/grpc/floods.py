@@ -38,7 +38,7 @@ _MAX_RESETS = 10_000
 class Floods:
     """Bounds the frames, resets and pings that one client connection may send: its methods raise ``Violation`` beyond a bound.
 
-    Frames, answers and bytes are passed to them as totals since the connection began.
+    ``frames``, ``answers`` (messages and ends of calls that the client got) and bytes: totals since the connection began.
     """
 
     __slots__ = ("_answers_at_ping", "_frames_given", "_options", "_pinged_at", "_resets", "_resets_given", "_strikes")
@@ -59,12 +59,12 @@ class Floods:
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 
     def look(self, frames: int, answers: int, byte_size: int) -> None:
-        """Checks how many frames the client has sent; called about once a second, and when the budget of an iteration is spent.
+        """Checks how many frames the client has sent; called about once a second, and when it used up its share of an iteration.
 
         Args:
-          frames: frames that came.
-          answers: messages and ends of calls that were sent to the client.
-          byte_size: bytes of DATA that came, and of large responses that were sent.
+          frames: how many frames came since the connection began.
+          answers: how many messages and ends of calls were sent to the client since then.
+          byte_size: how many bytes of DATA came and of large responses were sent since then.
         Raises: Violation: more frames came than time, answers and bytes allow; the caller ends the connection.
         """
         left = self._frames_given + answers * _FRAMES_AN_ANSWER + byte_size // _BYTES_A_FRAME - frames
@@ -74,7 +74,10 @@ class Floods:
         self._frames_given -= max(0, left - _MAX_FRAMES)
 
     def reset(self, answers: int) -> None:
-        """Counts a call that the client reset. Raises Violation: the client resets too many calls for the answers that it got."""
+        """Counts a call that the client reset. Raises Violation: the client resets too many calls for the answers that it got.
+
+        ``answers``: how many messages and ends of calls it got since the connection began.
+        """
         self._resets += 1
         left = self._resets_given + answers - self._resets
         if left < 0:
@@ -82,9 +85,10 @@ class Floods:
         self._resets_given -= max(0, left - _MAX_RESETS)
 
     def ping(self, now: float, busy: bool, answers: int) -> None:
-        """Counts a ping of the client. Raises Violation: too many pings came too early.
+        """Counts a ping of the client. Raises Violation: too many pings in a row came too soon after another.
 
-        No ping is too early while a call is open (``busy``) or after an answer was sent: clients measure the connection then.
+        No ping is too soon while a call is open (``busy``) or after an answer was sent: clients measure the connection then.
+        ``now``: loop time. ``answers``: how many messages and ends of calls the client got since the connection began.
         """
         options = self._options
         answered, self._answers_at_ping = answers != self._answers_at_ping, answers

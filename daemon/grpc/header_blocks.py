@@ -24,7 +24,7 @@ _LONGEST_NS = 1 << 62
 
 
 class CallHead(NamedTuple):
-    """Holds the decoded headers of a gRPC call: its path, timeout, compression, metadata and announced length."""
+    """Holds the decoded headers of a gRPC call: its path, timeout, compression, metadata and content-length."""
 
     path: str
     #: 0: the caller waits for ever.
@@ -181,7 +181,7 @@ def trailers(status: int, message: str) -> bytes:
 
 
 def with_field(block: bytes, name: bytes, value: bytes) -> bytes:
-    """Returns a header block with one more field at its end."""
+    """Returns an encoded header block with one more field appended."""
     return block + _literal(name, value)
 
 

@@ -68,7 +68,10 @@ def check_trailers(fields: Iterable[Field]) -> None:
 
 
 def metadata(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """Returns checked header fields as text, without blanks around values, and without fields that mean nothing in gRPC."""
+    """Returns checked header fields as text, without blanks around values.
+
+    Left out are ``host`` and the fields of HTTP/1.1 connections (``keep-alive``, ...), which mean nothing in gRPC.
+    """
     return [
         (name.decode("latin-1"), value.strip(b" \t").decode("latin-1"))
         for name, value in fields

@@ -37,7 +37,7 @@ class HpackDecoder(Protocol):
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
         """Decodes the connection's next header block.
 
-        Returns the fields that many calls share, packed for ``fields``, and the others.
+        Returns the fields that many calls share (``COMMON``: path, content-type, ...), packed for ``fields``, and the others.
         A pseudo-header that comes after one of the others is put among them: it is not allowed there, and the checks must see it.
         Raises: ValueError: the bytes are no header block.  OverflowError: the fields are larger than allowed.
         """

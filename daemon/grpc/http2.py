@@ -88,7 +88,7 @@ OPENING, ENDING, CLOSED = ConnectionPhase.OPENING, ConnectionPhase.ENDING, Conne
 class Http2:
     """Owns the streams of one HTTP/2 connection and the bytes that are queued for its client.
 
-    Bytes are queued in ``out``; ``connection.flush_soon`` is called for the first of them, unless ``is_flushing``.
+    Bytes are queued in ``out``; the first of them calls ``connection.flush_soon``, unless ``is_flushing``: they are sent anyway.
     """
 
     def __init__(self, serving: GrpcServing, connection: Http2Connection) -> None:
@@ -241,7 +241,8 @@ class Http2:
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
         """Carries out one complete frame: gives data and headers to their stream, adopts settings and windows, answers a ping.
 
-        Returns what this cost on top of the frame's arrival, in units of one frame's arrival. Raises Violation.
+        Returns what this cost on top of the frame's arrival, in units of one frame's arrival.
+        Raises Violation: the frame breaks the protocol, or the client sends too many of its kind.
         """
         if kind == HEADERS:
             return self._headers(number, flags, payload)
@@ -331,7 +332,11 @@ class Http2:
                 stream.frame_arrived(self._data_flags)
 
     def _data_target(self, number: int, size: int) -> Stream | None:
-        """Counts a DATA frame against the windows. Returns its stream; None: it ended. Raises Violation: too much was sent."""
+        """Counts a DATA frame of ``size`` bytes against the windows of the connection and of stream ``number``.
+
+        Returns the stream; None: it has ended, so the data must be dropped.
+        Raises Violation: a window allows less, or the client has not opened the stream or has ended it.
+        """
         stream = self.streams.get(number)
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
         self._ungranted += size
@@ -361,7 +366,7 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Opens a stream by HEADERS, or ends a request by its trailers; waits for CONTINUATION if more is to come.
+        """Opens a stream by HEADERS, or ends a request by its trailers; only stores the block if a CONTINUATION is to follow.
 
         Returns what decoding cost, in units of one frame's arrival.
         """
@@ -395,8 +400,8 @@ class Http2:
     def _header_block(self, number: int, flags: int, block: bytes) -> int:
         """Opens a stream by a complete header block, or ends the request of a stream that was opened before by its trailers.
 
-        Returns what decoding the block cost, in units of one frame's arrival. A block that cannot be decoded ends the connection,
-        because the state of the compression table is unknown afterwards (4.3).
+        Returns what decoding the block cost, in units of one frame's arrival. Raises Violation: the block cannot be decoded; this
+        ends the connection, because the state of the compression table is unknown afterwards (4.3).
         """
         numbers, cost = self.numbers, len(block) // HEADER_BYTES_A_FRAME
         if number < numbers.next:
@@ -426,7 +431,10 @@ class Http2:
         return cost
 
     def _trailers(self, number: int, flags: int, block: bytes) -> None:
-        """Ends a request by its trailers; resets the stream if they are malformed. Raises Violation: its client had ended it."""
+        """Ends the request of a stream by its trailers; resets the stream if they are malformed.
+
+        Raises Violation: the client had ended the request before, the stream was never opened, or the block cannot be decoded.
+        """
         stream = self.streams.get(number)
         if stream is None:
             past = self.numbers.past(number)

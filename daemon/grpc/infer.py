@@ -58,7 +58,7 @@ class InferCall(Call):
     def completed(
         self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
     ) -> None:
-        """Sends the client an answer to ``asked``, one of the call's requests, or the error that it is.
+        """Sends the client an answer to ``asked``, one of the call's requests; the answer may be an error.
 
         Args:
           prepared: the constant part of the answer, which it shares with many others.
@@ -150,7 +150,9 @@ class Infer:
         waited_ns: int = 0,
         read_ns: int = 0,
     ) -> CallRequest:
-        """Sends the inference request in a message to a worker.
+        """Sends the inference request in a message to a worker, and returns it; its answers go to ``call.completed``.
+
+        Without free arena memory the request is returned as well, and is sent once there is some.
 
         Args:
           message: the request is ``message[start:end]``.
@@ -293,7 +295,8 @@ class Infer:
     ) -> CallRequest:
         """Sends a request that was decoded in full, with forwarded headers as parameters. Raises RefusedRequest: it was not sent.
 
-        ``sampled``: its trace, if it has one already.
+        ``understood``: the decoded head, the request and its model's state. ``sampled``: the request's trace; None: one is begun
+        here if the request is to be traced. The other arguments are those of ``ask``.
         """
         decoded, request, state = understood
         stream = call.stream
@@ -335,7 +338,7 @@ class Infer:
             raise RefusedRequest(error, request.id, request.trace) from None
 
     def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
-        """Returns a trace if the request is sampled, else None.
+        """Decides whether a request is traced. Returns its new trace; None: it is not traced.
 
         ``waited_ns``, ``read_ns``: when its call began to wait for its message, and when the message was complete (0: now).
         """
@@ -367,7 +370,8 @@ class Infer:
     ) -> Callable[[], None] | None:
         """Returns the callback for when an answer was written to the client, or None if nothing is to be done then.
 
-        The callback releases the answer's memory. It also acknowledges a response that is not final, or ends the trace.
+        The callback releases the answer's memory. It also acknowledges a response that is not final to its worker, or ends the
+        request's trace.
         """
         if lane is not None and not prepared.final:
             return partial(self.submitter.taken, lane, own)

@@ -50,7 +50,10 @@ def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
 
 
 def _joined(packed: npt.NDArray[np.uint8], starts: Numbers, ends: Numbers) -> Numbers:
-    """Decodes varints (seven bits a byte, the lowest first) from the offsets of their first and last bytes in ``packed``."""
+    """Decodes the varints whose first bytes lie at the offsets ``starts`` of ``packed`` and whose last bytes at ``ends``.
+
+    A varint has seven bits a byte, the lowest first.
+    """
     values = (packed[starts] & 127).astype(np.uint64)
     longer = np.flatnonzero(ends > starts)
     for place in range(1, _MAX_VARINT):

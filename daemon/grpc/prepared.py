@@ -90,7 +90,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
-        """Decodes the encoded scheduling parameters of a message. Returns None if the message must be decoded in full."""
+        """Decodes a message's encoded scheduling parameters. Returns None if they are unusual: decode the message in full."""
         if not parameters:
             return UNSCHEDULED
         found = self._schedulings[parameters]
@@ -121,10 +121,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     def read(
         self, content: Buffer, start: int, end: int, walked: Walked | None, known: PreparedMessage | None
     ) -> Understood:
-        """Decodes the complete message ``content[start:end]`` in full.
+        """Decodes the complete message ``content[start:end]`` in full. Returns its head, the request and its model's state.
 
         Args:
-          walked: what ``walk`` found in the message; None: the message is unusual.
+          walked: the parts into which ``walk`` has cut the message; None: the message is unusual.
           known: the cache's entry for its rest (all but id, scheduling and raw tensors); None: there is none.
         Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """
@@ -148,8 +148,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes a message that was already cut into head, id and raw tensors.
 
+        Returns the decoded head, the request and its model's state.
+
         Args:
-          walked: what ``walk`` found in the head, or in the message; None: the message is unusual.
+          walked: the parts into which ``walk`` has cut the head, or the message; None: the message is unusual.
           known: the cache's entry for its rest (all but id, scheduling and raw tensors); None: there is none.
         Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """

@@ -15,7 +15,7 @@ from tensord.protocol.pool import POOL
 
 
 class Reflection:
-    """Answers the requests of one version of server reflection.
+    """Answers the requests of one version (v1, v1alpha) of server reflection.
 
     ``messages``: the module of that version's messages. ``services``: names of the services that the server has.
     """
@@ -42,7 +42,7 @@ class Reflection:
         return answer
 
     def _fill(self, answer: Any, kind: str, asked: Any) -> None:
-        """Fills in the answer to one request; ``kind``: which field of it is set.
+        """Fills in the answer to one request: ``kind`` names the request's field that is set, and ``asked`` is its value.
 
         Raises KeyError: no such file, symbol or extension.
         """

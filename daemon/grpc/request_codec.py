@@ -65,7 +65,7 @@ class DecodedHead:
     def request(self, client_id: str, raws: Sequence[InputContent], scheduling: Scheduling) -> UnsentRequest:
         """Makes a request by assigning the raw tensors to its inputs.
 
-        Raises InvalidArgument: there are too many or too few of them.
+        Raises InvalidArgument: there are more or fewer raw tensors than inputs that take one.
         """
         if len(raws) > self.raw_count:
             raise InvalidArgument(
@@ -144,8 +144,9 @@ def read_version(model: str, text: str) -> int:
 
 
 def _content(entry: Any, datatype: str, shape: tuple[int, ...], has_raw: bool, model: str) -> InputContent | None:
-    """Returns the content of an input with typed values or in a region; None: it is a raw tensor.
+    """Returns the content of the input ``entry``, which has typed values or is in a region; None: it is one of the raw tensors.
 
+    ``has_raw``: whether the request has raw tensors. ``model``: the model's name, for errors.
     Raises InvalidArgument: the input breaks the protocol.
     """
     name = entry.name
@@ -199,7 +200,10 @@ def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
 
 
 def _region(name: str, parameters: Any) -> RegionSlice:
-    """Returns the part of a region that the parameters of an input or output name. Raises InvalidArgument: they are wrong."""
+    """Returns the part of a region that the parameters of the input or output ``name`` say.
+
+    Raises InvalidArgument: the parameters are wrong.
+    """
     numbers = []
     region = parameters["shared_memory_region"]
     if region.WhichOneof("parameter_choice") != "string_param":

@@ -31,8 +31,8 @@ class AnswerLayout:
         """Encodes the part that the answers share.
 
         Args:
-          prepared: that part before it is encoded; the layout refers to it as long as it lives.
-          final: the value of ``triton_final_response``; None: the parameter is absent, as in unary answers.
+          prepared: that part before it is encoded; the layout keeps it alive.
+          final: the value of the parameter ``triton_final_response``; None: the parameter is absent, as in unary answers.
         """
         self._prepared = prepared
         self._begin = _names(model, prepared.version)

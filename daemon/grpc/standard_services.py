@@ -31,7 +31,7 @@ _MAX_QUESTIONS = 64
 
 
 class StandardServices:
-    """Implements grpc.health.v1 and server reflection."""
+    """Answers the calls of the services grpc.health.v1 and server reflection."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._endpoints = endpoints

@@ -190,20 +190,26 @@ class Stream:
         self.grant()
 
     def frame_arrived(self, flags: int) -> None:
-        """Is called when all of a DATA frame has arrived: ends the request if ``flags`` say so, else may grant window."""
+        """Is called when all of a DATA frame has arrived: ends the request if ``flags`` have END_STREAM.
+
+        Otherwise it grants the client new window (more bytes to send) if much of the stream's window is used up.
+        """
         if flags & frames.END_STREAM:
             self.end_receiving()
         elif self.ungranted > MUCH_OF_STREAM:
             self.grant()
 
     def grant(self) -> None:
-        """Grants the client as much window as it has used up, unless the stream can take no more data now."""
+        """Grants the client as much window (bytes to send) as it has used up, unless the stream can take no more data now."""
         if self.ungranted > 0 and not (self.held or self.half_closed or self.ended or self.waits_for_room):
             self.http2.write(frames.window_update(self.id, self.ungranted))
             self.ungranted = 0
 
     def _note(self) -> None:
-        """Counts buffered message bytes, refuses the call if they are too many, and grants window for a message in the arena."""
+        """Counts the message bytes that the stream buffers, and refuses the call if all streams together buffer too many.
+
+        Grants the client window for the rest of a message that goes into the arena.
+        """
         if self._finished:
             return
         arriving, serving = self.arriving, self.http2.serving

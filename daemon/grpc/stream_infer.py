@@ -121,7 +121,10 @@ class StreamInfer(InferCall):
             self._placing = self.stream.held = True
 
     def _not_sent(self, error: Exception, client_id: str, trace: Trace | None = None) -> None:
-        """Sends the client an error for a request that could not be sent to a worker; the stream's other requests go on."""
+        """Sends the client an error for a request that could not be sent to a worker; the stream's other requests go on.
+
+        ``trace``: the request's trace, which ends once the error is written; None: the request is not traced.
+        """
         sent = None
         if trace is not None:
             trace.error = error.message if isinstance(error, ServingError) else DEFECT

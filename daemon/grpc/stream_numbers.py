@@ -18,7 +18,7 @@ _MAX_REMEMBERED = 256
 
 
 class Past(enum.Enum):
-    """The reasons why a stream is not open: never used, passed over, ended, reset by the client, or cut by the server."""
+    """The reasons why a stream is not open: never used, passed over by a higher number, ended, reset by the client, cut by us."""
 
     #: Nobody has used it yet.
     IDLE = "idle"
@@ -54,18 +54,18 @@ class StreamNumbers:
     def use(self, number: int) -> None:
         """Marks the identifier of a new stream as used, and lower ones that were never used as passed over.
 
-        ``number``: the identifier, odd and at least ``next``.
+        ``number``: the identifier, odd and higher than all used ones.
         """
         if number > self.next:
             self._gaps.append((self.next, number - 2))
         self.next = number + 2
 
     def cut(self, number: int) -> None:
-        """Has ``past`` return CUT for a stream: the server ended it before the client had ended its side."""
+        """Remembers that the server ended a stream before the client had ended its side: ``past`` returns CUT for it."""
         self._remember(number, Past.CUT)
 
     def reset(self, number: int) -> None:
-        """Has ``past`` return RESET for a stream: the client reset it."""
+        """Remembers that the client reset a stream: ``past`` returns RESET for it."""
         self._remember(number, Past.RESET)
 
     def past(self, number: int) -> Past:

@@ -37,7 +37,8 @@ _MAX_SHIFT = 28
 def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked | None:
     """Cuts the complete message ``content[start:end]`` into rest, id, scheduling parameters and raw tensors.
 
-    Returns these and the room that tensors above ``inline`` need; None: a field is unusual, so decode the message in full.
+    Returns these and the arena memory, in bytes, that tensors above ``inline`` need. None: a field is unknown or cut short, or
+    there are very many or long ones, so the message must be decoded in full.
 
     Args:
       inline: raw tensors of up to this many bytes are returned as bytes, larger ones as views of ``content``.
@@ -71,7 +72,8 @@ def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked
 def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | None:
     """Reads the fields before the first raw tensor from ``content[start:end]``, the beginning of a message.
 
-    Returns these without the id, the id, where the tensor begins and its size; None: none begins there, or a field is unusual.
+    Returns these without the id, the id, where the tensor's bytes begin (counted from ``start``), and the tensor's size. None: no
+    raw tensor begins there, or a field is unknown, cut short or too long.
     """
     own = _Own(parts=False)
     at = start
@@ -90,9 +92,9 @@ def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | N
 
 
 def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields tag, offset, content offset and content size of each complete field before ``end``.
+    """Yields tag, offset, content offset and content size of each field of an encoded message before ``end``.
 
-    Stops at the first unusual field.
+    Stops at the first field that is unknown or cut short.
     """
     at = 0
     while at < end and (field := _field(content, at, end)) is not None:
@@ -112,7 +114,10 @@ class _Own:
         self.rest = self.client_id = self.scheduling = b""
 
     def take(self, tag: int, view: memoryview, at: int, begin: int, size: int) -> bool:
-        """Adds the field ``view[at : begin + size]``. Returns False if the fields other than the id have become too long."""
+        """Adds the field ``view[at : begin + size]``, whose content begins at ``begin``, to the rest or its own place.
+
+        Returns False if the rest or the scheduling parameters have become too long.
+        """
         end = begin + size
         if tag == _ID:
             self.client_id = bytes(view[begin:end])
@@ -124,7 +129,7 @@ class _Own:
 
 
 def _field(content: Buffer | bytearray, at: int, end: int) -> tuple[int, int, int] | None:
-    """Returns tag, content offset and content size of the field at ``at``; None: it is unusual, or its size is incomplete.
+    """Returns tag, content offset and content size of the field at ``at``; None: its tag is unknown, or its size is cut short.
 
     The content may reach beyond ``end``.
     """

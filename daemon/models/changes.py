@@ -113,7 +113,10 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads the model that consists of files which a client sent, and which are written to a new private folder."""
+        """Loads a model from files that a client sent (path in its folder -> content); they are written to a new private folder.
+
+        ``config``: its configuration in JSON; "" is refused. Raises InvalidArgument, Unavailable or Unsupported: the load failed.
+        """
         if not config:
             raise InvalidArgument(load_errors.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
@@ -147,7 +150,7 @@ class Models:
         self._take_down(users, *gone)
 
     def _take_down(self, users: Sequence[str], *more: str) -> None:
-        """Unloads ensembles that have lost a member (``users``), and the models ``more``, in one step."""
+        """Begins to unload the ensembles ``users``, because they have lost a member, and the models ``more``."""
         if users:
             _log.warning("a model is gone, and with it the ensembles that use it: %s", ", ".join(users))
         out: list[Instruction] = []
@@ -168,7 +171,7 @@ class Models:
         self._given.close()
 
     async def index(self, ready: bool, detailed: bool = False) -> list[dict[str, str | int]]:
-        """Returns the repository index, for which the repositories' folders are listed anew.
+        """Returns the repository index, an entry (name, version, state, reason) for each version, after listing the repositories.
 
         Args:
           ready: list only versions that serve.
@@ -187,10 +190,12 @@ class Models:
     # ------------------------------------------------------------------------------------------------ start and reload
 
     def begin(self, found: Mapping[str, FoundModel], options: Repository) -> list[asyncio.Future[str]]:
-        """Begins to load the models that should be served and to unload the others.
+        """Begins to load the models that should be served, and to unload those that have left the repositories.
 
-        Called at the daemon's start, and again with new options after a reload. Returns a future for each load; its result is why
-        the load failed, or "".
+        Called at the daemon's start, and again with new options after a reload. In the control mode "explicit" only models that
+        ``options.load`` names are loaded, and none is unloaded. Returns a future for each load: why it failed, or "".
+
+        ``found``: the models in the repositories, by name.
         """
         self._options = options
         self.lifecycle.known = set(found)
@@ -217,7 +222,10 @@ class Models:
         return [self._bring_wanted(name, found.get(name)) for name in wanted]
 
     async def follow(self, found: Mapping[str, FoundModel], changed: Sequence[FoundModel], gone: Sequence[str]) -> None:
-        """Loads the models that have changed in the repositories, unloads those that are gone, and waits for the loads."""
+        """Loads the models that have changed in the repositories, unloads those that are gone, and waits for the loads.
+
+        ``found``: all models that the repositories have now, by name.
+        """
         self.lifecycle.known = set(found)
         for name in gone:
             self._wanted.discard(name)
@@ -236,7 +244,10 @@ class Models:
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
-        """Begins to load a model that was found in a repository. The task's result is why the load failed, or ""."""
+        """Begins to load the model ``name``. The task's result is why the load failed, or "".
+
+        ``found``: the model as the last scan of the repositories found it; None: not found, so it is looked for again.
+        """
         task = self._latest[name] = asyncio.get_running_loop().create_task(self._bring_found(name, found))
         task.add_done_callback(functools.partial(_drop_if_same, self._latest, name))
         return task
@@ -376,7 +387,7 @@ class Models:
     # ------------------------------------------------------------------------------------------------------- readiness
 
     def standings(self) -> list[Standing]:
-        """Returns the readiness of each model that should be served, by name, and of each repository that cannot be read."""
+        """Returns the readiness of each model that should be served, and of each repository that cannot be read, by name."""
         unreadable = self._repositories.unreadable
         wanted, refused = {*self._wanted, *unreadable}, {**self._refused, **unreadable}
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
@@ -408,7 +419,7 @@ class Models:
 
         Args:
           incarnation: the number that only this worker process had.
-          how: the end of a sentence, such as "was killed by SIGSEGV".
+          how: how the worker ended, as the end of a sentence, such as "was killed by SIGSEGV".
           usable: the devices that workers can still use.
         """
         self._readiness.loads(incarnation, None)
@@ -512,7 +523,7 @@ class Outcomes:
         return None if outcome is None or outcome.done() else outcome
 
     def settle(self, token: int, error: str) -> None:
-        """Sets the outcome of the operation with this token: why it failed, or ""."""
+        """Ends the wait for the operation with this token. ``error``: why it failed; "": it succeeded."""
         outcome = self._waiting.pop(token, None)
         if outcome is not None and not outcome.done():
             outcome.set_result(error)

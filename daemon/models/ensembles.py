@@ -122,7 +122,7 @@ class Ensembles:
         return tuple(common)
 
     def add(self, found: FoundModel) -> None:
-        """Stores an ensemble that was loaded now, and its members' fingerprints, by which a replaced member is noticed later."""
+        """Stores an ensemble whose load begins, and its members' fingerprints, by which a replaced member is noticed later."""
         self._built[found.name] = _Built(found, self._fingerprints(found))
 
     def drop(self, name: str) -> None:
@@ -143,14 +143,20 @@ class Ensembles:
         return [user for user in self.users(name) if user not in stuck]
 
     def take_down(self, names: Iterable[str]) -> list[str]:
-        """Returns those of the named ensembles that are served now, and marks them as unloaded until their members are back."""
+        """Returns those of the named ensembles that are served now, for the caller to unload them.
+
+        They are marked as unloaded until their members are back.
+        """
         gone = [name for name in names if self._ready(name, -1) is not None and not self._busy(name)]
         for name in gone:
             self._built[name].down = True
         return gone
 
     def lost(self) -> list[str]:
-        """Returns the ensembles to unload now because a member of theirs, or of an ensemble they use, is not served any more."""
+        """Returns the ensembles to unload now, because a member of theirs, or of an ensemble they use, is not served any more.
+
+        Marks them as ``take_down`` does: as unloaded until their members are back.
+        """
         gone = [name for name, built in self._built.items() if not self._whole(built.found)]
         return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
 
@@ -219,6 +225,7 @@ class Ensembles:
 def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
     """Checks that the folder of each of an ensemble's members can be loaded.
 
+    ``name``: the ensemble's. ``members``: name -> the member as it was read from its folder.
     Raises InvalidArgument: a folder is missing or wrong.
     """
     # A folder that is missing, or exists twice, has no path.
@@ -298,9 +305,10 @@ class Coming:
 
     @contextlib.contextmanager
     def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
-        """Publishes an ensemble as LOADING while its members are loaded in the ``with`` block; later its own load publishes more.
+        """Tells the fronts that an ensemble is LOADING while its members are loaded in the ``with`` block.
 
-        ``known``: the lifecycle's entry of the ensemble, or None. Nothing is published for an ensemble that already serves.
+        If that fails, they are told its former state; else its own load, which follows, tells them more.
+        ``known``: the lifecycle's entry of the ensemble; None: it has none. Of an ensemble that already serves nothing is told.
         """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]

@@ -88,11 +88,14 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether one of the model's folders is among the paths ``needed``."""
+        """Returns whether the model is served from files of a client: one of its folders is among the paths ``needed``.
+
+        ``needed``: the folders from which its versions are loaded.
+        """
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:
-        """Removes the model's folders that are neither being loaded nor among the paths ``needed``."""
+        """Removes the model's folders that are neither being loaded nor among the paths ``needed``, which its versions use."""
         folders = self._folders.pop(name, [])
         kept = [folder for folder in folders if str(folder) in needed or folder in self._coming]
         if kept:

@@ -9,7 +9,7 @@ from tensord.shm.control_records import CancelLoad, Load, ModelGone, ModelState,
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Instruction to send a record to one worker process, named by its incarnation."""
+    """Instruction to send a record to one worker process; ``worker``: its incarnation, the number that only this process has."""
 
     worker: int
     record: Load | CancelLoad | Unload
@@ -24,7 +24,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Instruction to forget parameters that clients pushed into a version: it is loaded from its files, or stops serving."""
+    """Instruction to forget the parameters that clients pushed into a version, because it is loaded anew or stops serving."""
 
     name: str
     version: int
@@ -32,7 +32,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Instruction to call ``Lifecycle.retry`` for a version after ``seconds``."""
+    """Instruction to call ``Lifecycle.retry`` after ``seconds`` for a version that was given up."""
 
     name: str
     version: int
@@ -43,7 +43,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Instruction to end the wait for the load or unload with this token; ``error``: "" or Triton's sentence."""
+    """Instruction to end the wait for the load or unload with this token; ``error``: why it failed; "": it succeeded."""
 
     token: int
     error: str = ""

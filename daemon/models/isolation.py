@@ -16,7 +16,10 @@ from tensord.shm.errors import InvalidArgument
 
 
 def wanted(lifecycle: Lifecycle, options: Workers) -> dict[str, float]:
-    """Returns the devices of all isolated workers that are needed now, each with its fraction of a GPU's memory (0 to 1)."""
+    """Returns the devices of the workers that isolated models (each has workers of its own) need now.
+
+    Each device comes with its fraction of a GPU's memory (0 to 1).
+    """
     return {
         device: isolation.memory_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
         for device, config in lifecycle.isolated().items()
@@ -36,10 +39,10 @@ def own(found: FoundModel, options: Workers) -> dict[str, float]:
 
 
 def check(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
-    """Checks that there is room for an isolated model's workers; the model must have its devices already.
+    """Checks that there is room for an isolated model's own workers; the model must have its devices already.
 
     Args:
-      taken: what ``wanted`` returns: the devices of all isolated workers, with their fractions of memory.
+      taken: the devices of all isolated models' workers, with their fractions of a GPU's memory, as ``wanted`` returns them.
 
     Raises InvalidArgument: there are too many isolated models, or not enough memory on a GPU.
     """

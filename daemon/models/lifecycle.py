@@ -47,7 +47,9 @@ class Lifecycle:
     # ---------------------------------------------------------------------------------------------------- operations
 
     def load(self, found: FoundModel, token: int, again: bool = False) -> list[Instruction]:
-        """Begins to load a model's chosen versions, and ends with a Settled instruction that has this token.
+        """Queues a load of a model's chosen versions, and begins it if no other load or unload of the model runs.
+
+        Returns the instructions to carry out now. A Settled instruction with this token follows once all workers have answered.
 
         Args:
           found: the model, read from its folder without error.
@@ -57,13 +59,16 @@ class Lifecycle:
         return self._follow(found.name, model, Operation((token,), found, again))
 
     def unload(self, name: str, token: int) -> list[Instruction]:
-        """Begins to unload a model, and ends with a Settled instruction that has this token; at once if it is not loaded."""
+        """Queues an unload of a model, and begins it if no other load or unload of the model runs. Returns instructions for now.
+
+        A Settled instruction with this token follows once all workers have answered; at once if the model is not loaded.
+        """
         if name not in self.models:
             return [Settled(token)]
         return self._follow(name, self.models[name], Operation((token,), None))
 
     def _follow(self, name: str, model: ModelEntry, later: Operation) -> list[Instruction]:
-        """Queues a load or unload, and gives up earlier loads of the model whose result nobody wants any more because of it."""
+        """Queues a load or unload (``later``), and drops earlier loads that it makes pointless. Returns instructions."""
         overtaken: list[Operation] = []
         while model.waiting and model.waiting[-1].overtaken_by(later):
             overtaken.insert(0, model.waiting.pop())
@@ -89,7 +94,7 @@ class Lifecycle:
         return any(v.loading or v.postponed or v.state is IndexState.LOADING for v in brought)
 
     def _give_up(self, name: str, model: ModelEntry, heir: FoundModel | None) -> list[Instruction]:
-        """Ends a model's running load without an outcome; versions that serve keep serving.
+        """Ends a model's running load without an outcome, and has workers cancel it; versions that serve keep serving.
 
         ``heir``: the model as the next operation loads it; None: the next operation unloads it.
         """
@@ -108,7 +113,10 @@ class Lifecycle:
         return out
 
     def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
-        """Drops the versions of a model that serve nothing and are not among ``present``, the numbers in the repository."""
+        """Drops the versions of a model that serve nothing and are not among ``present``, the numbers in the repository.
+
+        Does nothing while a load or unload of the model runs. Returns instructions.
+        """
         model = self.models.get(name)
         if model is None or model.running is not None:
             return []  # a load or unload under way will be followed by another look
@@ -124,7 +132,7 @@ class Lifecycle:
         return [each for number in gone for each in (Publish(ModelGone(name, number)), Forget(name, number))]
 
     def _advance(self, name: str) -> list[Instruction]:
-        """Starts the model's queued operations, one after the other, until one of them has to wait for workers."""
+        """Starts the model's queued operations in order, until one of them has to wait for workers. Returns instructions."""
         model, out = self.models[name], list[Instruction]()
         while model.running is None and model.waiting:
             model.running = model.waiting.popleft()
@@ -242,7 +250,10 @@ class Lifecycle:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def worker_joined(self, worker: int, device: str) -> list[Instruction]:
-        """Sends the wanted versions that belong on this device to a worker process that has become ready for records."""
+        """Registers a worker that has become ready, and returns instructions to send it the versions that belong on its device.
+
+        ``worker``: its incarnation, the number that only this process has.
+        """
         self._workers[worker] = device
         versions = (version for model in self.models.values() for version in model.versions.values())
         wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]
@@ -255,7 +266,10 @@ class Lifecycle:
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:
-        """Loads a version on the workers that should have it and failed to load it, because what they lacked is available now."""
+        """Returns instructions that load a version on the workers that should have it and failed to load it.
+
+        Called when what they lacked has become available.
+        """
         version = self.version(name, number)
         if version is None or version.given_up or self.models[name].running is not None:
             return []
@@ -270,9 +284,10 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Tries to load a version again that was given up, when the time that a ``Retry`` instruction named has come.
+        """Loads a version that was given up once more, on one worker; called when a ``Retry`` instruction's time has come.
 
-        ``deaths``: as in that instruction. If more workers have died over the version since, nothing is done.
+        ``deaths``: the number in that instruction: how many workers had died of loading the version. If it is another one by now,
+        nothing is done. Returns instructions.
         """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
@@ -287,7 +302,10 @@ class Lifecycle:
     def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
         """Marks versions as not served by a worker that has ended, and gives up its loads or leaves them to its replacement.
 
+        Returns instructions.
+
         Args:
+          worker: the worker's incarnation.
           how: the end of a sentence about the worker, such as "died".
           dismissed: the worker was stopped because no model needs it, so its end is not blamed on what it was loading.
         """
@@ -405,7 +423,7 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """Sends the loads that waited until this worker had answered another load, or had an ensemble's members loaded."""
+        """Returns instructions for the loads that waited until this worker answered another load or had an ensemble's members."""
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
             for version in model.versions.values():
@@ -421,7 +439,7 @@ class Lifecycle:
     def stranded(self, usable: Collection[str]) -> list[Instruction]:
         """Gives up versions whose devices no worker can use at present; the first worker that joins on such a device loads them.
 
-        ``usable``: the devices that workers can use.
+        ``usable``: the devices that workers can use. Returns instructions.
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
@@ -443,7 +461,10 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self) -> dict[str, bytes]:
-        """Returns the devices of the workers that isolated models need now, each with the model's serialised configuration."""
+        """Returns the devices of the workers that isolated models (each has workers of its own) need now.
+
+        Each device comes with the model's serialised configuration.
+        """
         found: dict[str, bytes] = {}
         for name, model in self.models.items():
             for version in model.versions.values():

@@ -13,10 +13,10 @@ from tensord.shm.control_records import Footprint, ModelState
 def index(
     lifecycle: Lifecycle, refused: Mapping[str, str], retries: Retries, ready: bool, detailed: bool
 ) -> list[dict[str, str | int]]:
-    """Returns the repository index, sorted by model name and version number.
+    """Returns the repository index, sorted by model name and version: name, version, state, reason and the like of each version.
 
     Args:
-      refused: models that could not even be tried, with the reason.
+      refused: models that were refused before a worker was asked to load them, with the reason.
       retries: the planned retries of versions that were given up.
       ready: list only versions that serve.
       detailed: also say how many bytes each version takes.
@@ -41,7 +41,7 @@ def index(
 
 
 def entries(lifecycle: Lifecycle, ready: bool = False) -> list[dict[str, str]]:
-    """Returns the state of each version, sorted by model name and version number; a model that was never loaded has a name only.
+    """Returns name, version, state and reason of each version, sorted; of a model that was never loaded only the name.
 
     ``ready``: list only versions that serve.
     """
@@ -61,12 +61,15 @@ def entries(lifecycle: Lifecycle, ready: bool = False) -> list[dict[str, str]]:
 
 
 def refused_states(refused: Mapping[str, str]) -> list[ModelState]:
-    """Makes the records that tell front processes which models could not be tried. ``refused``: the reasons by model name."""
+    """Makes the records that tell front processes which models cannot even be sent to workers.
+
+    ``refused``: the reasons by model name.
+    """
     return [refused_state(name, reason) for name, reason in refused.items()]
 
 
 def refused_state(name: str, reason: str) -> ModelState:
-    """Makes the record that tells front processes why a model could not be tried. Its version is 0, which no version has."""
+    """Makes the record that tells front processes why a model cannot be sent to workers. Its version is 0, which none has."""
     return ModelState(name, 0, IndexState.UNAVAILABLE.value, reason)
 
 

@@ -44,7 +44,10 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each
 
 
 def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the devices of the workers that serve only this model, from those of the shared workers it would be on."""
+    """Returns the devices of the workers that serve only this model: one on each GPU of ``chosen``, and one if CPUs are there.
+
+    ``chosen``: the devices of the shared workers that would load the model if it were not isolated.
+    """
     gpus = dict.fromkeys(gpu for device in chosen if (gpu := gpu_of(device)))
     cpus = [device for device in chosen if not gpu_of(device)]
     beside = [choose(("isolated", message.name), cpus)] if cpus else []

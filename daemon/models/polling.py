@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class State(NamedTuple):
-    """State of a model's folder in one poll; nothing is done about a folder until this changes."""
+    """What one poll has found of a model's folder; the model is loaded again only if this has changed since its last load."""
 
     fingerprint: str
     chosen: tuple[int, ...]
@@ -40,7 +40,10 @@ class Changes:
         self._seen: dict[str, State] = dict(self._acted)
 
     def look(self, found: Mapping[str, FoundModel]) -> tuple[list[FoundModel], list[str]]:
-        """Returns the models to load and the names to unload, given what the repositories contain now."""
+        """Takes what the repositories contain now; returns the models to load and the names to unload.
+
+        A change counts once two polls in a row have found the same.
+        """
         states = {name: State.of(model) for name, model in found.items()}
         quiet = {name for name in states.keys() | self._seen.keys() if states.get(name) == self._seen.get(name)}
         quiet |= self._acted.keys() - states.keys() - self._seen.keys()
@@ -54,10 +57,13 @@ class Changes:
 
 
 class Polling:
-    """Task that polls the repositories again and again in control mode "poll"."""
+    """Task that in the control mode "poll" loads models whose folders have changed and unloads those whose folders are gone."""
 
     def __init__(self, models: Models, options: Callable[[], Repository], found: Mapping[str, FoundModel]) -> None:
-        """Starts from ``found``, the models that the daemon's start has begun to load, so that only later changes count."""
+        """Starts from ``found``, the models that the daemon's start has begun to load, so that only later changes count.
+
+        ``options``: returns the options that hold now.
+        """
         self._models = models
         self._options = options
         self._changes = Changes(found)

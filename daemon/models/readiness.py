@@ -49,7 +49,8 @@ def standings(
 ) -> list[Standing]:
     """Returns the readiness of every wanted or required model, sorted by name.
 
-    ``refused``: the models that could not even be tried, with the reason.
+    ``wanted``: the models that should be served. ``required``: those that the option ``repository.required`` names.
+    ``refused``: the models that were refused before a worker was asked to load them, with the reason.
     """
     return [
         _standing(name, refused.get(name, ""), lifecycle)
@@ -128,7 +129,8 @@ class ReadinessCheck:
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
         """Sets which models must be served before the daemon is ready, at the start or after a reload.
 
-        ``required``: the models named by the option ``repository.required``; if there are any, only they count.
+        ``wanted``: the models that should be served; only those of the first call count. ``required``: the models that the option
+        ``repository.required`` names; if there are any, only they count.
         """
         if not self._begun:
             self._first = set(wanted)

@@ -51,7 +51,10 @@ MAX_ENTRIES = 100_000
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Returns whether a directory entry is a folder or a link to one; False for dangling and circular links. Raises OSError."""
+    """Returns whether a directory entry is a folder or a link to one; False for dangling and circular links.
+
+    Raises OSError: the entry cannot be read.
+    """
     try:
         return entry.is_dir()
     except OSError as error:
@@ -260,7 +263,7 @@ def poll(path: Path) -> FoundModel:
 
 
 def override(path: Path, config: str) -> FoundModel:
-    """Reads a model's folder, with a configuration in JSON that replaces its own.
+    """Reads a model's folder, with ``config`` (JSON) in place of its config.pbtxt.
 
     Raises InvalidArgument: the configuration or the folder is wrong; Unsupported: it asks for a feature that is not offered.
     """
@@ -278,7 +281,7 @@ def readable_folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def overridden(folder: Path, config: str) -> FoundModel:
-    """Reads a model's folder with a client's configuration in JSON; the errors are worded for the client.
+    """Reads a model's folder, with a client's configuration (JSON) in place of its config.pbtxt; words errors for the client.
 
     Raises InvalidArgument: the configuration or the folder is wrong, or no version is chosen; Unsupported: it asks for a feature
     that is not offered.

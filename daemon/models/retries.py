@@ -15,7 +15,7 @@ class Retries:
     """Keeps one timer for each version that was given up and is to be loaded again."""
 
     def __init__(self, due: Callable[[Retry], None]) -> None:
-        """Stores ``due``, which is called when it is time to load a version again."""
+        """Stores ``due``, which is called with a version's Retry instruction when it is time to load the version again."""
         self._due = due
         self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
 

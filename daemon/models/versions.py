@@ -29,7 +29,7 @@ class IndexState(enum.Enum):
 
 @dataclass(slots=True)
 class VersionEntry:
-    """State of one version of a model on all workers. Its sets hold worker incarnations."""
+    """State of one version of a model on all workers. Workers are named by their incarnations, numbers never given twice."""
 
     load: Load
     state: IndexState = IndexState.UNKNOWN

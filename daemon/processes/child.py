@@ -287,7 +287,12 @@ class FrontProcess(Child):
     ) -> None:
         """Stores what is needed to start the front process, and starts nothing yet.
 
-        ``row``: its number from 0 among the fronts of ``protocol``, "http" or "grpc".
+        Args:
+          module: the Python module that the process runs.
+          row: its number from 0 among the fronts of ``protocol``, "http" or "grpc".
+          incarnation: the number that only this process has.
+          on_record: called with this object, a record from the front, and the file descriptors that came with it.
+          on_exit: called with this object once the process is gone.
         """
         super().__init__(module, front_name(protocol, row), incarnation, FromFront, on_record, on_exit)
         self.protocol = protocol
@@ -435,7 +440,10 @@ def front_name(protocol: str, row: int) -> str:
 
 
 class MissingParts:
-    """Logs which optional parts (in C, or of JAX) the workers or the fronts lack, once for all, as they run the same files."""
+    """Logs which optional parts (in C, or of JAX) the workers or the fronts lack.
+
+    That is logged once, not for each process, as they all run the same files.
+    """
 
     def __init__(self, what: str = IN_C) -> None:
         """Stores ``what``, with which each warning begins, before the names of the parts. Nothing counts as logged yet."""

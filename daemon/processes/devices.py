@@ -61,7 +61,7 @@ class Device:
 def find_devices(
     options: Workers, environment: Mapping[str, str], folder: Path = Path("/dev"), system: Path = Path("/sys")
 ) -> list[Device]:
-    """Returns a device for each worker process. A GPU that exists but cannot be used is logged.
+    """Returns a device for each worker process to start. A GPU that exists but cannot be used is logged.
 
     Args:
       environment: the variables among which CUDA_VISIBLE_DEVICES is looked up.

@@ -15,16 +15,16 @@ _PASSED_OVER = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class FirstSignals:
-    """Signal handlers for the time before the event loop installs its own; ``came`` is the signal that asks for a stop."""
+    """Signal handlers for the time before the event loop installs its own; ``came``: the signal that asks for a stop, or None."""
 
     def __init__(self) -> None:
         #: The signal that asked the daemon to stop, SIGTERM or SIGINT; None: none has come.
         self.came: signal.Signals | None = None
 
     def watch(self) -> None:
-        """Installs the signal handlers; call it from the main thread.
+        """Installs handlers of SIGTERM and SIGINT, and of SIGHUP, SIGUSR1 and SIGUSR2; call it from the main thread.
 
-        Even signals without effect get a handler, because child processes would inherit that they are ignored.
+        The last three do nothing so early. They have handlers because child processes would inherit that they are ignored.
         """
         for number in _ENDING:
             signal.signal(number, self._ending)

@@ -44,7 +44,7 @@ class Fronts:
     def __init__(self, programs: Mapping[str, str], devices: Sequence[str], supervisor: Supervisor) -> None:
         """Stores which programs to run, and starts nothing yet.
 
-        ``programs``: protocol -> Python module; ``devices``: those of the first workers.
+        ``programs``: protocol -> Python module. ``devices``: those of the first workers, by which ``automatic`` counts fronts.
         """
         #: The number of fronts of a protocol that is to have as many as suit the host.
         self._automatic = automatic(len(os.sched_getaffinity(0)), devices)
@@ -131,7 +131,7 @@ class Fronts:
         return self._automatic if asked == "auto" else asked
 
     def start(self, protocol: str, row: int) -> None:
-        """Starts the front process of a protocol with this number. Raises OSError: there is no room for a process."""
+        """Starts the front process number ``row`` of a protocol. Raises OSError: there is no room for a process."""
         front = FrontProcess(
             self._programs[protocol], protocol, row, self._supervisor.next_incarnation(), self._received, self._exited
         )
@@ -166,9 +166,9 @@ class Fronts:
         await asyncio.gather(*(front.wait_acknowledged(edition) for front in behind))
 
     def ask_idle(self, now_ns: int, interval_ns: int) -> None:
-        """Asks each front that was not asked for ``interval_ns`` to acknowledge its state, so that a hanging loop is noticed.
+        """Asks each front that was not asked for ``interval_ns`` to acknowledge its state, to notice a front whose loop hangs.
 
-        ``interval_ns`` 0: asks no front.
+        ``interval_ns`` 0: asks no front. ``now_ns``: CLOCK_MONOTONIC.
         """
         for front in self.by_incarnation.values():
             if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:
@@ -246,22 +246,22 @@ class Fronts:
         return urls
 
     def refused(self, name: str) -> dict[Refusal, int]:
-        """Returns how many requests the front slot of this name ("http-0") has refused, by reason."""
+        """Returns how many requests the fronts of this name ("http-0") have refused since the daemon's start, by reason."""
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol].refused(int(row))
 
     def answers(self, name: str) -> dict[str, int]:
-        """Returns how many answers the front slot of this name ("http-0") has given, by status code."""
+        """Returns how many answers the fronts of this name ("http-0") have given since the daemon's start, by status code."""
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol].answers(int(row), protocol)
 
     def dropped_traces(self, name: str) -> int:
-        """Returns how many traces the front slot of this name ("http-0") has dropped."""
+        """Returns how many traces the fronts of this name ("http-0") have dropped since the daemon's start."""
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol].dropped_traces(int(row))
 
     def prepared_requests(self, name: str) -> tuple[int, int, int]:
-        """Returns three counts of prepared requests in the front slot of this name ("http-0").
+        """Returns three counts of the prepared requests of the front with this name ("http-0").
 
         A prepared request is the constant part of many requests, which is sent to a worker once and then named by a number. The
         counts: those that have a number now, that were ever given one, and that were ever evicted.

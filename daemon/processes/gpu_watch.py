@@ -31,13 +31,13 @@ class GpuState(msgspec.Struct, frozen=True):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """State of all GPUs of this host at one time."""
+    """State of all GPUs of this host at one time, as the watching process reports it to the supervisor."""
 
     gpus: tuple[GpuState, ...]
 
 
 class Event(msgspec.Struct, frozen=True, tag="event"):
-    """An error that a GPU has reported."""
+    """An error that a GPU has met, as the watching process reports it to the supervisor."""
 
     uuid: str
     #: The kind, "xid" or "ecc" (an error of two bits, which was not corrected).
@@ -114,7 +114,7 @@ def _address(handle: Any) -> int:
 
 
 def _say(what: Look | Event) -> bool:
-    """Writes one line of JSON to standard output. Returns False if nobody reads it any more."""
+    """Writes a report as one line of JSON to standard output. Returns False if nobody reads standard output any more."""
     try:
         sys.stdout.buffer.write(msgspec.json.encode(what) + b"\n")
         sys.stdout.buffer.flush()

@@ -49,7 +49,7 @@ class Listener:
 def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listener:
     """Binds a listening socket: TCP, or for an address ``unix:PATH`` a Unix socket with the file mode ``mode`` (octal).
 
-    Raises ListenError: the socket cannot be bound.
+    ``protocol``: what clients speak there, "http" or "grpc". Raises ListenError: the socket cannot be bound.
     """
     if address.startswith("unix:"):
         path = os.path.abspath(address.removeprefix("unix:").removeprefix("//") or ".")
@@ -62,7 +62,7 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
     """Binds a listening socket for each address.
 
-    ``port`` is used for TCP only, ``mode`` (octal) for the files of Unix sockets.
+    ``port`` is used for TCP only, ``mode`` (octal) for the files of Unix sockets. ``protocol``: "http" or "grpc".
 
     Raises ListenError: an address cannot be bound; the sockets that were bound before are closed.
     """
@@ -98,7 +98,7 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
 def _remove_stale(path: str) -> None:
     """Removes a Unix socket's path if the process that bound it is gone.
 
-    Raises ListenError: a process listens there, or it is a file.
+    Raises ListenError: a process listens there, or the path is not that of a socket.
     """
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):

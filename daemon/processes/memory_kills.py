@@ -6,9 +6,9 @@ from tensord.config.control_groups import MemoryGroup, memory_groups
 
 
 class MemoryKills:
-    """Watches one control group's counter of processes killed for want of memory.
+    """Tells whether the kernel has killed a process of one control group for want of memory, by the group's counter.
 
-    ``group``: the control group; None: there is none that counts them.
+    ``group``: the control group; None: no group counts such kills.
     """
 
     def __init__(self, group: MemoryGroup | None) -> None:
@@ -17,7 +17,7 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Watches the innermost control group of this process that counts such kills."""
+        """Makes an object for the innermost control group of this process that counts kills for want of memory."""
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:

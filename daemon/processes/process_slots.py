@@ -66,7 +66,7 @@ class ProcessSlots:
     def look(self, dead: Child) -> None:
         """Finds out whether a process died for want of memory, and counts its death by cause if the process was still needed.
 
-        Call this before the end of the process is described in the log.
+        Call this before ``Child.describe_exit``, which also tells that.
         """
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
         if self._supervisor.needs(dead):
@@ -81,8 +81,9 @@ class ProcessSlots:
         self._filled.discard(name)
 
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
-        """Calls ``start`` after a delay to replace a dead process, if it is still needed then, and again if that raises OSError.
+        """Calls ``start`` after a delay to replace a dead process, if it is still needed then.
 
+        If that raises OSError, ``start`` is called again after another delay.
         ``doing``: " while loading model 'm' version 1", for the log; "" if that is not known.
         """
         if not self._supervisor.needs(dead):

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class DaemonPhase(enum.Enum):
-    """Phases of the daemon's life, from start to stop."""
+    """Phases of the daemon's life: starting, serving, draining, stopping."""
 
     #: Some first loads are not settled.
     STARTING = "starting"

@@ -101,7 +101,7 @@ def end(workers: Collection[tuple[Device, Spawned]]) -> None:
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns a child process's environment: that of this process without systemd's variables, plus ``extra`` and our version."""
+    """Returns a child process's environment: ours without systemd's variables, with tensord's version and ``extra``."""
     ours = {
         key: value
         for key, value in os.environ.items()

@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 class Tasks:
-    """Owns the supervisor's background tasks. ``failed`` is called when a task raises an exception."""
+    """Owns the supervisor's background tasks. ``failed``: called when a task raises an exception, to stop the daemon."""
 
     def __init__(self, failed: Callable[[], None]) -> None:
         self._failed = failed

@@ -65,7 +65,7 @@ class Pauses:
         self._late: deque[tuple[int, int]] = deque(maxlen=_MAX_PAUSES)
 
     def looked(self, due_ns: int, now_ns: int) -> None:
-        """Stores a pause from ``due_ns``, when a check was due, to ``now_ns``, when it was made, if that is long."""
+        """Stores a pause from ``due_ns``, when a check was due, to ``now_ns``, when it was made, if that is more than 0.1 s."""
         if now_ns - due_ns > _LATE_NS:
             self._late.append((due_ns, now_ns))
 
@@ -78,7 +78,10 @@ class Pauses:
 
 
 def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
-    """Returns why a child process should be killed, because it exceeded a time limit; "" if it should not."""
+    """Returns why a child process should be killed, because it exceeded a time limit; "" if it should not.
+
+    ``pauses``: periods in which the supervisor did not run; they do not count. ``now_ns``: CLOCK_MONOTONIC.
+    """
 
     def past(since_ns: int, limit: float) -> bool:
         return limit > 0 and now_ns - since_ns - pauses.within(since_ns, now_ns) > limit * 1e9

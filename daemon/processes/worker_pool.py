@@ -61,7 +61,10 @@ class WorkerPool:
         self._jax_lacks = MissingParts(OF_JAX)
 
     def start_all(self, spawned: Sequence[tuple[Device, Spawned]]) -> None:
-        """Takes over the first workers, one for each device. Raises OSError: there is no room for a process."""
+        """Takes over the first workers, which were started already, one for each device.
+
+        Raises OSError: no file descriptor is free.
+        """
         self._shared_slots = {f"worker-{index}": device for index, (device, _) in enumerate(spawned)}
         for name, (device, process) in zip(self._shared_slots, spawned, strict=True):
             self._adopt(name, device, process)
@@ -78,7 +81,10 @@ class WorkerPool:
 
     @property
     def usable(self) -> list[str]:
-        """Returns the devices of all slots except broken ones, where several workers in a row died before they used theirs."""
+        """Returns the devices of all slots except broken ones.
+
+        A device is broken if a worker says so when it starts, or if several workers in a row died before they were ready.
+        """
         return [device for device in self.slots.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
 
     def is_vacant(self, name: str) -> bool:
@@ -145,7 +151,7 @@ class WorkerPool:
         raise Unavailable(f"the new {name} died")
 
     def _end(self, worker: WorkerProcess) -> None:
-        """Stops a worker once its accepted requests are finished, and kills it if it has not ended in time."""
+        """Stops a worker once its accepted requests are finished. Kills it if it is not ready yet, or has not ended in time."""
         grace = self._supervisor.options.supervisor.exit_timeout
         worker.stop(int(grace * 1e9))
         if worker.ready:
@@ -229,9 +235,9 @@ class WorkerPool:
 class Leftovers:
     """Kills the processes that a dead worker's models have left running.
 
-    Processes are found by the worker's mark in their environment (``tensord.shm.marked_processes``). A process that was given
-    another environment, by code that is not Python's, is not found; a service manager or a container ends it too. One per daemon;
-    the search runs off the event loop.
+    Processes are found by a variable in their environment with the worker's mark (``tensord.shm.marked_processes``). A process
+    that was given another environment, by code that is not Python's, is not found; a service manager or a container ends it too.
+    One per daemon; the search runs off the event loop.
     """
 
     def __init__(self) -> None:
@@ -240,7 +246,7 @@ class Leftovers:
     def end(self, worker: str, mark: str) -> None:
         """Begins to kill the processes that a dead worker's models left running.
 
-        ``mark``: the worker's mark; "": it started none.
+        ``mark``: the value of the variable in their environment by which they are found; "": there is none, nothing is done.
         """
         if mark:
             task = asyncio.get_running_loop().create_task(self._end(worker, mark))
