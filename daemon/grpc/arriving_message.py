@@ -176,7 +176,7 @@ class ArrivingMessage(Receiver):
         self._raws.append((0, self._fields.raw_left))
 
     def _fill(self, piece: memoryview, at: int) -> None:
-        """Copies the tensors' bytes in ``piece[at:]`` into the lease; drops the bytes if the message was refused."""
+        """Copies the tensors' bytes in ``piece[at:]`` to the leased arena memory; drops the bytes if the message was refused."""
         fields, lease, end = self._fields, self._lease, len(piece)
         while at < end and lease is not None and fields is not None:
             if size := min(fields.raw_left, end - at):

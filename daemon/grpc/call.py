@@ -29,7 +29,7 @@ class Call(ABC):
     def message(self, content: Buffer, start: int, end: int) -> None:
         """Takes a complete message of the client, ``content[start:end]``, and acts on it now or stores it for later.
 
-        A call that stores the message must store what ``kept`` returns.
+        A call that stores the message must store what the function ``kept`` makes of it: an object without the bytes around it.
         """
 
     def placed_message(self, message: ArrivingMessage) -> None:

@@ -211,7 +211,12 @@ class Infer:
     ) -> CallRequest:
         """Sends the request of a message whose tensors arrived in the arena to a worker; the request takes over their lease.
 
-        Arguments and errors are those of ``ask``. The message is dropped if there is an error.
+        Args:
+          streamed: whether the call may get several responses, so that its model may be decoupled.
+          waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
+          read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
+        Raises: RefusedRequest: the message is no valid request, or cannot be sent.  Unavailable: too many requests are in flight.
+          The message is dropped then.
         """
         try:
             head, client_id, contents = message.fields()
@@ -295,8 +300,12 @@ class Infer:
     ) -> CallRequest:
         """Sends a request that was decoded in full, with forwarded headers as parameters. Raises RefusedRequest: it was not sent.
 
-        ``understood``: the decoded head, the request and its model's state. ``sampled``: the request's trace; None: one is begun
-        here if the request is to be traced. The other arguments are those of ``ask``.
+        Args:
+          understood: the decoded head, the request and its model's state.
+          streamed: whether the call may get several responses, so that its model may be decoupled.
+          waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
+          read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
+          sampled: the request's trace; None: one is begun here if the request is to be traced.
         """
         decoded, request, state = understood
         stream = call.stream
@@ -357,7 +366,11 @@ class Infer:
     ) -> list[Buffer]:
         """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the response arena are not copied.
 
-        ``streamed``: whether it answers ModelStreamInfer. Other arguments are those of ``InferCall.completed``.
+        Args:
+          prepared: the constant part of the answer, which it shares with many others.
+          own: the rest of this answer.
+          lane: has the response arena that the answer's tensors lie in.
+          streamed: whether the answer is for ModelStreamInfer.
         """
         if asked.message is not None and type(own.prepared) is int:
             layout = asked.message.answer_layout(prepared, streamed)
@@ -372,6 +385,12 @@ class Infer:
 
         The callback releases the answer's memory. It also acknowledges a response that is not final to its worker, or ends the
         request's trace.
+
+        Args:
+          prepared: the constant part of the answer.
+          own: the rest of it.
+          lane: has the response arena that the answer's tensors lie in; None: it is an error without tensors.
+          trace: the request's trace; None: it is not traced.
         """
         if lane is not None and not prepared.final:
             return partial(self.submitter.taken, lane, own)

@@ -54,7 +54,7 @@ class PreparedMessage:
         self.unary: dict[int, AnswerLayout] = {}
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
-        """Returns the ``AnswerLayout`` for answers with the constant part ``prepared``, from the cache if it is there.
+        """Returns the encoder (``AnswerLayout``) of answers with the constant part ``prepared``, from the cache if it is there.
 
         ``streamed``: whether they answer ModelStreamInfer.
         """

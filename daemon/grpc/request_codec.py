@@ -86,9 +86,10 @@ class DecodedHead:
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
-    """Decodes the head of a ModelInferRequest. Returns the decoded head and the state of its model.
+    """Decodes the head of a ModelInferRequest: all its fields but the id and the raw tensors.
 
-    ``has_raw``: whether the request has raw_input_contents, so that no input may have ``contents``.
+    Returns the decoded head and the state of its model. ``has_raw``: whether the request has raw tensors, so that no input may
+    have ``contents``.
     Raises: NotFound, InvalidArgument: there is no such model or version.  InvalidArgument: the head breaks the protocol.
     """
     if len(head) > counts.UNCOUNTED:

@@ -312,7 +312,9 @@ class Models:
         return await outcome
 
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
-        """Loads an ensemble's members, or waits for loads of them that already run. Returns the ensemble, completed from them.
+        """Loads an ensemble's members, or waits for loads of them that already run.
+
+        Returns the ensemble with what follows from its members: configuration, devices, fingerprint.
 
         Args:
           within: the ensembles for which this one is loaded, outermost first.

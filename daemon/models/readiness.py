@@ -145,7 +145,10 @@ class ReadinessCheck:
             self._loading[worker] = at
 
     def check(self, strict: bool) -> None:
-        """Publishes the daemon's readiness if it has changed. ``strict``: models that failed to load count as well."""
+        """Publishes the daemon's readiness to the fronts if it has changed.
+
+        ``strict``: whether models that failed to load keep the daemon from being ready.
+        """
         standings = list(self._standings())
         self._first &= {model.name for model in standings}
         self._served &= self._first | self._required

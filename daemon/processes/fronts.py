@@ -65,7 +65,8 @@ class Fronts:
     def listen(self, environment: Mapping[str, str], beside: Path | None = None) -> None:
         """Binds the listening sockets of each protocol, or takes over those that the service manager passed.
 
-        ``beside``: the path of one more Unix socket for HTTP, if HTTP is served; if it cannot be bound, that is only logged.
+        ``environment``: says which were passed (LISTEN_FDS, ...). ``beside``: the path of one more Unix socket for HTTP, if HTTP
+        is served; if it cannot be bound, that is only logged.
 
         Raises ListenError: a socket cannot be bound or taken over; OSError: there is no room for shared counters.
         """
