@@ -45,7 +45,7 @@ _MAX_NEW_LANES = 253
 
 @dataclass(slots=True, eq=False)
 class ClientConnection:
-    """A client's connection to the clients' socket, and the lanes that end with it."""
+    """A client's connection to the clients' socket, and its lanes (direct sockets to workers), which end with the connection."""
 
     peer: Peer
     #: Incarnation of a worker -> the number of the lane to it.
@@ -54,7 +54,7 @@ class ClientConnection:
 
 @dataclass(slots=True)
 class _Lane:
-    """A client's lane to a worker, from its opening until the worker reports that it is completely closed."""
+    """A lane, a direct socket from a client to a worker, from its opening until the worker reports it completely closed."""
 
     worker: WorkerProcess
     owner: str
@@ -63,7 +63,7 @@ class _Lane:
 
 
 class ClientLanes:
-    """Admits clients, opens their lanes to workers and ends them. Belongs to the supervisor's loop."""
+    """Admits clients, opens their lanes (direct sockets to workers) and ends them. Belongs to the supervisor's loop."""
 
     def __init__(self, options: Options, supervisor: Supervisor) -> None:
         clients = options.clients
@@ -113,7 +113,7 @@ class ClientLanes:
         return connection
 
     def leave(self, connection: ClientConnection) -> None:
-        """Ends the lanes of a client's connection, which has ended."""
+        """Forgets a client whose connection has ended, and ends its lanes to workers."""
         self._connections.discard(connection)
         for number in list(connection.lanes.values()):
             self._end(number)
@@ -172,9 +172,10 @@ class ClientLanes:
     def open(
         self, connection: ClientConnection, wanted: OpenLanes, state: ModelState
     ) -> tuple[OpenAnswer, list[socket.socket]]:
-        """Opens lanes to the workers that serve a version.
+        """Opens a lane (a direct socket) to each worker that serves a version and to which the client has none yet.
 
-        Returns the answer, and the client's ends of new lanes, which the caller must close.
+        Returns the answer to ``wanted``, and the client's ends of the new lanes, which the caller must close. ``state``: the
+        version's, which ``find`` has returned.
 
         Raises Unavailable: the user has too many lanes, or no file descriptor is free; Unsupported: the model's description is
         too large. After an error no lane was opened.
@@ -195,7 +196,7 @@ class ClientLanes:
     def _opened(self, connection: ClientConnection, workers: list[WorkerProcess], model: str) -> list[socket.socket]:
         """Opens a lane to each of these workers and returns the client's ends; after an error none is open.
 
-        Raises Unavailable: the user would have too many lanes, or no file descriptor is free.
+        ``model``: named in errors. Raises Unavailable: the user would have too many lanes, or no file descriptor is free.
         """
         owner, options = connection.peer.owner, self._options
         if workers and self._owned[owner] + len(workers) > options.max_owner_lanes:
@@ -252,7 +253,7 @@ class ClientLanes:
         )
 
     def _homes(self, state: ModelState) -> list[WorkerProcess]:
-        """Returns the workers that serve a version and are not stopping, at most as many as one message has descriptors for."""
+        """Returns the workers that serve a version and are not stopping, at most as many as a message can carry descriptors."""
         found = (self._supervisor.workers.by_incarnation.get(incarnation) for incarnation in state.workers)
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping][
             :_MAX_NEW_LANES
@@ -279,7 +280,7 @@ class ClientLanes:
     # --------------------------------------------------------------------------------------------------------- changes
 
     def lane_ended(self, worker: WorkerProcess, number: int) -> None:
-        """Stops counting a lane that its worker reports as completely closed, and wakes clients that wait for one."""
+        """Stops counting a lane that its worker reports as completely closed, and wakes clients that wait for a lane's end."""
         lane = self._lanes.get(number)
         if lane is not None and lane.worker is worker:
             self._forget(number)
@@ -299,7 +300,7 @@ class ClientLanes:
             del self._owned[lane.owner]
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Stores a model's new state, and wakes clients that wait for it; ignores the daemon's readiness."""
+        """Stores a model's new state, and wakes clients that wait for a model; does nothing for the daemon's readiness."""
         if isinstance(record, Readiness):
             return
         if isinstance(record, ModelState):
@@ -319,7 +320,7 @@ class ClientLanes:
         return Counter(lane.worker.name for lane in self._lanes.values() if lane.connection is not None)
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the numbers of client connections and lanes, in total and by user."""
+        """Returns the numbers of client connections and lanes, in total and by user, and how many lanes were ever refused."""
         connections = Counter(connection.peer.owner for connection in self._connections)
         lanes = Counter(lane.owner for lane in self._lanes.values() if lane.connection is not None)
         owners: Iterable[str] = sorted(connections | lanes)
@@ -352,6 +353,6 @@ class ClientLanes:
 
 
 class _Batching(msgspec.Struct):
-    """The field of a ModelConfig that limits the size of a batch."""
+    """The one field that is read from a model's configuration: the largest batch."""
 
     max_batch_size: int = 0

@@ -38,7 +38,7 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks for a model's description, and for a lane to each worker that serves it and to which the client has no lane yet."""
+    """Asks for a model's description, and for a lane (a socket) to each worker that serves it, where the client has none yet."""
 
     model: str
     #: 0: the newest that serves.
@@ -50,7 +50,10 @@ class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Register(msgspec.Struct, forbid_unknown_fields=True):
-    """Registers a memfd as a region. Offset and size are in bytes; the offset must be a multiple of the page size."""
+    """Asks to register the memfd that comes with this message as a shared-memory region.
+
+    Offset and size are in bytes; the offset must be a multiple of the page size.
+    """
 
     name: str
     byte_size: int
@@ -58,13 +61,13 @@ class Register(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Unregister(msgspec.Struct, forbid_unknown_fields=True):
-    """Unregisters a region of the client's user; "" unregisters all of them."""
+    """Asks to unregister a shared-memory region of the client's user; name "": all regions of that user."""
 
     name: str
 
 
 class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
-    """Pushes parameters into a set of a model; version 0: the newest that serves."""
+    """Asks to push new parameters into a parameter set of a model version; version 0: the newest that serves."""
 
     model: str
     version: _Number = 0
@@ -72,7 +75,7 @@ class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
 
 
 class ParameterSetName(msgspec.Struct, forbid_unknown_fields=True):
-    """Names a parameter set of a model; version 0: the newest that serves."""
+    """Names the parameter set that a client asks to drop or revert; version 0: the newest that serves."""
 
     model: str
     version: _Number = 0
@@ -80,7 +83,7 @@ class ParameterSetName(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ParameterSetNames(msgspec.Struct, forbid_unknown_fields=True):
-    """Names a model's parameter sets; version 0: all versions, set "": all sets."""
+    """Names the parameter sets of a model that a client asks to list; version 0: all versions, set "": all sets."""
 
     model: str
     version: _Number = 0
@@ -88,7 +91,7 @@ class ParameterSetNames(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ClientQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """A client's question, in which exactly one field must be given."""
+    """A client's message on the clients' socket: one question, in the one field that is given."""
 
     hello: Hello | None = None
     open: OpenLanes | None = None
@@ -114,7 +117,7 @@ class HelloAnswer(msgspec.Struct):
 
 
 class LaneEntry(msgspec.Struct):
-    """A lane of the client to a worker that serves the model."""
+    """An entry of OpenAnswer: one lane (a direct socket to a worker) on which the client can send requests for the model."""
 
     lane: int
     #: The worker's device, "cpu:0", "cuda:1".
@@ -124,7 +127,7 @@ class LaneEntry(msgspec.Struct):
 
 
 class OpenAnswer(msgspec.Struct):
-    """Answers OpenLanes: describes a model version, and the lanes on which requests for it are accepted."""
+    """Answers OpenLanes: describes a model version, and lists the client's lanes to workers that serve the version."""
 
     model: str
     version: int
@@ -143,7 +146,7 @@ class OpenAnswer(msgspec.Struct):
 
 
 class ClientError(msgspec.Struct):
-    """Answers a question with an error: its sentence, and ``ServingError.code``."""
+    """Answers a question that failed, with the error's sentence and its ``ServingError.code``."""
 
     error: str
     code: str

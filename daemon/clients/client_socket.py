@@ -78,7 +78,7 @@ _BESIDE_LIST = 1 << 10
 
 
 class ClientSocket:
-    """Listens on the clients' Unix socket, and runs a task for each client."""
+    """Listens on the clients' Unix socket, and answers the questions of each client in a task."""
 
     def __init__(
         self,
@@ -214,7 +214,10 @@ class ClientSocket:
     async def _reply(
         self, client: socket.socket, connection: ClientConnection, answer: Any, sockets: list[socket.socket]
     ) -> None:
-        """Sends an answer to a client, with sockets, which are closed here. Raises OSError: the client is gone."""
+        """Sends a client an answer with sockets, which are closed here. Raises OSError: the client is gone.
+
+        If descriptors or memory are lacking for the sockets, ends the lanes that were opened for the answer, and sends an error.
+        """
         with contextlib.ExitStack() as closing:
             for sock in sockets:
                 closing.enter_context(sock)
@@ -233,8 +236,12 @@ class ClientSocket:
     async def _answer(
         self, content: bytes, fds: list[int], connection: ClientConnection, client: socket.socket, end: ConnectionEnd
     ) -> tuple[Any, list[socket.socket]]:
-        """Carries out a client's question. Returns the answer, and the sockets to send with it.
+        """Carries out a client's question. Returns the answer (ClientError: it failed), and the sockets to send with the answer.
 
+        Args:
+          content: the question as JSON.
+          fds: the file descriptors that came with the question, which the caller must close.
+          end: tells other processes when the client's connection ends, for regions that are to end with it.
         Raises OSError: the client is gone.
         """
         try:
@@ -377,7 +384,7 @@ async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
 async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
     """Waits until a file descriptor is ready.
 
-    ``add`` and ``remove``: the loop's functions that watch it for reading, or writing.
+    ``add`` and ``remove``: the loop's functions that begin and end to watch the descriptor, for reading or for writing.
     """
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

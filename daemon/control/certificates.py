@@ -19,9 +19,9 @@ class TlsError(Exception):
 
 
 def tls_context(options: Http | Grpc) -> ssl.SSLContext | None:
-    """Makes a TLS context from PEM files, which also asks for clients' certificates with ``mutual_tls``; None: TLS is off.
+    """Makes a TLS context from PEM files; None: TLS is off. With ``mutual_tls`` clients must have a certificate, too.
 
-    The context offers the section's protocol by ALPN. Raises TlsError: a file cannot be used.
+    The context offers one protocol by ALPN: HTTP/1.1 for HTTP, HTTP/2 for gRPC. Raises TlsError: a file cannot be used.
     """
     if not options.use_tls and not options.mutual_tls:
         return None
@@ -43,7 +43,7 @@ def tls_context(options: Http | Grpc) -> ssl.SSLContext | None:
 
 
 class Certificates:
-    """Holds the TLS context of one front process."""
+    """Holds the TLS context of one front process, and makes it again when the PEM files have changed."""
 
     def __init__(self, options: Http | Grpc) -> None:
         """Reads the PEM files that the options name. Raises TlsError: a file cannot be used."""

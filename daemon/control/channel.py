@@ -69,7 +69,7 @@ class ControlChannel:
 
     @property
     def waiting(self) -> int:
-        """Returns how many records and datagrams are queued because the socket did not accept them yet."""
+        """Returns how many records the socket did not accept yet; records that were packed into one datagram count as one."""
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
@@ -113,9 +113,10 @@ class ControlChannel:
             self._lost()
 
     def _received(self) -> tuple[list[Any], list[int]] | None:
-        """Receives records as ``Channel.receive`` does; replies whose file descriptors were lost are returned without them.
+        """Receives the records of one datagram and their file descriptors; None: none is waiting.
 
-        Raises InvalidArgument: the file descriptors of other records were lost, because too many files are open.
+        Replies whose file descriptors were lost are returned without them. Raises InvalidArgument: the datagram is malformed, or
+        other records lost theirs because too many files are open; ChannelClosed: the peer is gone.
         """
         try:
             return self._channel.receive()

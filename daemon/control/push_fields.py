@@ -56,7 +56,7 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     move_sequences: bool = False
 
     def source(self, memory_byte_size: int) -> ParameterSource:
-        """Returns where the parameters of the push are.
+        """Returns the place of the pushed parameters: a file, a region, leaves in regions, or memory that came with the push.
 
         ``memory_byte_size``: how many bytes were sent with the push itself; below 0: none were.
 
@@ -88,7 +88,9 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def operation(self, model: str, version: int, name: str, memory_byte_size: int = -1) -> PushParameters:
         """Makes the operation that pushes parameters into a model's set ``name`` ("": main).
 
-        Raises InvalidArgument as ``source`` does.
+        ``memory_byte_size``: how many bytes were sent with the push itself; below 0: none were.
+
+        Raises InvalidArgument: the push names no place of the parameters, several places, or too many leaves.
         """
         return PushParameters(
             model,

@@ -44,13 +44,13 @@ class Refusals:
         self._timer_ns = 0
 
     def note(self, model: str, refusal: Refusal) -> None:
-        """Counts one refused request, also for the next line in the log. ``model``: "" where it is not known yet."""
+        """Counts a refused request, in the metrics and for the next line in the log. ``model``: "" where it is not known yet."""
         self._count(refusal)
         self._log.note(model, refusal.value, time.monotonic_ns())
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Counts, for the next line in the log, a request answered with this error because of a mistake of the client."""
+        """Counts a request answered with this error because of a client's mistake; only for the next line in the log."""
         self._mistakes.note(model, code, time.monotonic_ns(), message)
         self._settle_later()
 

@@ -55,18 +55,21 @@ def searched(environment: Mapping[str, str]) -> list[Path]:
 
 
 def further(name: str, pid: int) -> str:
-    """Returns the name of the socket of a user's second or later daemon, such as ``control-4711.sock``. ``pid``: the daemon's."""
+    """Returns the name of the socket of a user's second or later daemon, such as ``control-4711.sock``.
+
+    ``name``: that of the first daemon's socket, such as ``control.sock``. ``pid``: the later daemon's process id.
+    """
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{pid}{dot}{suffix}"
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns the path with this name in a folder, followed by the sockets of further daemons that exist there."""
+    """Returns the path with this name in a folder, then the sockets there that the user's second and later daemons have made."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 
 def _owns(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the folders that may be the user's.
+    """Returns the paths that the user's folder for sockets may have: in $XDG_RUNTIME_DIR, and in /tmp.
 
     A shell may lack the XDG_RUNTIME_DIR with which the daemon was started, so there can be two.
     """

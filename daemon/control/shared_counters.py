@@ -46,7 +46,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedCounters:
-    """The page of counters that the fronts of one protocol share. It owns the page's file descriptor."""
+    """The page of counters that the fronts of one protocol share, a row for each. It owns the page's file descriptor."""
 
     def __init__(self, fd: int) -> None:
         """Maps a page that ``create`` made, and owns its file descriptor from then on.
@@ -93,7 +93,7 @@ class SharedCounters:
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
     def answers(self, row: int, protocol: str) -> dict[str, int]:
-        """Returns how many answers the fronts in this row have ever given, by status code."""
+        """Returns how many answers the fronts in this row have ever given, by status code. ``protocol``: "http" or "grpc"."""
         at = row * _WORDS + _CODES
         return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
 
@@ -152,7 +152,7 @@ class FrontCounters:
 
     @property
     def codes(self) -> tuple[memoryview, int]:
-        """Returns the words of all rows, and the index at which this front's counts of answers by code begin."""
+        """Returns the words of all fronts' rows, and the index of the first of this front's counts of answers by status code."""
         return self._words, self._at + _CODES
 
     def own(self) -> int:
