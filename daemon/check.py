@@ -110,7 +110,7 @@ def check(
 
 
 def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
-    """Words the error that an ensemble's members form a circle, as the daemon words it.
+    """Words the error that an ensemble's members form a circle, as the daemon words it. ``name``: the ensemble.
 
     Args:
       waiting: ensembles, by name, each of which has a member among them.
@@ -156,7 +156,13 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
 def _tried(
     models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
 ) -> Iterator[Verdict]:
-    """Loads models that are no ensembles, in several processes, and yields their verdicts in order. Arguments as in ``check``."""
+    """Loads models that are no ensembles, in several processes, and yields their verdicts in the order of ``models``.
+
+    Args:
+      devices: the devices of all workers; a model is loaded on the first of its workers' devices.
+      timeout: seconds to load each version of a model.
+      bar: shows the progress; it is cleared whenever a verdict is yielded.
+    """
     # A daemon beside this process may have most of a GPU's memory.
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(options, workers=workers))
@@ -269,9 +275,9 @@ class _Attempt:
         self._process.wait()
 
     def look(self, verdicts: dict[str, Verdict]) -> bool:
-        """Adds to ``verdicts`` the results that are known by now. Returns whether the process has ended.
+        """Adds the verdicts that are known by now to ``verdicts``, by model. Returns whether the process has ended.
 
-        If it has ended, the models in ``left`` were not tried.
+        If the process has ended, it never began the models that are in ``self.left`` then.
         """
         lines = self._lines()
         outcomes = {(line.name, line.version): line for line in lines if isinstance(line, LoadOutcome)}

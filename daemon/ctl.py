@@ -471,7 +471,7 @@ def parameters_push(daemon: _Daemon, /, model: str, file: str, version: int, nam
 @_of_version
 @click.pass_obj
 def parameters_drop(daemon: _Daemon, model: str, name: str, version: int) -> None:
-    """Drop the parameter set NAME of MODEL; main cannot be dropped."""
+    """Drop the parameter set NAME of MODEL; the default set, main, cannot be dropped."""
     daemon.do("drop", name=model, version=version, set=name)
 
 

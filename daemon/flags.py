@@ -313,7 +313,10 @@ class FlagCommand(click.Command):
         return [*super().get_params(ctx), *_options()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the words of a command line. Raises ConfigurationError: a flag or argument is refused; the message says why."""
+        """Parses the words of a command line into click's context. Returns the words left: none, unless a shell completes them.
+
+        Raises ConfigurationError: a flag or argument is refused; the message says why.
+        """
         if ctx.resilient_parsing:  # a shell completes them
             return super().parse_args(ctx, args)
         own = dict.fromkeys(ctx.help_option_names, False)
@@ -413,7 +416,7 @@ def settings(ctx: click.Context) -> list[Setting]:
 def canonical(arguments: Sequence[str], own: Mapping[str, bool]) -> list[str]:
     """Rewrites the flags of a command line to ``--name=value``, from ``--name value``, or ``--name`` alone for a switch.
 
-    Flags that have no effect are left out.
+    Flags of Triton that change nothing in tensord are left out.
 
     Args:
       own: the options of the command itself -> whether each takes a value. They, and arguments, stay as they are, for click.
@@ -462,7 +465,9 @@ _TRACE_FLAGS = {
 
 
 def _of_trace_config(value: str) -> str | None:
-    """Converts a value of ``--trace-config``, ``[triton,]SETTING=VALUE``, to the flag that means the same; None: the default.
+    """Converts a value of ``--trace-config``, ``[triton,]SETTING=VALUE``, to the flag that means the same.
+
+    Returns None if the value asks only for the default, so that no flag is needed.
 
     Raises: ConfigurationError: the value is malformed, or asks for OpenTelemetry.
     """

@@ -107,7 +107,9 @@ class Supervisor:
         """Creates the parts of the daemon, and starts nothing yet.
 
         Args:
+          configured: the configuration that the daemon starts with.
           reread: reads the configuration again, after SIGHUP; raises ConfigurationError if it cannot be used.
+          environment: the daemon's environment variables.
           spawned: the first workers, already started. The supervisor owns them once its sockets are bound.
           programs: the modules that child processes run.
           first_signals: has handled signals until now, and knows whether one came.
@@ -306,7 +308,10 @@ class Supervisor:
         _log.log(logging.INFO if self._models.readiness.ready else logging.WARNING, "%s", line)
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Sends a model's new state, or the daemon's readiness, to every front and client lane, and reports readiness."""
+        """Publishes a model's new state, or the daemon's readiness, to every front and to ``ClientLanes``.
+
+        Changed readiness is also shown: on the progress bar at the start, later in the log and to systemd.
+        """
         self.fronts.publish(record)
         self._lanes.model_changed(record)
         if isinstance(record, Readiness):
@@ -321,11 +326,11 @@ class Supervisor:
     # ---------------------------------------------------------------------------------------------------------- records
 
     def front_asked(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
-        """Answers a call that a front made of the supervisor, and then closes the file descriptors that came with the call."""
+        """Starts a task that carries out the operation which a front calls, replies to it, and closes the call's descriptors."""
         self._tasks.spawn(self._answer(front, call, fds))
 
     def traces_ended(self, traces: Sequence[EndedTrace]) -> None:
-        """Sends the traces of requests, which a front has ended, to the collector, if there is one."""
+        """Sends the ended traces that a front has handed over to the OpenTelemetry collector, if one is configured."""
         if self._spans is not None:
             self._spans.export(traces)
 
@@ -334,15 +339,15 @@ class Supervisor:
         self._tasks.spawn(self._join(worker))
 
     def worker_asked(self, worker: WorkerProcess, call: ControlCall) -> None:
-        """Answers a call that a model on ``worker`` made of the supervisor."""
+        """Starts a task that carries out an operation for a model on ``worker``, such as loading a model, and sends the reply."""
         self._tasks.spawn(self._answer_worker(worker, call))
 
     def worker_dismissed(self, worker: WorkerProcess) -> None:
-        """Removes a worker from the models' placement, because its isolated model needs it no more; its process ends later."""
+        """Removes a worker from those that serve models, because its isolated model needs it no more; its process ends later."""
         self._models.worker_dismissed(worker.incarnation)
 
     def worker_answered(self, worker: WorkerProcess, record: Loading | Loaded | Unloaded) -> None:
-        """Passes a worker's report of a load's progress or end, or of an unload's end, to ``Models`` or ``Parameters``."""
+        """Passes a worker's report on loading or unloading a version to ``Models``; ``Loaded`` goes to ``Parameters`` first."""
         if isinstance(record, Loading):
             self._models.loading(worker.incarnation, record)
         elif isinstance(record, Loaded):
@@ -395,7 +400,7 @@ class Supervisor:
         """Starts the workers that isolated models need, and stops those that are needed no more.
 
         Args:
-          wanted: device of such a worker -> its part of a GPU's memory, as ``isolation.wanted`` returns them.
+          wanted: the device of each such worker that is needed -> the part of a GPU's memory that the worker may use (0 to 1).
         """
         if self.phase is DaemonPhase.STOPPING:
             return
@@ -540,7 +545,7 @@ class Supervisor:
         }
 
     async def _describe_page(self) -> dict[str, Any]:
-        """Returns what the status page in browsers shows: as ``describe``, with each model's state and recent errors."""
+        """Returns what the status page for browsers shows: all of ``tensorctl status``, each model's state, and recent errors."""
         errors = await recent_errors(self.fronts, self.workers.ready())
         standings = [
             {"name": model.name, "served": list(model.served), "reason": model.reason}

@@ -17,7 +17,10 @@ def show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as the text of a table cell, on one line; "" for None."""
+    """Returns a value as the text of a table cell, on one line; "" for None.
+
+    A mapping says what a worker runs: its keys are "model", "version" and "seconds".
+    """
     if value is None:
         return ""
     if isinstance(value, Mapping):

@@ -32,7 +32,7 @@ def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
 
     Args:
       name: the archive's file name, which tells its kind and appears in messages.
-      max_byte_size: how many bytes all its files together may have.
+      max_byte_size: how many bytes all files in the archive together may have.
 
     Raises InvalidArgument: the archive is damaged, too large, or has members that are not allowed; OSError: a file cannot be
     written.
@@ -97,7 +97,7 @@ def _unpack_zip(archive: Path, folder: Path, bounds: _Bounds) -> None:
 
 
 def _lift(folder: Path) -> None:
-    """If ``folder`` contains only one folder, and that is the model, replaces ``folder`` with it."""
+    """If ``folder`` cannot be a model's itself, and contains only one folder, puts that inner folder in its place."""
     names = [name for name in os.listdir(folder) if name not in repository.IGNORED]
     if len(names) == 1 and repository.no_model(folder) and (folder / names[0]).is_dir():
         aside = folder.with_name(f"{folder.name}.outer")

@@ -144,9 +144,12 @@ class Source:
     def _arrived(
         self, file: File, begin: int, block: Future[bytes | None], whole: set[str]
     ) -> Iterator[tuple[File, int, bytes]]:
-        """Yields a block whose reading was begun before; if the server sends no parts, yields the whole file once instead.
+        """Waits for a block that is being read and yields it; if the server sends no parts of files, yields the whole file once.
 
-        ``whole``: the names of the files that were yielded as a whole.
+        Args:
+          begin: the block's offset in the file.
+          block: the block's bytes; None: the server sends no parts.
+          whole: the names of the files that were yielded as a whole so far.
         """
         content = block.result()
         if content is not None and file.name not in whole:

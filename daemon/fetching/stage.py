@@ -51,7 +51,7 @@ class Plan(msgspec.Struct, frozen=True):
     files: tuple[File, ...]
 
     def same(self, other: Plan | None) -> bool:
-        """Returns whether another plan is known to have the same content; False if a file's identity is not known."""
+        """Returns whether another plan is known to have the same content; False if no tag or hash identifies a file."""
         return self == other and all(file.identity for file in self.files)
 
 
@@ -95,7 +95,7 @@ class Stage:
         os.close(self._lock)
 
     def holds(self, plan: Plan) -> bool:
-        """Returns whether the served model was fetched by an equal plan, so that nothing needs to be fetched."""
+        """Returns whether the model that is served was fetched by an equal plan, so that nothing needs to be fetched."""
         return plan.same(_read(self.folder / RECORD))
 
     def fill(self, source: Source, plan: Plan, max_byte_size: int) -> Iterator[int]:
@@ -270,7 +270,7 @@ def _read(path: Path) -> Plan | None:
 
 
 def _write(path: Path, plan: Plan) -> None:
-    """Writes a plan to a file so that the file is never incomplete."""
+    """Writes a plan to a new file and renames that to ``path``, so that the file at ``path`` is never incomplete."""
     beside = path.with_name(f"{path.name}.new")
     beside.write_bytes(msgspec.json.encode(plan))
     beside.rename(path)

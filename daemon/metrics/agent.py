@@ -49,7 +49,7 @@ class Agent:
 
     Args:
       state: returns whether the daemon is being drained, and why it is not ready ("": it is ready).
-      look: asks the workers for their busy times, and adds these to the BusyPart.
+      look: asks the workers for their busy times, and adds these to the BusyPart that is passed to it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Agent:
             await asyncio.sleep(_INTERVAL)
 
     def close(self) -> None:
-        """Closes the listening socket and ends the reading of busy times. A second call does nothing."""
+        """Closes the listening socket, and stops asking the workers for their busy times. A second call does nothing."""
         if self._looking is not None:
             self._looking.cancel()
         if self._server is not None:

@@ -14,7 +14,10 @@ WINDOW_NS = 5 * 10**9
 
 
 class BusyPart:
-    """Measures for which part of the last seconds workers were busy, from their busy times. Times are CLOCK_MONOTONIC ns."""
+    """Measures which part of the last seconds workers were running something, from how long their runs took so far.
+
+    Times are CLOCK_MONOTONIC ns.
+    """
 
     def __init__(self) -> None:
         #: When it was looked, and the busy time of all workers so far, in ns.
@@ -22,7 +25,7 @@ class BusyPart:
         self._workers = self._running = 0
 
     def look(self, now_ns: int, busy_ns: int, workers: int, running: int = 0) -> None:
-        """Stores the workers' busy time as it is at ``now_ns``; ``value`` compares it with that of a few seconds before.
+        """Stores how long the workers have run until ``now_ns``; ``value`` compares that with the same a few seconds before.
 
         Args:
           busy_ns: how long all runs of all workers took that have ended so far.

@@ -46,7 +46,7 @@ _PATIENCE = 2.0
 
 
 class _OfSlot:
-    """Adds up the counters of the successive workers of one slot; each worker counts from zero."""
+    """Adds up the counters of the processes that were one worker slot's in turn; each process counts from zero."""
 
     def __init__(self) -> None:
         #: The worker that reported last.
@@ -60,7 +60,10 @@ class _OfSlot:
         self._answers: Counter[str] = Counter()
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Stores the counters that a worker of this slot reports, in addition to the last ones of the workers before it."""
+        """Stores the counters that the slot's process reports; those of the processes before it stay in the sums.
+
+        ``incarnation``: the number of the process.
+        """
         if incarnation != self.incarnation:
             self._before = self._sum
             self._answers_before += self._answers
@@ -75,17 +78,17 @@ class _OfSlot:
 
     @property
     def requests(self) -> int:
-        """Returns the number of requests that ever came on clients' lanes to this slot's workers."""
+        """Returns how many requests ever came to this slot's processes on lanes of clients (their direct sockets to workers)."""
         return self._sum[0]
 
     @property
     def answers(self) -> Counter[str]:
-        """Returns the number of final answers ever sent on clients' lanes by this slot's workers, by code."""
+        """Returns, by code, how many final answers this slot's processes have ever sent on lanes of clients (direct sockets)."""
         return self._answers_before + self._answers
 
     @property
     def compiles(self) -> Compiles:
-        """Returns the counters of all programs that this slot's workers have ever compiled."""
+        """Returns the sums for all programs that this slot's processes have ever compiled."""
         return Compiles(*self._sum[1:])
 
 
@@ -93,7 +96,10 @@ _Exemplar = tuple[tuple[str, int, str, int, int], tuple[str, float, float]]
 
 
 def _latest(told: Iterable[_Exemplar]) -> dict[tuple[str, int, str, int, int], tuple[str, float, float]]:
-    """Returns the latest exemplar of each histogram bucket, from those of all fronts; an exemplar is a traced request."""
+    """Returns the latest exemplar (a traced request) of each histogram bucket, from those of all fronts.
+
+    A bucket is (model, version, protocol, kind of duration, number); an exemplar is (trace id, duration, time), both in seconds.
+    """
     found: dict[tuple[str, int, str, int, int], tuple[str, float, float]] = {}
     for bucket, exemplar in told:
         if bucket not in found or found[bucket][2] < exemplar[2]:
@@ -193,7 +199,7 @@ class Collection:
         )
 
     async def look(self, busy: BusyPart) -> None:
-        """Asks the workers for their busy times, and adds these to ``busy``."""
+        """Asks the workers how long their runs took so far, and passes the sum to ``busy``."""
         workers = self._workers.ready()
         await asyncio.gather(*(self._ask(worker) for worker in workers))
         served = [
@@ -232,7 +238,10 @@ class Collection:
         return True
 
     async def _exemplars(self, front: FrontProcess) -> list[_Exemplar]:
-        """Asks a front for its exemplars (a traced request for each bucket). Returns none if it does not answer in time."""
+        """Asks a front for the exemplar, the last traced request, of each histogram bucket. Returns pairs of bucket and exemplar.
+
+        The list is empty if the front does not answer in time.
+        """
         try:
             async with asyncio.timeout(_PATIENCE):
                 answer, fds = await front.call(TraceExemplars())

@@ -172,7 +172,10 @@ def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
 
 @functools.lru_cache(_MAX_HISTOGRAMS)
 def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple[str, ...]) -> str:
-    """Returns a histogram's lines as a ``%`` pattern for the counts up to each bucket, their total, and the sum of the values."""
+    """Returns a histogram's lines as a ``%`` pattern, to be filled with the count up to each bucket, the total and the sum.
+
+    ``bounds``: the text of the upper bound of each bucket.
+    """
     labels = f'model="{escaped(model)}",protocol="{protocol}",version="{version}"'.replace("%", "%%")
     lines = [f'{name}_bucket{{{labels},le="{bound}"}} %d' for bound in bounds]
     return "\n".join([*lines, f"{name}_count{{{labels}}} %d", f"{name}_sum{{{labels}}} %s", ""])

@@ -53,7 +53,7 @@ class Family:
         return self
 
     def add(self, names: Sequence[str], values: Sequence[str], value: float, suffix: str = "") -> None:
-        """Adds a sample with label names that are given here. ``suffix``: is appended to the family's name."""
+        """Adds a sample whose label names are not the family's but ``names``. ``suffix``: appended to the family's name."""
         self.lines.append(f"{self.name}{suffix}{_labelled(tuple(names), tuple(values))} {floatToGoString(value)}\n")
 
     def text(self, is_openmetrics: bool) -> str:

@@ -24,7 +24,7 @@ _NOTHING: _Ended = Counts(), {}, (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Counters of one model version over all workers."""
+    """The counters of one model version, summed over all workers."""
 
     name: str
     version: int
@@ -46,7 +46,10 @@ class Total:
 
 
 class Ledger:
-    """Adds up the counters of all workers, for the life of the daemon. Workers are known by their incarnations."""
+    """Adds up each model version's counters over all workers, for the life of the daemon.
+
+    A worker is known by its incarnation, the number of its process.
+    """
 
     def __init__(self) -> None:
         #: Incarnation -> its last report.
@@ -54,14 +57,17 @@ class Ledger:
         self._ended: dict[Key, _Ended] = {}
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Replaces a worker's counters by those that it reports now; those of versions that it has unloaded go to the sum."""
+        """Replaces a worker's counters by those that it reports now.
+
+        The last counters of versions that it has unloaded, or loaded again since, go to the sum of what has ended.
+        """
         before = self._workers.get(incarnation, {})
         now = {(version.name, version.version): version for version in figures.versions}
         self._workers[incarnation] = now
         self._end(last for key, last in before.items() if key not in now or now[key].began_ns != last.began_ns)
 
     def keep(self, incarnations: Set[int], served: Set[Key]) -> None:
-        """Moves the counters of workers that have ended to a separate sum, and forgets versions that are not served any more.
+        """Moves the counters of ended workers to a separate sum, and removes versions that are not served any more from that sum.
 
         ``incarnations``: the workers that still run. ``served``: name and number of each version that is served.
         """
@@ -100,6 +106,9 @@ class Ledger:
 
 
 def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
-    """Returns ``before``, (sets evicted from the device, runs that waited for their set), plus a worker's counts of these."""
+    """Returns ``before`` plus a worker's counts of a version.
+
+    Both are: parameter sets evicted from the device, and runs that waited for their set to be brought there.
+    """
     found = version.parameters
     return before if found is None else (before[0] + found.evictions, before[1] + found.misses)

@@ -29,7 +29,7 @@ class OwnFamily:
 class OwnMetricsLedger:
     """Adds up the metrics that models define themselves over all workers, for the life of the daemon.
 
-    Workers are known by incarnation.
+    A worker is known by its incarnation, the number of its process.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class OwnMetricsLedger:
         self._workers[incarnation] = worker, families
 
     def keep(self, incarnations: Set[int], served: Set[tuple[str, int]]) -> None:
-        """Moves the counters of workers that have ended to a separate sum, and forgets metrics whose models are not served.
+        """Moves the counters of ended workers to a separate sum, and removes metrics whose models are not served from that sum.
 
         ``incarnations``: the workers that still run. ``served``: name and number of each version that is served.
         """

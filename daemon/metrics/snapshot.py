@@ -77,7 +77,7 @@ class RegionTotals:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTotals:
-    """Sets, bytes and outcomes of the parameters that clients have pushed into models."""
+    """Counts what clients have pushed into models: parameter sets, their bytes, and the outcomes of pushes and other changes."""
 
     #: Model and version -> its pushed sets, and the number of its set ``main``.
     versions: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)

@@ -35,7 +35,10 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
-    """Returns the latest errors that fronts have sent to clients, and workers to those on lanes, the newest first."""
+    """Returns the latest errors that fronts have sent to clients, and workers to clients with a lane to them, the newest first.
+
+    Each error is a row of JSON values, with the name of the front or worker as ``front``.
+    """
     asked = [*fronts, *workers]
     told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
     rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]

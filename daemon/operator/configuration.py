@@ -42,7 +42,8 @@ class Configuration:
     async def read(self) -> Configured:
         """Reads the configuration's files, environment and flags again, and checks them.
 
-        Raises ConfigurationError: a value or a TLS file cannot be used; OSError: a file cannot be read or written.
+        Raises ConfigurationError: a value or a TLS file cannot be used; OSError: a file cannot be read, or the log file cannot be
+        written.
         """
         new = await asyncio.to_thread(self._reread)
         log.check_writable(new.options.log)
@@ -81,7 +82,7 @@ class Configuration:
         self.reloaded = False
 
     def take_log(self, new: Log) -> None:
-        """Replaces the log options of ``options``; the caller applies them to the processes."""
+        """Replaces the log options among ``options``, and nothing else: the caller applies them to the processes."""
         self.options = msgspec.structs.replace(self.options, log=new)
 
     async def described(self) -> dict[str, Any]:

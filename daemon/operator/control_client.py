@@ -27,8 +27,10 @@ class Refused(Exception):
 def ask(path: Path | None, environment: Mapping[str, str], question: Mapping[str, Any]) -> Any:
     """Sends a command of tensorctl to a daemon and returns its result, as decoded JSON.
 
-    ``path``: the daemon's control socket; None: it is looked for in the default folders. ``question``: the fields of
-    ``OperatorQuestion``.
+    Args:
+      path: the daemon's control socket; None: it is looked for in the default folders.
+      environment: the variables that name these folders.
+      question: the command and its arguments: the fields of ``OperatorQuestion``.
 
     Raises Unreachable: not exactly one daemon answers; Refused: the daemon answered with an error.
     """
@@ -64,9 +66,9 @@ def _connected(path: Path) -> socket.socket:
 
 
 def _found(environment: Mapping[str, str]) -> socket.socket:
-    """Looks for control sockets in the default folders, in order, and connects to the only daemon that answers in one.
+    """Looks for control sockets in the default folders, and connects to the daemon in the first folder where one answers.
 
-    Raises Unreachable: none answers, or several do.
+    Raises Unreachable: none answers in any folder, or several do in that folder.
     """
     reasons: list[str] = []
     for folder in runtime_directory.searched(environment):

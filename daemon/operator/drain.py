@@ -28,7 +28,7 @@ _LANES_POLL_SECONDS = 0.05
 
 
 class DrainPhase(enum.Enum):
-    """Phases in which the daemon is taken out of service: still accepting requests, refusing them, and none left in flight."""
+    """Says how far a drain is: none, requests are still accepted, new requests are refused, or none is in flight any more."""
 
     #: Nothing is drained.
     NONE = "none"
@@ -73,8 +73,8 @@ class Drain:
     async def finished(self) -> None:
         """Returns when no request is in flight.
 
-        Raises Unavailable: requests are still in flight after ``supervisor.exit_timeout``, the drain was ended, or none has
-        begun.
+        Raises Unavailable: requests are still in flight ``supervisor.exit_timeout`` after new ones were refused, the drain was
+        ended, or no drain has begun.
         """
         draining = self._draining
         if draining is None:

@@ -81,7 +81,7 @@ class Operations:
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
         """Carries out a call and returns its reply record; every failure becomes an error code and a sentence.
 
-        ``end``: a file descriptor that came with the call; -1: none. ``by_model``: a model made the call. Both as for ``answer``.
+        ``end``: a file descriptor that came with the call (see ``answer``); -1: none. ``by_model``: a model made the call.
         """
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
@@ -102,12 +102,12 @@ class Operations:
     async def answer(self, operation: Operation, peer: Peer, end: int = -1, by_model: bool = False) -> bytes:
         """Carries out an operation and returns its result, JSON or empty, once every front uses the new state.
 
-        It waits for all fronts because the client's next request may come to any of them.
+        All fronts are waited for, because the client's next request may come to any of them.
 
         Args:
           peer: the client that asks.
-          end: a file descriptor that came with the operation and that the caller closes: as for ``RegionRegistry.register``, or
-            the memory of ``Parameters.push``; -1: none.
+          end: a file descriptor that came with the operation and that the caller closes: with a registration it becomes readable
+            when the region is to be unregistered, with a push it is the memory of the parameters; -1: none.
           by_model: a model asks, so that ``peer`` has no meaning.
 
         Raises ServingError: the operation was refused or failed.
@@ -162,7 +162,10 @@ class Operations:
         return b""
 
     async def describe_model(self, name: str) -> bytes:
-        """Returns a model's versions as JSON (``model_list.of_model``). Raises InvalidArgument: there is no such model."""
+        """Returns a model's versions as JSON, each with its state, workers, folder, metadata and configuration.
+
+        Raises InvalidArgument: there is no such model.
+        """
         index = await self._models.index(ready=False, detailed=True)
         workers = {worker.incarnation: worker.name for worker in self._workers}
         return model_list.of_model(self._models, name, index, workers)
@@ -219,9 +222,9 @@ class ReadinessQuery:
         return bool(answers) and all(answers)
 
     async def listed(self, index: list[dict[str, str | int]], ready: bool) -> list[dict[str, str | int]]:
-        """Returns the repository index with models that say they are not ready marked as UNAVAILABLE.
+        """Asks the models that ``index`` lists as READY, and returns the index with those that say they are not as UNAVAILABLE.
 
-        ``ready``: only ready versions.
+        ``ready``: return only the versions that are READY then.
         """
         served = [entry for entry in index if entry.get("state") == IndexState.READY.value]
         answers = await asyncio.gather(*(self.is_ready(str(e["name"]), int(e["version"])) for e in served))

@@ -145,7 +145,7 @@ class OperatorCommands:
         return msgspec.json.encode(rows)
 
     async def _reload(self, wait: bool) -> bytes:
-        """Reloads the configuration. ``wait``: returns only when the loads that it began have ended.
+        """Reloads the configuration. ``wait``: returns only when the loads of models that begin with that have ended.
 
         Raises InvalidArgument: the configuration is refused; Unavailable: a load has failed (only with ``wait``).
         """

@@ -15,7 +15,10 @@ from tensord.shm.status_page import model_key
 
 
 def of_fronts(fronts: Fronts, slots: ProcessSlots, now_ns: int) -> list[dict[str, Any]]:
-    """Returns a description of each front process, with its number of client connections."""
+    """Returns a description of each front process, with its number of client connections.
+
+    ``slots``: counts the deaths of processes. ``now_ns``: CLOCK_MONOTONIC.
+    """
     return [_entry(front, slots, now_ns) | {"connections": fronts.connections(front)} for front in fronts]
 
 
@@ -29,8 +32,9 @@ def of_workers(
     """Returns a description of each worker process, with its device, its state and what it runs now.
 
     Args:
-      models: the names and versions that workers may serve.
-      lanes: how many lanes clients have to each worker, by its name.
+      slots: counts the deaths of processes.
+      models: name -> versions of each model that workers may serve.
+      lanes: name of a worker -> how many lanes (direct sockets) clients have to it.
       now_ns: CLOCK_MONOTONIC.
     """
     names = {model_key(name, version): (name, version) for name, versions in models.items() for version in versions}
@@ -80,7 +84,10 @@ def _since(model: str, version: int, since_ns: int, now_ns: int) -> dict[str, An
 
 
 def _cores(pid: int) -> dict[str, Any]:
-    """Reads from the kernel which cores a process may use, its number of threads, and its memory in MiB without GPU memory."""
+    """Reads from the kernel which cores a process may use, its number of threads, and its memory in MiB without GPU memory.
+
+    Empty: the process has ended.
+    """
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -25,7 +25,7 @@ VersionKey = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Content:
-    """The parameters that one push brought into a set, under one number."""
+    """The parameters that one push brought into a set, with the push's number; number 0: the repository's parameters."""
 
     number: int
     #: Bytes in safetensors' layout; 0 for what the repository holds.
@@ -110,8 +110,8 @@ class PushedSets:
     def put(self, key: VersionKey, name: str, content: Content) -> None:
         """Stores new parameters of a set as those in force, and owns their memory from then on.
 
-        The parameters that were in force stay as the set's former ones. Beyond the limit former parameters lose their memory, the
-        oldest first, and then the new ones.
+        The parameters that were in force stay as the set's former ones. Beyond ``limit`` former parameters of all sets lose their
+        memory, the oldest first, and then the new ones.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)
@@ -126,7 +126,7 @@ class PushedSets:
         self._take(content)
 
     def revert(self, key: VersionKey, name: str) -> None:
-        """Stores the set's former parameters as those in force again, and drops the newest ones."""
+        """Stores the former parameters of a set, which must have some, as those in force again, and drops the newest ones."""
         there = self._sets[key][name]
         assert there.former is not None
         self._drop(there.newest)

@@ -174,9 +174,9 @@ class Parameters:
         return _answer(key, name, content)
 
     async def drop(self, wanted: DropParameters, peer: Peer) -> bytes:
-        """Removes a named parameter set; no later request finds it.
+        """Removes a named parameter set of a version, also on its workers; no later request finds the set.
 
-        Raises NotFound: there is none; InvalidArgument: the set is main.
+        Raises NotFound: there is no such version or set; InvalidArgument: the set is main; Unsupported: the client may not do it.
         """
         push_checks.check_owner(self._owners, peer)
         if wanted.set == MAIN_SET:
@@ -192,7 +192,7 @@ class Parameters:
         return b""
 
     def listed(self, wanted: ListParameters) -> bytes:
-        """Returns a JSON array of the sets that match.
+        """Returns a JSON array of the parameter sets of a model, version and name; in ``wanted`` ``""`` and version 0 mean all.
 
         Raises NotFound: the model, version or set that is named does not exist.
         """
@@ -259,7 +259,7 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Brings pushed parameters to every worker, and puts them into force. Returns what ``sets`` stores of them.
+        """Brings pushed parameters to every worker, and puts them into force. Returns them as they are stored in ``sets``.
 
         Raises ServingError: the push was refused, and nothing has changed.
         """
@@ -320,7 +320,10 @@ class Parameters:
             await self._news.wait()
 
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
-        """Returns sealed memory with the parameters of a push, which the caller must close; a worker makes it where necessary."""
+        """Returns sealed memory with the parameters of a push, which the caller must close; a worker makes it where necessary.
+
+        Raises _NoWorker: no worker is there to make it, or the worker died; ServingError: the worker refused.
+        """
         if memory >= 0 and not wanted.partial and not wanted.checksum and push_checks.is_sealed(memory):
             with descriptors.needed(f"parameters of model '{key[0]}'"):
                 return os.dup(memory)
@@ -353,7 +356,7 @@ class Parameters:
         """Returns a descriptor of the memory of a set's parameters, which the caller must close; -1: they were not kept.
 
         If only their file is known, and unchanged, a worker makes the memory again. ``worker``: that worker; None: any that
-        serves the version.
+        serves the version. Raises _NoWorker: there is no such worker, or it died; ServingError: the worker refused.
         """
         if content.memory >= 0:
             return os.dup(content.memory)
@@ -501,7 +504,7 @@ class Parameters:
         self._tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets which loads of a dead worker waited for pushed parameters before they could serve."""
+        """Forgets which versions a worker, which has died, was to serve only after it had their pushed parameters."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
@@ -516,7 +519,10 @@ class Parameters:
             self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
-        """Gives a worker the parameters that were pushed into a version, and then reports its answers to Loads to ``Models``."""
+        """Gives a worker that has loaded a version the parameters that were pushed into it, and reports the load to ``Models``.
+
+        If the worker cannot have them, it unloads the version, and the load is reported as failed.
+        """
         waiting = self._restoring[worker.incarnation, key]
         try:
             while waiting:
@@ -571,7 +577,7 @@ class Parameters:
         return failed
 
     def _pass_on(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Reports a worker's answer to a Load to ``Models``, and allows the worker to serve the version that it loaded."""
+        """Reports a worker's answer to a Load to ``Models``; if the load succeeded, allows the worker to serve the version."""
         held = worker.incarnation, (answer.name, answer.version)
         if worker.alive:
             if held in self._held and not answer.reason:

@@ -26,9 +26,11 @@ _KINDS = {"system": "system", "cuda": "CUDA"}
 def status(
     regions: Mapping[str, RegisteredRegion], leaving: Iterable[RegisteredRegion], request: RegionStatus
 ) -> bytes:
-    """Returns a JSON array of the regions of the request's kind, or of only the named region.
+    """Returns a JSON array of the regions of the request's kind ("system" or "cuda"), or of only the region that it names.
 
-    Raises NotFound: no region has this name, or it is of the other kind.
+    ``regions``: by name. ``leaving``: regions that were unregistered and are still used by requests.
+
+    Raises NotFound: no region has the name, or it is of the other kind.
     """
     found = {region.request.name: region for region in leaving}
     found |= {name: region for name, region in regions.items() if region.state is not RegionState.REGISTERING}
@@ -60,7 +62,9 @@ async def records(
 ) -> bytes:
     """Returns a JSON array with all that is known of the named region, or of all regions ("").
 
-    Raises NotFound: it does not exist.
+    ``regions``: by name. ``leaving``: regions that were unregistered and are still used by requests.
+
+    Raises NotFound: no region has the name.
     """
     found = [region for region in (*regions.values(), *leaving) if name in ("", region.request.name)]
     if name and not found:
@@ -97,7 +101,7 @@ async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int
 
 
 def by_owner(regions: Iterable[RegisteredRegion]) -> dict[str, dict[str, int]]:
-    """Returns the number and the bytes of each owner's regions."""
+    """Returns, for each owner (a user or host), the number ("count") and the bytes ("byte_size") of its regions."""
     found: dict[str, dict[str, int]] = {}
     for region in regions:
         entry = found.setdefault(region.peer.owner, {"count": 0, "byte_size": 0})

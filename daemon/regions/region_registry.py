@@ -50,7 +50,7 @@ class Chosen(msgspec.Struct):
 
 
 class RegionRegistry:
-    """Registers, renews and unregisters regions on every worker that can use them, and publishes their places to the fronts."""
+    """Registers, renews and unregisters regions on every worker that can use them, and tells the fronts on which GPU each is."""
 
     def __init__(self, options: RegionsOptions, workers: WorkerPool, fronts: Fronts, gpus_each: int = 1) -> None:
         """Creates a registry without regions. ``gpus_each``: how many GPUs each worker has."""
@@ -109,9 +109,10 @@ class RegionRegistry:
         self._watch(region, end)
 
     def _region(self, request: Registration, peer: Peer, sealed: int) -> RegisteredRegion:
-        """Makes a region that no worker has yet.
+        """Makes the record of a region that no worker has yet.
 
-        Raises InvalidArgument: no worker has its GPU; Unavailable: no descriptor is free.
+        ``sealed``: a memfd to be used instead of the object of the request's key; -1: none. Raises InvalidArgument: no worker has
+        the GPU of a CUDA region; Unavailable: no descriptor is free.
         """
         if isinstance(request, RegisterCudaRegion):
             return RegisteredRegion("cuda", request, peer, time.time(), self._device_of(request))
@@ -122,8 +123,8 @@ class RegionRegistry:
     async def _renew(self, region: RegisteredRegion, renewal: RegisteredRegion, end: int) -> None:
         """Replaces a region on every worker with the memory that its key or handle names now (``renewal``).
 
-        ``end``: as for ``register``. Raises ServingError: a worker refused the memory, or none that can use it runs; the former
-        region stays then.
+        ``end``: a descriptor that becomes readable when the region is to be unregistered; -1: none. Raises ServingError: a worker
+        refused the memory, or none that can use it runs; the former region stays then.
         """
         name = region.request.name
         region.state = RegionState.RENEWING
@@ -269,9 +270,9 @@ class RegionRegistry:
     async def unregister(self, request: UnregisterRegion, peer: Peer) -> None:
         """Unregisters a region; returns once no later request finds it. A name that is not registered is no error.
 
-        Requests that use the region end well, and it is listed until the last of them has ended. The kind "" means any kind. The
-        name "" means all regions that the client may unregister: a user's own, for the operator all, and on TCP all that came
-        over TCP.
+        Requests that use the region end well, and the region is listed until the last of them has ended. The kind "" means any
+        kind. The name "" means all regions that the client may unregister: a user's own, for the operator all, on TCP all that
+        came over TCP.
 
         Raises Unsupported: regions are not allowed; InvalidArgument: the named region belongs to another user.
         """
@@ -337,11 +338,14 @@ class RegionRegistry:
         ]
 
     async def records(self, name: str) -> bytes:
-        """Returns a JSON array with all that is known of the named region, or of all (""). Raises NotFound: it does not exist."""
+        """Returns a JSON array with all that is known of the named region, or of all ("").
+
+        Raises NotFound: no region has the name.
+        """
         return await region_listing.records(self._regions, self._leaving, list(self._workers.ready()), name)
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Returns the number and the bytes of each owner's regions."""
+        """Returns, for each owner (a user or host), the number ("count") and the bytes ("byte_size") of its regions."""
         return region_listing.by_owner((*self._regions.values(), *self._leaving))
 
     def by_kind(self) -> dict[str, tuple[int, int]]:

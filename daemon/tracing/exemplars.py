@@ -57,7 +57,8 @@ class Exemplars:
     def told(self) -> list[tuple[str, int, list[tuple[int, int, str, float, float]]]]:
         """Returns the exemplars of each model version, to be sent to the supervisor as the answer to ``TraceExemplars``.
 
-        Each is: the kind of duration (``tensord.shm.durations``), the number of the bucket, and the three fields of ``Exemplar``.
+        Each is: the kind of duration (``tensord.shm.durations``), the number of the bucket, the trace's id, the duration in
+        seconds, and when it was noted, in seconds since 1970.
         """
         return [
             (model, version, [(*bucket, *exemplar) for bucket, exemplar in found.items()])

@@ -134,7 +134,7 @@ class SpanExporter:
                 self._request(own, parent, ended, offset)
 
     def _request(self, own: SpanContext, parent: SpanContext | None, ended: EndedTrace, offset: int) -> None:
-        """Queues the span of a client's request, as ``export`` does.
+        """Queues the span of a client's request for the collector, or drops it if too many wait.
 
         Args:
           own: the ids of the span.
@@ -150,7 +150,11 @@ class SpanExporter:
     ) -> None:
         """Queues the spans of a request's parts, such as "compute", and of the requests that its model made of other models.
 
-        ``own``: the ids of the request's span. ``moments``: CLOCK_MONOTONIC ns of each stamp. ``offset``: as in ``_request``.
+        Args:
+          own: the ids of the request's span.
+          moments: name and CLOCK_MONOTONIC ns of each timestamp.
+          timeline: what the worker has reported, with the spans of the model's code; None: nothing.
+          offset: ns to add to CLOCK_MONOTONIC to get the time since 1970.
         """
         at = {name: ns + offset for name, ns in moments}
         run = own

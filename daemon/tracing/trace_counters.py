@@ -49,12 +49,12 @@ class TraceBudget:
 
 
 class Passes:
-    """Counts down the requests that are not traced, whatever model they ask: while any are left, no settings are looked at."""
+    """Counts down requests that are not traced, whichever model they are for: the tracer takes no closer look at so many."""
 
     __slots__ = ("left",)
 
     def __init__(self, left: int = _ENDLESS) -> None:
-        """``left``: how many pass; by default more than ever come."""
+        """Begins to count down from ``left`` requests; by default from more than ever come."""
         self.left = left
 
 

@@ -36,7 +36,7 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,40}")
 
 
 def parse(model: str, settings: Mapping[str, Sequence[str]]) -> ChangeTrace:
-    """Parses the trace settings that a client sent.
+    """Parses the trace settings that a client sent, such as ``trace_rate``, each with a list of values.
 
     An empty list of values clears a setting; unknown settings and levels are ignored.
     Raises: Unsupported: the client names a file.  InvalidArgument: a value is invalid.
@@ -157,7 +157,7 @@ class TraceSettings:
         return bool(self._target)
 
     def change(self, wanted: ChangeTrace) -> bytes:
-        """Applies all changes or none. Returns the settings then in force for the model, as JSON.
+        """Applies all changes that a client wants for a model, or for all (""), or none. Returns all its settings then, as JSON.
 
         Raises InvalidArgument: the model is unknown, or nothing could be traced with these settings.
         """

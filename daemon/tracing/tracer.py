@@ -63,7 +63,7 @@ class Tracer:
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
         """Applies the settings of a model, or of all models ("") that have none of their own.
 
-        Takes over the counters' descriptors.
+        ``fds``: the descriptors of the settings' shared counters, which the tracer owns then.
         """
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
@@ -80,7 +80,7 @@ class Tracer:
             former.close()
 
     def _look(self) -> None:
-        """Finds out again what requests have to look at, after the settings have changed."""
+        """Updates ``on`` (may any request be traced?) and ``passes`` (how many need no closer look?) to changed settings."""
         turns = [sampler.turn for sampler in self._samplers.values() if sampler.turn is not None]
         self.on = self.joins or any(sampler.level for sampler in self._samplers.values())
         if not turns:
@@ -132,7 +132,7 @@ class Tracer:
 
 
 class Sampler:
-    """Decides which requests are traced by the settings of one scope (a model, or all models), and writes these."""
+    """Decides by the settings of one scope (a model, or all models) which requests are traced, and writes their traces."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
         """Opens the shared counters of the settings.
@@ -238,7 +238,7 @@ class Trace:
 
     @property
     def level(self) -> int:
-        """Returns what is traced, a sum of ``LEVELS``, for ``RequestRecord.trace``."""
+        """Returns what is traced of the request, a sum of ``LEVELS`` (1 timestamps, 2 tensors), for ``RequestRecord.trace``."""
         return self._sampler.level or _TIMESTAMPS
 
     def stamp(self, name: str, ns: int = 0) -> None:
@@ -246,7 +246,7 @@ class Trace:
         self._stamps.append((ns or time.monotonic_ns(), name))
 
     def sent(self, client_id: str) -> None:
-        """Notes that the request goes to a worker now. ``client_id``: the request's ``id``; "": it has none."""
+        """Adds the timestamp of the request's sending to a worker, now. ``client_id``: the request's ``id``; "": it has none."""
         self.client_id = client_id
         self.stamp(trace_stamps.REQUEST_START)
 
@@ -315,7 +315,7 @@ class Trace:
 
 
 def _ends(timeline: Timeline) -> list[tuple[int, str]]:
-    """Returns begin and end of each span that the model's code has named, as timestamps of a trace in a file."""
+    """Returns the timestamps of the spans that the model's code has named, as (ns, NAME_START) and (ns, NAME_END)."""
     return [
         end
         for span in timeline.spans
