@@ -259,7 +259,7 @@ class Supervisor:
             worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
 
     async def _join(self, worker: WorkerProcess) -> None:
-        """Gives a new worker its regions, lanes and models, in this order: no request may name a region that the worker lacks."""
+        """Gives a new worker regions, lanes to the fronts, and models, in this order: no request may name a region it lacks."""
         await self._regions.restore(worker)
         if not worker.alive or worker.stopping:
             return
@@ -356,7 +356,7 @@ class Supervisor:
             self._models.unloaded(worker.incarnation, record.name, record.version)
 
     def worker_ended_lane(self, worker: WorkerProcess, lane: LaneClosed) -> None:
-        """Tells ``ClientLanes`` that a worker has released everything that belonged to a client's lane."""
+        """Tells ``ClientLanes`` that a worker has released everything of a client's lane (a direct socket to that worker)."""
         self._lanes.lane_ended(worker, lane.peer)
 
     async def _answer(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
@@ -383,7 +383,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def worker_died(self, worker: WorkerProcess, device: Device) -> None:
-        """Tells fronts, models, regions and client lanes that a worker has died, and has a replacement started."""
+        """Tells the fronts, and the parts for models, regions, lanes and parameters, that a worker died, and has it replaced."""
         self._slots.look(worker)
         self._regions.worker_left(worker.incarnation)
         self._lanes.worker_left(worker)

@@ -266,7 +266,7 @@ class ClientLanes:
         return sum(device in wanted for device in workers.slots.values())
 
     def _end(self, number: int) -> None:
-        """Removes a lane from its client's connection, and sends its worker the record that makes it close the lane."""
+        """Removes the lane with this number from its client's connection, and tells its worker to close the lane."""
         lane = self._lanes[number]
         self._take(lane)
         lane.worker.send(LaneClosed(number))

@@ -117,7 +117,7 @@ class HelloAnswer(msgspec.Struct):
 
 
 class LaneEntry(msgspec.Struct):
-    """An entry of OpenAnswer: one lane (a direct socket to a worker) on which the client can send requests for the model."""
+    """An entry of OpenAnswer: one lane (a direct socket to a worker) for requests to the model that the client asked for."""
 
     lane: int
     #: The worker's device, "cpu:0", "cuda:1".

@@ -102,7 +102,7 @@ class SharedCounters:
         return self._words[row * _WORDS + _TRACES]
 
     def clear(self, row: int) -> None:
-        """Sets a dead front's present counts to 0 (connections and the like); counts that only grow stay."""
+        """Sets a dead front's present counts to 0 (connections, numbered prepared requests); counts that only grow stay."""
         at = row * _WORDS
         self._words[at] = self._words[at + 1] = self._words[at + _PREPARED] = 0
 

@@ -46,7 +46,7 @@ _PATIENCE = 2.0
 
 
 class _OfSlot:
-    """Adds up the counters of the processes that were one worker slot's in turn; each process counts from zero."""
+    """Adds up the counters of the processes that one worker slot has had, one after the other; each counts from zero."""
 
     def __init__(self) -> None:
         #: The worker that reported last.
@@ -98,7 +98,8 @@ _Exemplar = tuple[tuple[str, int, str, int, int], tuple[str, float, float]]
 def _latest(told: Iterable[_Exemplar]) -> dict[tuple[str, int, str, int, int], tuple[str, float, float]]:
     """Returns the latest exemplar (a traced request) of each histogram bucket, from those of all fronts.
 
-    A bucket is (model, version, protocol, kind of duration, number); an exemplar is (trace id, duration, time), both in seconds.
+    A bucket is (model, version, protocol, kind of duration, number); an exemplar is (trace id, duration in seconds, seconds
+    since 1970).
     """
     found: dict[tuple[str, int, str, int, int], tuple[str, float, float]] = {}
     for bucket, exemplar in told:

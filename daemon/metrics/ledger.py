@@ -106,9 +106,9 @@ class Ledger:
 
 
 def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
-    """Returns ``before`` plus a worker's counts of a version.
+    """Adds a worker's counts of a version to ``before``, and returns the sums.
 
-    Both are: parameter sets evicted from the device, and runs that waited for their set to be brought there.
+    They are: parameter sets evicted from the device, and runs that waited for their set to be brought there.
     """
     found = version.parameters
     return before if found is None else (before[0] + found.evictions, before[1] + found.misses)

@@ -87,7 +87,7 @@ def of_models(models: Models) -> dict[str, Any]:
 
 
 def of_model(models: Models, name: str, index: Iterable[Mapping[str, Any]], workers: Mapping[int, str]) -> bytes:
-    """Returns one model's versions as JSON: the detailed index, its workers, its folder, its metadata and its configuration.
+    """Returns one model's versions as JSON, each with its entry in ``index``, its workers, folder, metadata and configuration.
 
     Args:
       index: the detailed repository index.

@@ -222,7 +222,7 @@ class ReadinessQuery:
         return bool(answers) and all(answers)
 
     async def listed(self, index: list[dict[str, str | int]], ready: bool) -> list[dict[str, str | int]]:
-        """Asks the models that ``index`` lists as READY, and returns the index with those that say they are not as UNAVAILABLE.
+        """Returns the repository index with READY models that say, when asked, that they are not ready marked as UNAVAILABLE.
 
         ``ready``: return only the versions that are READY then.
         """

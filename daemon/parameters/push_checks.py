@@ -26,7 +26,7 @@ _MAX_FILES = 100_000
 
 
 def check(wanted: PushParameters, memory: int, most: int) -> None:
-    """Checks the names, number, checksum, source and memory of a push of parameters.
+    """Checks a push of parameters: the set's name, the push's number, checksum and source, and the memory that came along.
 
     Args:
       memory: the file descriptor that was sent along; -1: none.

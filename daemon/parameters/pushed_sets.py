@@ -51,7 +51,7 @@ class Content:
             os.close(memory)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the number, size, time and client of the push as JSON values, for ``GET /v2/models/M/parameters``."""
+        """Returns number, size, time and client of the push, and where it is kept, for ``GET /v2/models/M/parameters``."""
         if self.pushed_by is None:
             return {"number": self.number, "kept": "repository"}
         return {

@@ -192,7 +192,7 @@ class Parameters:
         return b""
 
     def listed(self, wanted: ListParameters) -> bytes:
-        """Returns a JSON array of the parameter sets of a model, version and name; in ``wanted`` ``""`` and version 0 mean all.
+        """Returns a JSON array of the parameter sets that ``wanted`` names; model or set "" in it, or version 0, stands for all.
 
         Raises NotFound: the model, version or set that is named does not exist.
         """
@@ -386,7 +386,7 @@ class Parameters:
         Args:
           stage: sent to each worker, with the memory.
           memory: a descriptor of the parameters' memory; -1: the workers use the former parameters, which they still have.
-          move_sequences: whether sequences and stepped requests that have begun go on with the new parameters.
+          move_sequences: whether sequences, and requests of several steps, that have begun go on with the new parameters.
           put: stores the parameters as those in force, once every worker has them.
           check: raises if these parameters are not wanted any more.
 
@@ -481,7 +481,7 @@ class Parameters:
     def sent(self, worker: int, load: Load) -> Load:
         """Returns the Load record as it is to be sent to a worker.
 
-        If parameters were pushed into the version, the record is marked ``held``: the worker serves it only after ServeLoaded.
+        If parameters were pushed into the version, the record is ``held``: the worker serves the version only after ServeLoaded.
         """
         key = load.name, load.version
         if not (self.sets.of(key) or key in self._changing):

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class Chosen(msgspec.Struct):
-    """The first worker's answer about a memory object that it has opened: how it may access the object."""
+    """The answer of the first worker that has opened a region's memory object: how workers may access the object."""
 
     access: str
 

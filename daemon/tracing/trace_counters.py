@@ -49,7 +49,7 @@ class TraceBudget:
 
 
 class Passes:
-    """Counts down requests that are not traced, whichever model they are for: the tracer takes no closer look at so many."""
+    """Counts down requests of any model that are not traced: while ``left`` is above 0, no trace settings are looked up."""
 
     __slots__ = ("left",)
 
@@ -105,5 +105,5 @@ class SampleCounter(Passes):
 
 
 def _block(rate: int) -> int:
-    """Returns how many requests a front passes over for each read of the counter: few enough that all fronts share a round."""
+    """Returns how many requests a front passes over for each read of the counter: few enough that all fronts get some."""
     return min(_MAX_BLOCK, max(1, rate // 8))

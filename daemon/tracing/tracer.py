@@ -80,7 +80,7 @@ class Tracer:
             former.close()
 
     def _look(self) -> None:
-        """Updates ``on`` (may any request be traced?) and ``passes`` (how many need no closer look?) to changed settings."""
+        """After a change of settings: sets ``on`` (may any request be traced?) and ``passes`` (how many need no closer look)."""
         turns = [sampler.turn for sampler in self._samplers.values() if sampler.turn is not None]
         self.on = self.joins or any(sampler.level for sampler in self._samplers.values())
         if not turns:
