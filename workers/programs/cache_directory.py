@@ -178,7 +178,10 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[int]:
-        """Opens the directory and yields its file descriptor. Raises OSError: others can write to it or replace it."""
+        """Opens the directory and yields its file descriptor; checks first that only this user can change the directory.
+
+        Raises OSError: it cannot be opened, or others can write to it or replace it.
+        """
         with self._opened() as (place, mode):
             if mode & _WRITABLE:
                 raise PermissionError(f"directory {self.path} is open to others (mode {mode:04o})")
@@ -190,8 +193,8 @@ class CacheDirectory:
 
         Raises OSError: it belongs to another user, or another user could replace a directory above it.
 
-        Links in the path were resolved once, when this object was made. If a link is changed later, the new directory is checked
-        in the same way.
+        Links in the path were resolved once, when this object was made. If a link is changed later, the directory to which it
+        leads then is checked in the same way.
         """
         *above, last = self.path.parts[1:]
         with contextlib.ExitStack() as stack:

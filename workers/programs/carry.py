@@ -32,11 +32,15 @@ class StateLost(Exception):
 
 
 class Carry:
-    """Holds the state of one instance's sequences on the device; used by the instance's thread only."""
+    """Holds the carry: the state of one instance's sequences, on the device, which each run reads and replaces.
+
+    Used by the instance's thread only.
+    """
 
     def __init__(self, signature: Signature, initial: InitialState, device: jax.Device | None = None) -> None:
         """
         Args:
+          signature: says how many slots an instance has, and the shape of the state in each.
           initial: the state with which a sequence begins.
           device: the device of the programs; None: JAX's default device.
         """
@@ -54,7 +58,7 @@ class Carry:
         If waiting for the outputs fails, the caller calls ``failed``.
 
         Args:
-          step: the program with its parameters: (inputs, rows argument, carry) -> (outputs, carry).
+          step: the program with its parameters: (inputs, INT32[2, rows] for the slots and starts, carry) -> (outputs, carry).
           rows: the batch size.
           requests: one for each of the first rows; none for a test run.
         Raises StateLost: the run failed and the state of all sequences is lost. After any other error all state is as before.
@@ -63,9 +67,9 @@ class Carry:
         return self.run_rows(step, inputs, rows_argument(self._signature, rows, used))
 
     def run_rows(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
-        """Launches a batch, with the results and errors of ``run``.
+        """Launches a batch whose slots are given. Returns its outputs, which may not be computed yet, and raises as ``run`` does.
 
-        ``argument``: the slot of each row, and whether its sequence begins (made by ``state_program.rows_argument``).
+        ``argument``: INT32[2, rows], the slot of each row, and 1 where its sequence begins (``state_program.rows_argument``).
         """
         with precision(self._signature):
             carry = self._open()
@@ -91,7 +95,10 @@ class Carry:
         return self._arrays
 
     def _begun(self, spec: StateSpec) -> jax.Array:
-        """Makes one array of a new carry. Its last row is the initial state; other rows are written before they are read."""
+        """Makes one array of a new carry: the state ``spec`` of all slots, and as the last row the initial state.
+
+        The rows of the slots are zeros; each is written before it is read.
+        """
         array = np.zeros((self._signature.slots + 1, *spec.dims), spec.dtype)
         array[-1] = self._initial.row(spec)
         made: jax.Array = jax.device_put(array, self._device)

@@ -148,7 +148,9 @@ class Executable(ABC):
             return self._inputs.send()
 
     def parameters(self, chosen: Chosen = None) -> Any:
-        """Returns parameters in the form that ``call`` takes.
+        """Returns the parameters for a run, as ``call`` (the compiled program) takes them; brings them to the device if needed.
+
+        ``chosen``: the parameter set, or that of each request or row if batches may mix sets; None: the main set.
 
         Raises: Unavailable: they are not on the device and there is no room for them; or whatever the device raises.
         """
@@ -163,7 +165,10 @@ class Executable(ABC):
     def run(self, chosen: Chosen = None) -> list[Content]:
         """Runs the program on the inputs in ``memory``. Returns the contents of the outputs in host memory.
 
-        Afterwards ``memory`` may be written again. Raises what ``parameters`` and the program raise.
+        Afterwards ``memory`` may be written again. Raises Unavailable: the device has no room for the parameters; or whatever
+        the program raises.
+
+        ``chosen``: the parameter set, or that of each request or row if batches may mix sets; None: the main set.
         """
         parameters = self.parameters(chosen)
         with precision(self._signature):
@@ -173,7 +178,7 @@ class Executable(ABC):
     def read(self, made: Mapping[str, Any]) -> list[Content]:
         """Waits for a run and returns the contents of its outputs in host memory. Raises what the run raised.
 
-        ``made``: what ``call`` returned.
+        ``made``: output name -> array, which ``call`` has returned without waiting for the values.
         """
         return self.device.contents_of([made[name] for name in self._signature.outputs])
 
@@ -190,10 +195,14 @@ class Executable(ABC):
     def compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
     ) -> RunOutputs:
-        """Runs the program on what ``parameters`` and ``gather`` have returned, and waits for its outputs.
+        """Runs the program and waits for its outputs. Raises what the run raises.
 
-        ``places``: the memory in the answer or the client's regions that a single request's outputs are written to directly;
-        None: it is found after the run. Raises what the run raises.
+        Args:
+          parameters: the parameters on the device, from the method ``parameters``.
+          arguments: the gathered inputs by name, from ``gather``.
+          requests: the batch.
+          places: the memory in the answer or the client's regions that a single request's outputs are written to directly;
+            None: no memory is reserved yet.
         """
         if self._signature.wide:
             with precision(self._signature):
@@ -204,17 +213,23 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
     ) -> RunOutputs:
-        """Does the work of ``compute`` on this kind of device; JAX's 64-bit mode is already as the model needs it."""
+        """Runs the program on a processor or a GPU, with the arguments and result of ``compute``, which only calls it.
+
+        JAX's 64-bit mode is already as the model needs it.
+        """
 
     @abstractmethod
     def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
         """Waits for a run and returns its outputs: in host memory, or on a GPU if they are large or a request needs them there.
 
-        ``made``: what ``call`` returned. Raises what the run raised.
+        ``made``: output name -> array, which ``call`` has returned without waiting for the values. Raises what the run raised.
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
-        """Returns a batch's outputs as bytes, of which each answer is a part; None: they are too large for that, or on a GPU."""
+        """Returns the outputs of a whole batch as bytes, from which each answer copies its rows.
+
+        None: they are too large for that, or on a GPU.
+        """
         if outputs.contents is None:
             return None
         if self._layout is None:
@@ -223,11 +238,11 @@ class Executable(ABC):
 
     @abstractmethod
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """Returns output name -> bytes if the answer's memory should be reserved before the run, to be written to directly.
+        """Returns output name -> bytes if the caller should reserve the answer's memory before the run, which then writes to it.
 
-        None: it should be reserved after the run.
+        None: the caller should reserve it after the run.
 
-        ``whole``: whether a single request gets the program's outputs as they are.
+        ``whole``: whether there is one request and it gets the program's outputs as they are, without rows cut off.
         """
 
     @abstractmethod
@@ -257,14 +272,17 @@ class Executable(ABC):
 
     @property
     def output_sizes(self) -> dict[str, int]:
-        """For each output name the bytes of the output in the compiled program, with rows that no request fills."""
+        """Output name -> bytes of that output of the compiled program, including rows that no request fills."""
         info: Any = self.program.out_info
         made = info[0] if self._signature.states else info
         return {name: math.prod(made[name].shape) * made[name].dtype.itemsize for name in self._signature.outputs}
 
     @functools.cached_property
     def plain(self) -> bool:
-        """True if the program may write its outputs to a client's memory (``workers/programs/plain_program.py``)."""
+        """True if the program may compute right into a client's memory: it writes nothing there but its outputs.
+
+        False also if that is not known (``workers/programs/plain_program.py``).
+        """
         return is_plain(self.program)
 
     def _batch_input(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> Array:

@@ -123,8 +123,8 @@ class ExecutableCache:
           small: opens the single-thread device; None: no program runs there.
           what: names the program in the log.
           make: compiles the program.
-          cancellation: tells whether the load was given up.
-        Raises Cancelled: the load was given up; or whatever ``make`` raises.
+          cancellation: tells whether the load of the model was given up.
+        Raises Cancelled: that load was given up; or whatever ``make`` raises.
         """
         cancellation.check()
         if (found := self.load(key, usual, small)) is not None:
@@ -145,9 +145,9 @@ class ExecutableCache:
         JAX's own cache is bypassed: an executable from there can be serialised again and loaded, but then lacks functions when it
         is run (measured with jaxlib 0.10.2 on CPU).
 
-        ``what``: names the program in the log.
+        ``what``: names the program in the log. ``cancellation``: tells whether the load of the model was given up.
 
-        Raises Internal: the process that compiled the program died; Cancelled: the load was given up; or whatever ``make``
+        Raises Internal: the process that compiled the program died; Cancelled: that load was given up; or whatever ``make``
         raises.
         """
         with contextlib.ExitStack() as stack:
@@ -174,7 +174,11 @@ class ExecutableCache:
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
         """Loads the executable for a key from the cache, and counts a hit or a miss.
 
-        Returns None if there is none, or if it runs on the single-thread device and ``small`` does not offer that device.
+        Returns None if there is none, or if it runs on the single-thread device and ``small`` cannot open that device.
+
+        Args:
+          usual: where the program runs, unless it was stored for the single-thread device.
+          small: opens the single-thread device; None: no program runs there.
         """
         found = self._found(key, usual, small)
         if found is None:

@@ -202,7 +202,7 @@ class Executables:
                 self._usual = placement
 
     def _open(self, stack: SetStack) -> None:
-        """Gives a stack of parameter sets what makes its arrays on the programs' device, and what writes a set into them.
+        """Makes the arrays of a stack of parameter sets on the programs' device, and compiles what writes a set into them.
 
         Raises Internal: the device has no memory for the arrays.
         """
@@ -223,7 +223,7 @@ class Executables:
         stack.open(usual.at, made, written)
 
     def carry(self) -> Carry | None:
-        """Returns a new carry for an instance, or None if the model keeps no state."""
+        """Returns a new carry for an instance (the state of its sequences on the device), or None if the model keeps no state."""
         if self._initial is None:
             return None
         return Carry(self._signature, self._initial, self._usual.device)
@@ -247,7 +247,7 @@ class Executables:
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:
-        """Compiles an executable for a shape without a bucket.
+        """Compiles an executable for a shape without a bucket and returns it; ``add`` then makes it known to ``find``.
 
         Raises Internal: the model's outputs are not as declared; or whatever tracing raises.
         """

@@ -33,7 +33,8 @@ class GatheredRun:
         Args:
           slots: the slot of the sequence of each of the first rows; no request fills the other rows.
           starts: whether each of these sequences begins.
-        Raises StateLost: the run failed and the state is gone, also when reading fails; or what else ``Carry.run`` raises.
+        Raises StateLost: the run failed, or reading its outputs did, and the state of all sequences is lost. After any other
+          error, of the run or of sending the inputs, all state is as before.
         """
         rows, used = self._rows, len(slots)
         rows[0, :used] = slots

@@ -31,7 +31,7 @@ Make = Callable[[Shapes, int | None, Callable[[int | None], CompiledProgram]], C
 
 
 class _Shape:
-    """The programs that run several requests with the same input shapes in one call."""
+    """The programs that run several requests with the same input shapes in one call, by how many requests wait."""
 
     __slots__ = ("fitting", "weight")
 
@@ -62,7 +62,8 @@ class GroupedCalls:
 
         Args:
           singles: the executable for one request of each shape.
-          make: makes a program or takes it from the cache.
+          make: makes a program or takes it from the cache; gets the input shapes, the number of requests in a call (None: any
+            number), and a function that compiles the program for that number.
         Raises whatever tracing the model raises.
         """
         for single in singles:
@@ -70,9 +71,10 @@ class GroupedCalls:
                 self.add(single, self.compile(single, make))
 
     def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
-        """Returns the program that runs the first of ``waiting`` requests of a shape; None: the first request runs by itself.
+        """Returns the program for one call that runs as many of ``waiting`` requests as it has room for, the oldest first.
 
-        The program may have room for more requests than are waiting. ``key``: the shapes of the requests' inputs.
+        None: there is no such program, so each request runs by itself. The program may have room for more requests than are
+        waiting. ``key``: the shapes of the requests' inputs.
         """
         shape = self._shapes.get(key)
         return None if shape is None else shape.fitting[min(waiting, MOST)]
@@ -100,11 +102,13 @@ class GroupedCalls:
         make: Make = lambda _, number, compile_it: compile_it(number),
         lengths: Sequence[int] = LENGTHS,
     ) -> list[GroupedProgram]:
-        """Makes the programs for grouped calls of an executable's shape; for any thread. Returns none if grouping is impossible.
+        """Makes the programs for grouped calls of an executable's shape, and returns them; for any thread.
+
+        Returns an empty list if a grouped call might compute other results than single runs, or there is no memory for it.
 
         Args:
-          make: makes a program or takes it from the cache.
-          lengths: numbers of requests in a call.
+          make: makes a program or takes it from the cache, as for ``prepare``; by default compiles it.
+          lengths: the numbers of requests in a call for which a program is made.
         Raises whatever tracing the model raises.
         """
         maker = GroupedProgramMaker(single, self._signature, self._apply)
@@ -130,9 +134,10 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns for how many requests a program is looked up when ``waiting`` requests wait.
+    """Returns for how many requests a program is looked up when ``waiting`` requests wait: as many, but at most ``MOST``.
 
-    For a tiny program it is ``MOST`` as soon as more than half as many requests wait, so that one call is enough.
+    ``MOST`` is the largest number of a grouped call. For a tiny program the result is ``MOST`` as soon as more than half as many
+    requests wait, so that one call is enough.
     """
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST

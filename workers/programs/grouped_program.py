@@ -200,7 +200,11 @@ class GroupedProgram:
         return self.compute(chosen or self._sets.main)
 
     def compute(self, chosen: ParameterSet) -> list[Content]:
-        """Computes the gathered requests with the parameters of a set. Waits for the results, and returns them as ``run``."""
+        """Computes the gathered requests with the parameters of a set, and waits for the results.
+
+        Returns the results, whose first dimension counts the requests. Raises what ``ParameterSet.on`` (Unavailable: no room
+        for the parameters) or the program raises.
+        """
         parameters = chosen.on(self._at)
         if self._signature.wide:
             with precision(self._signature):
@@ -208,7 +212,7 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Returns the results of ``run`` as bytes, of which each answer is a part; None: they are too large for that."""
+        """Returns the results of ``run`` as bytes, from which each answer copies its part; None: they are too large for that."""
         return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Content]) -> list[Result]:
@@ -240,7 +244,10 @@ class GroupedProgramMaker:
         self._inputs = Packing(given)
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns, for each number of requests in a call, the number to pass to ``compile``; None: one program for any number."""
+        """Returns number of requests in a call -> the number to pass to ``compile``: the same on a GPU, None on a processor.
+
+        None: one program serves all numbers.
+        """
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property
@@ -254,7 +261,7 @@ class GroupedProgramMaker:
         return [*stacks, (_COUNT, np.dtype(np.uint32), ())]
 
     def compile(self, number: int | None) -> CompiledProgram:
-        """Compiles the program for ``number`` requests; None: for any number up to ``MOST``.
+        """Compiles the program for ``number`` requests; None: for any number up to ``MOST``, the largest of a grouped call.
 
         Raises NotGroupable: the program might compute other results than for a single request; or whatever tracing raises.
         """
@@ -304,7 +311,7 @@ class GroupedProgramMaker:
             return CompiledProgram(placement.compile(traced.lower(), options), placement)
 
     def programs(self, compiled: Mapping[int, CompiledProgram]) -> list[GroupedProgram]:
-        """Makes grouped programs, which share their input memory. Returns none if there is no room for that memory.
+        """Makes grouped programs, which share their input memory. Returns an empty list if there is no room for that memory.
 
         ``compiled``: number of requests in a call -> compiled program.
         """
@@ -340,5 +347,5 @@ def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) 
 
 
 def _packing(signature: Signature, made: Any) -> Packing:
-    """Returns the layout in which the outputs of a request lie side by side."""
+    """Returns the layout in which the outputs of a request lie side by side. ``made``: output name -> its shape and dtype."""
     return Packing([(name, made[name].shape, made[name].dtype) for name in signature.outputs])

@@ -45,7 +45,10 @@ class Lowering:
         self.constant_byte_size = 0
 
     def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
-        """Lowers the program for a batch size and input shapes on a placement's device. Raises whatever tracing raises."""
+        """Traces and lowers the program for a batch size (``rows``) and input shapes, for the device of ``placement``.
+
+        Raises whatever tracing raises.
+        """
         arguments: tuple[Any, ...] = (self.zeros(rows, shapes),)
         if self._signature.states:
             arguments = (*arguments, rows_argument(self._signature, rows, ()), carry_specs(self._signature))
@@ -138,9 +141,12 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Checks an output that is split among the requests as an input is.
+    """Checks a computed output that is declared to be split among the requests in the same way as one of the inputs.
 
-    Raises Internal: its number of elements is not ``elements``, the input's, or its datatype is not the declared one.
+    Args:
+      elements: how many elements that input has.
+      shape, dtype: of the computed output.
+    Raises Internal: the output has another number of elements, or its datatype is not the declared one.
     """
     if dtype == spec.dtype and math.prod(shape) == elements:
         return

@@ -46,7 +46,7 @@ def placed_sets(
     Args:
       names: names of the leaves; None: their paths in ``parameters``.
       several: the devices of a model that runs on several; None: the worker's device.
-      room: the device memory that pushed parameters may use.
+      room: the device memory that pushed parameters may use; None: there is none.
       mixed: which leaves differ between sets, for a model whose batches mix sets; None: its batches do not mix sets.
       remote: whether the device has its own memory.
       on_demand: whether the main set may leave the device for other sets while no request needs it.

@@ -36,7 +36,7 @@ class Placement(NamedTuple):
 
     @property
     def at(self) -> int:
-        """The index of this placement for ``ParameterSet.on``: 1 on the single-thread device, otherwise 0."""
+        """The number of this placement's device for ``ParameterSet.on``: 1 for the single-thread device, otherwise 0."""
         return int(self.is_single_thread)
 
     @property

@@ -35,9 +35,10 @@ _ALLOCATIONS, _LIVE_OUT, _ASSIGNED = 3, 7, 9
 
 
 def is_plain(compiled: Any) -> bool:
-    """Returns whether no tensor decides what a program reads, writes or runs, and its outputs' memory holds nothing else.
+    """Returns whether a program may run on memory that clients can read and change meanwhile.
 
-    ``compiled``: a ``jax.stages.Compiled``. False also if this is not known.
+    True: no value of a tensor decides which addresses it reads or writes or which operations run, and it writes nothing but its
+    outputs to their memory. False also if this is not known. ``compiled``: a ``jax.stages.Compiled``.
     """
     try:
         text = compiled.as_text()

@@ -25,7 +25,7 @@ _SHOWN = 300
 
 
 def works() -> None:
-    """Does nothing: the ``CheckDevice`` for a device that cannot fail."""
+    """Does nothing: the ``CheckDevice`` (a function that raises if a device has failed) for a device that cannot fail."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -47,9 +47,10 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Wraps a model's function, which takes and returns state of rows, so that it takes and returns the state of all sequences.
+    """Wraps a model's function, which takes and returns one state for each row, so that it takes and returns the carry.
 
-    The wrapped function is what JAX traces: (parameters, inputs, rows argument, carry) -> (outputs, carry).
+    The carry is the state of all slots. The wrapped function is what JAX traces: (parameters, inputs, slot and start of each row
+    as INT32[2, rows], carry) -> (outputs, carry).
     """
 
     def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

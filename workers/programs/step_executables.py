@@ -79,7 +79,9 @@ class StepExecutables:
           insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
           source: the model's source code, part of the cache's keys.
           device: the object for the device that belongs to the running thread.
-          names, room, on_demand: as for ``Executables``.
+          names: names of the parameters' leaves; None: their paths in ``parameters``.
+          room: the device memory that pushed parameters may use; None: there is none.
+          on_demand: whether the parameters may leave the device for other sets while no request needs them.
         """
         self._step_slots = step_slots
         self._signature = signature

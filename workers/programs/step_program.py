@@ -30,7 +30,7 @@ INSERT_CARRY, STEP_CARRY = 3, 2
 
 
 class StepFunctions(NamedTuple):
-    """The functions that ``create`` of a stepped model returns: to make the carry, to insert requests, to run a step."""
+    """The functions that ``create`` of a stepped model returns: to make its state, to insert requests, to run a step."""
 
     init: Callable[..., Any]
     insert: Callable[..., Any]
@@ -97,7 +97,10 @@ class StepPrograms:
         self._insert_rows = insert_rows
 
     def init(self, parameters: Any) -> Any:
-        """Calls the author's ``init`` and returns the carry. Raises Internal: an array does not have one row for each slot."""
+        """Calls the author's ``init`` and returns the carry: the state that it has made, and for each slot whether it is in use.
+
+        Raises Internal: an array of the state does not have one row for each slot.
+        """
         own = self._functions.init(parameters, self._slots)
         for path, leaf in jax.tree_util.tree_leaves_with_path(own):
             shape = jnp.shape(leaf)
@@ -110,6 +113,8 @@ class StepPrograms:
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
         """Calls the author's ``insert`` for new requests. Returns a row of results (``Rows``) for each of them, and the carry.
+
+        ``slots``: where each request is inserted. ``carry``: the state of all slots, as ``init`` returns it.
 
         Raises Internal: the function did not return what is declared.
         """
@@ -131,10 +136,11 @@ class StepPrograms:
         return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Calls the author's ``step`` for the first slots. Returns a row of results (``Rows``) for each slot, and the carry.
+        """Calls the author's ``step`` for the first slots. Returns a row of results (``Rows``) for each of these, and the carry.
 
         Args:
           unmasked: BOOL, one for each slot of the step: whether the slot's request takes part.
+          carry: the state of all slots, as ``init`` returns it.
         Raises Internal: the function did not return what is declared.
         """
         own, live = carry
@@ -216,7 +222,7 @@ class StepPrograms:
 
 
 def _strong(leaf: Any) -> Any:
-    """Returns an array, or a value as an array, without JAX's weak type."""
+    """Returns a value as an array of a fixed dtype: JAX's weak type, as Python numbers have it, is removed."""
     array = jnp.asarray(leaf)
     return jax.lax.convert_element_type(array, array.dtype) if isinstance(array.dtype, np.dtype) else array
 
