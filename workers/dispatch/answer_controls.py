@@ -14,7 +14,9 @@ _NAMES = {"sequence_id", "sequence_start", "sequence_end"}
 
 
 def controls_said(parameters: Mapping[str, Parameter], controls: Controls) -> Controls | None:
-    """Returns the sequence controls that a model's answer sets for later steps; None: it sets none. Missing flags are False.
+    """Returns the sequence controls that a model's answer sets for later steps of its ensemble; None: it sets none.
+
+    A flag (START or END) that the answer does not set is False.
 
     Args:
       parameters: of the answer.

@@ -34,7 +34,10 @@ _MAX_MESSAGE = 8192
 
 
 def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
-    """Makes the answer that reports an error. The message, into which a model may write anything, is cut at 8192 characters."""
+    """Makes the answer that reports an error. The message, into which a model may write anything, is cut at 8192 characters.
+
+    ``version``: of the model; 0: not known. ``final``: whether no further response to the request follows.
+    """
     message = bounded(error.message, _MAX_MESSAGE)
     if not message.isascii():
         message = message.encode("utf-8", "replace").decode()
@@ -82,6 +85,8 @@ def _put(
     request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
     """Writes the outputs to their places, except those that the program has written there itself.
+
+    ``chosen``: output name -> (datatype, shape, content).
 
     Returns the descriptions of all outputs, and the contents or arena places of the outputs that are not in regions.
 

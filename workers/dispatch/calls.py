@@ -117,7 +117,7 @@ class Calls:
                 self._end(call, Cancelled("the request was cancelled"))
 
     def settle(self, now_ns: int) -> None:
-        """Answers a call that waits for its own end with Internal, if there is one.
+        """Answers a model's call that can never end with Internal, if there is one: all that could run it wait for its end.
 
         Runs after a call has begun, was answered or has ended, and now and then while calls wait.
         """

@@ -57,7 +57,7 @@ FIRST_INSTANCE_SLOT = COMPILER_SLOT + 1
 
 
 def _at_once(call: Callable[[], None]) -> None:
-    """Calls a function directly; stands in for the posting of a function to a loop where there is only one thread."""
+    """Calls a function at once; serves as ``post`` (which has the loop call a function) where there is only one thread."""
     call()
 
 
@@ -203,7 +203,7 @@ class Dispatcher:
     def _queue(self, version: ModelVersion, request: Request, now_ns: int) -> None:
         """Answers a request from the response cache, or queues it. Answers it with an error if the queue is full.
 
-        Answers the waiting request that the new one replaces, if any, with an error.
+        Answers a waiting request that the new one replaces, because both have the same replace key, with an error.
         """
         if version.cache is not None and self._cached.answer(version, request, version.cache):
             return

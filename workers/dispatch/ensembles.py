@@ -160,7 +160,7 @@ class EnsembleRuns:
         return True
 
     def begin(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
-        """Begins the first steps of a request, or answers it with an error if a model or parameter set is missing."""
+        """Begins the first steps of a request to an ensemble; answers it with an error if a model or parameter set is missing."""
         run = self._runs[request] = _Run(version, graph, request)
         try:
             for number in graph.needed(request.outputs).numbers:
@@ -309,7 +309,7 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Starts the next steps for responses of streaming steps that have come.
+        """Takes the waiting responses of a run's streaming steps, oldest first, and starts the steps that use their outputs.
 
         Stops when as many responses as allowed are being worked on, or when the client has not taken enough of the answers.
         """
@@ -360,7 +360,10 @@ class EnsembleRuns:
         self._due.append((run, None))
 
     def _end(self, run: _Run) -> None:
-        """Answers the request of a run if none of its steps runs any more; else only sends the response held back, if any."""
+        """Answers the request of a run if none of its steps runs any more.
+
+        Otherwise only sends the newest response of a streaming ensemble, which was held back because it might be the last.
+        """
         request, version = run.request, run.version
         if run.run.running or run.untaken or self._runs.get(request) is not run:
             self._send_unsent(run)
@@ -393,15 +396,18 @@ class EnsembleRuns:
 
     @staticmethod
     def _send_unsent(run: _Run) -> None:
-        """Sends the response of a streaming ensemble that was held back, as one that others may follow."""
+        """Sends the held back response of a streaming ensemble, if there is one, as a response that others may follow.
+
+        Each response is held back until it is known whether it is the last.
+        """
         outputs, run.unsent = run.unsent, None
         if outputs is not None and run.sender is not None:
             run.sender.send(outputs, wait=False)
 
     def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
-        """Ends a streaming request: sends the response that was held back as the last one.
+        """Ends the request of a streaming ensemble: sends the newest response, which was held back until now, as the last one.
 
-        After an error sends that response, if there is one, and then the error as the last.
+        After an error sends that response, if there is one, and then the error as the last; for a cancelled request Cancelled.
         """
         error, sender.returned = run.error, True
         if error is None:

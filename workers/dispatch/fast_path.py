@@ -134,7 +134,7 @@ class _Alone:
     def native(self) -> _native.Batch:
         """Returns the tuple that ``learn_alone`` of the C extension's ``FastPath`` takes.
 
-        It is the same tuple as of ``_Batch``, but without programs, because no requests are run together.
+        It has the fields of the tuple that ``_Batch.native`` returns, but no programs, because no requests are run together.
         """
         shapes, rules = self.executable.wanted.shapes, self._version.loaded.queue_rules
         most = min(self._version.batcher.at_once(shapes), _native.MAX_ROWS)
@@ -411,7 +411,10 @@ class FastPath(Poller):
 
     @staticmethod
     def _count(figures: list[tuple[Any, ...]]) -> None:
-        """Adds requests that were answered in C to the statistics of their batches."""
+        """Adds requests that were answered in C to the statistics of their model versions.
+
+        ``figures``: each a ``_Batch`` or ``_Alone``, followed by the fields of ``NativeRuns``.
+        """
         for batch, *counts in figures:
             batch.count(NativeRuns(*counts))
 
@@ -442,7 +445,10 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns the encoded end of a timeline, which follows the moments, of requests that are computed with the main set."""
+    """Returns the encoded end of a traced request's timeline, for the C extension, which writes the moments before it.
+
+    It names the parameter set ``main`` and its version, if that was pushed.
+    """
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 

@@ -143,7 +143,10 @@ class InstanceRuns:
 
 
 def _count_ahead(version: ModelVersion) -> None:
-    """Tells a version's queue how many batches its only instance has that have not begun: they still count as queued."""
+    """Sets how many batches a version's queue counts as queued though its only instance has them: those that have not begun.
+
+    Does nothing for a version whose instances get no batch before the last one has run.
+    """
     if version.runs_ahead:
         version.queue.ahead = max(0, len(version.loaded.instances[0].given) - 1)
 

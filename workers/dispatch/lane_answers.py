@@ -22,7 +22,10 @@ _Error = tuple[float, str, str, str, str, str]
 
 
 class LaneAnswers:
-    """Counts the final answers on clients' lanes. Used by the thread of the worker's loop only; answers of fronts are ignored."""
+    """Counts the final answers to clients that have a lane (a channel of their own to the worker); ignores those to fronts.
+
+    Only the thread of the worker's loop uses it.
+    """
 
     def __init__(self) -> None:
         #: Answers by error code, "OK" for success; answers of the C part are not counted here.
@@ -59,7 +62,7 @@ class LaneAnswers:
             self._recent.append((time.time(), error.code, *texts, owner))  # type: ignore[arg-type]
 
     def recent(self) -> list[dict[str, Any]]:
-        """Describes the last errors for operators, the latest last."""
+        """Describes the last errors for operators, the latest last: time, code, message, model, request id and client of each."""
         names = ("time", "code", "error", "model", "id", "client")
         return [{"protocol": "lane", **dict(zip(names, row, strict=True)), "trace_id": ""} for row in self._recent]
 

@@ -48,7 +48,7 @@ _MAX_BLOCKED = 4
 
 
 class _Placing(enum.Enum):
-    """The outcome of an attempt to send an answer that was neither sent (None) nor failed (its error)."""
+    """Why an attempt to send an answer has neither sent it nor failed; the caller tries again later."""
 
     #: The response arena has no room now.
     FULL = enum.auto()
@@ -198,7 +198,9 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Answers a request that was made inside the worker. Returns what its maker gets: the result, or an error.
+        """Gives the result of a request that a model's call or an ensemble's step has made to that call or step.
+
+        Returns what was given: ``result``, or Cancelled if the request was cancelled.
 
         ``moments``: when its execution began, had its inputs and had computed; None: not known.
         """
@@ -211,9 +213,10 @@ class Outbox:
         return result
 
     def _place_small(self, request: Request, made: BatchOutputs, row: int) -> bool:
-        """Answers a request with small outputs, which are copied from one row of a batch by a plan made before.
+        """Answers a client's request with small outputs, copied from the batch's rows from ``row`` on by a stored or new plan.
 
-        Returns False, without an answer, if the request needs anything else, or if its answer is an error.
+        Returns False, without an answer, if no plan fits the request (it is traced, cancelled or made inside the worker, for
+        example), its answer must wait, or writing it fails; the caller then answers it in the general way.
         """
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
@@ -243,9 +246,9 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Plans how to answer a request whose batch has outputs of this layout, and stores the plan for the request's repeats.
+        """Plans how to answer a request whose batch has outputs of this layout: which bytes of the batch go where.
 
-        Returns None if such an answer cannot be planned.
+        Stores the plan for later requests with the same prepared request (their constant part). None: no plan is possible.
         """
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
@@ -254,9 +257,11 @@ class Outbox:
         return plan
 
     def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
-        """Answers a request with a result. Returns what the client gets: the result, or an error if it could not be sent.
+        """Answers a request with a result, or queues the answer until there is room for it in the response arena.
 
-        ``places``: reserved by ``prepare`` before the run; the caller releases them.
+        Returns what the client gets: the result, or the error that it gets instead because the result cannot be sent.
+
+        ``places``: reserved for the outputs by ``prepare`` before the run; the caller releases them. None: none are reserved.
         """
         if isinstance(result, ServingError):
             self.fail(request, result)
@@ -336,7 +341,7 @@ class Outbox:
         return None
 
     def _bound(self, submitter: SubmitterLink[Request]) -> int:
-        """Returns how many bytes of a submitter's answers may wait for room before more requests like theirs are held back."""
+        """Returns how many bytes of a submitter's answers may wait for room before ``hold`` keeps its requests from running."""
         if submitter.segments is None:
             return self._options.byte_size
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
@@ -347,9 +352,10 @@ class Outbox:
         return Unavailable(_describe_full(request.submitter, byte_size))
 
     def hold(self, request: Request) -> bool:
-        """Holds a request back from running if too many large answers to requests like it wait for room.
+        """Holds a request back from running if too many bytes of answers to its submitter wait for room in the response arena.
 
-        Returns whether the request is held; ``retry`` returns it when it may run.
+        It is held only if a large answer of the same model and shapes is among them, or of the same model if that answers in
+        order. Returns whether the request is held; ``retry`` returns it when it may run.
         """
         submitter, version = request.submitter, request.version
         if request.sink is not None or submitter.blocked_byte_size <= self._bound(submitter):
@@ -431,9 +437,10 @@ class Outbox:
 
 
 def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Numbered[PreparedAnswer] | None]:
-    """Replaces what a large answer has in common with other answers to such requests by a number.
+    """Replaces a large answer's constant part (prepared answer: names, datatypes, shapes, regions) by a number.
 
-    Returns the answer with that number, and what the number stands for; or the answer unchanged, and None.
+    Returns the answer with that number, and the constant part with its number; or the answer unchanged, and None, if the answer
+    is small, or its constant part is not that of other answers.
     """
     preparation, prepared = request.preparation, cast(PreparedAnswer, answer.prepared)
     # Parameters are each answer's own, but for what it says of the parameter set.

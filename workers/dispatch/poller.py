@@ -33,7 +33,8 @@ class Woken(NamedTuple):
 class Poller:
     """Waits for events on an epoll file descriptor. ``look_ns``: how long it polls before it sleeps; 0: it sleeps at once.
 
-    The methods about lanes and requests do nothing here: ``FastPath`` overrides them to answer requests while it waits.
+    The methods about lanes (channels of submitters to the worker) and requests do nothing here: ``FastPath`` overrides them to
+    answer requests while it waits.
     """
 
     def __init__(self, epoll: select.epoll, look_ns: int) -> None:
@@ -50,7 +51,7 @@ class Poller:
         """Removes a submitter's lane that has ended from those that are served during a wait."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        """Learns how the requests of an execution were answered, so that their repeats may be answered during a wait."""
+        """Learns how an execution's requests were answered, so that ``wait`` may answer requests that differ only in data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
         """Forgets what was learned for the number of a prepared request (the constant part of many requests) of a submitter.

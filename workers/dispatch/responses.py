@@ -126,9 +126,10 @@ class Responses:
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """Called when a model has returned: removes the requests that senders answer from the execution, which keeps the others.
+        """Called when a model has returned: leaves in the execution only those requests that no sender answers.
 
-        A removed request is ended if the model failed for it or if it was cancelled.
+        The requests that were answered through senders become ``execution.streamed``; each is ended if the model failed for it
+        or if it was cancelled.
         """
         self._take()
         requests, results = execution.requests, execution.results
@@ -183,7 +184,10 @@ class Responses:
         return True
 
     def takes_small(self, sender: ResponseSender) -> bool:
-        """Returns whether a sender's next small response can be written into its record without looking at the request."""
+        """Returns whether a sender's next small response may be sent together with those of other requests.
+
+        False: the request chose outputs, uses regions, is traced, cancelled or made inside the worker, or its responses wait.
+        """
         return (
             not sender.request.outputs
             and _leaves_as_it_is(sender)
@@ -265,7 +269,7 @@ class Responses:
 
     @staticmethod
     def _respond_encoded(sender: ResponseSender, alike: ResponsesAlike, records: list[bytes], now_ns: int) -> None:
-        """Queues encoded responses on the lane, for which there is always room. None of them is the first of its request."""
+        """Queues encoded responses (``records``), none of them the first of its request, on the lane; there is always room."""
         request = sender.request
         request.submitter.lane.complete_encoded(alike.kind.numbered, records)
         request.submitter.flush_soon()
@@ -402,6 +406,9 @@ class Responses:
 
 
 def _leaves_as_it_is(sender: ResponseSender) -> bool:
-    """Returns whether a sender's small responses consist of a record alone: no regions, no timeline, not made in this worker."""
+    """Returns whether a sender's small responses consist of a record alone.
+
+    They do unless outputs go into regions, the request is traced, or it was made inside this worker.
+    """
     request = sender.request
     return sender.plain and request.timeline is None and request.sink is None

@@ -60,9 +60,9 @@ class SequenceRuns:
         self._given: list[dict[str, Array]] = []
 
     def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
-        """Begins to run those of the requests that may run now; ``program`` computes them.
+        """Begins to run those of the requests that may run now; the function that ``program`` returns then computes them.
 
-        Returns how many, counted from the first; 0: all go the ordinary way through Python.
+        Returns how many, counted from the first; the others (all for 0) go the ordinary way through Python.
 
         Args:
           asked: (correlation id, START, END) of each request.

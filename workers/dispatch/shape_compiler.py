@@ -71,9 +71,10 @@ class ShapeCompiler:
         self._grouped: deque[tuple[ModelVersion, GroupedCalls, Executable]] = deque()
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
-        """Has the program for a batch compiled and parks its requests until then.
+        """Has the program ``wanted`` for a batch compiled, and parks its requests: they wait outside the queue until then.
 
-        Answers them with Unavailable if too many shapes compile. Waiting requests of the same key are parked too; others go on.
+        Answers them with Unavailable if too many shapes compile. Requests in the queue with the same batching key (shapes and
+        parameter set) are parked too; others go on.
         """
         model = version.jitted
         if model is None:
@@ -159,9 +160,9 @@ class ShapeCompiler:
         return compiled
 
     def _next_grouped(self) -> None:
-        """Has the next program for several requests compiled, if no parked request waits for a program.
+        """Has the programs that run several requests in one call compiled for the shape that has waited for this longest.
 
-        Until it is compiled such requests are run one by one.
+        Does nothing while anything else is being compiled. Until then the requests of that shape are run one by one.
         """
         if self._under_way or not self._grouped:
             return

@@ -86,7 +86,7 @@ class StepRows:
     def join(self, slot: int, sender: ResponseSender) -> None:
         """Has a request's next responses sent together with those of other requests, from the next step on.
 
-        Does nothing if the request does not take plain small responses, or if its client is too far behind.
+        Does nothing if the request does not take plain small responses, or if its client has too many bytes still to take.
         """
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
@@ -139,7 +139,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Sets which of these slots each submitter's lane answers.
+        """Assigns each of these slots to the lane of its request's submitter, on which ``send`` answers it.
 
         Joined requests in other slots are answered separately again.
         """
@@ -158,7 +158,7 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Has requests whose clients may be too far behind answered separately again, and all of them after very many steps.
+        """Has requests answered separately again whose clients may have too many bytes still to take; after many steps all.
 
         Returns the senders of these requests.
         """
