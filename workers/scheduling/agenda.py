@@ -20,7 +20,7 @@ NEVER = sys.maxsize
 
 
 class Agenda(Generic[P]):
-    """The parts of a loop that have work now, and the times at which other parts will have work; each loop has one agenda."""
+    """Tells a loop which of its parts (objects that it can ask for work) have work now, and when the others will have work."""
 
     __slots__ = ("_due", "_heap", "_number", "due_ns", "woken")
 

@@ -81,7 +81,7 @@ class DynamicBatcher(QueuePlanner[W]):
         self._queue.changed = None
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: the usual limit."""
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
         if rows:
             self._limits[key] = rows
         else:

@@ -61,7 +61,10 @@ class EnsembleGraph:
         self._needed: dict[frozenset[str], NeededSteps] = {}
 
     def origin_of(self, number: int) -> int | None:
-        """Returns the number of the streaming step that the inputs of step ``number`` are computed from; None: there is none."""
+        """Returns the number of the streaming step that the inputs of step ``number`` are computed from, directly or not.
+
+        None: there is none. A streaming step is one whose model may give any number of answers.
+        """
         found = (self.origin[tensor] for tensor in self.steps[number].inputs.values() if tensor in self.origin)
         return next(found, None)
 

@@ -76,7 +76,8 @@ class EnsembleRun(Generic[T]):
     ) -> list[StepStart[T] | EnsembleAnswer[T]]:
         """Stores the outputs of one answer of a started step. Returns steps that may run now, and complete answers to the client.
 
-        ``controls``: the sequence that the step's model names in its answer, if it names one.
+        ``outputs``: by the names that the step's model gives them. ``controls``: the sequence (correlation id, START, END) that
+        the model names in its answer; None: none.
         """
         number, step = start.step, self._graph.steps[start.step]
         iteration = start.iteration
@@ -105,12 +106,12 @@ class EnsembleRun(Generic[T]):
                 del self._open[key]  # type: ignore[arg-type]
 
     def worked_on(self, step: int) -> int:
-        """Returns how many answers of a streaming step are being worked on: later steps run for them or need their tensors."""
+        """Returns how many answers of a streaming step (one of any number of answers) later steps run for or still need."""
         held = {at for tensor, at in self._values if self._graph.origin.get(tensor) == step}
         return len(held | {at for origin, at in self._open if origin == step})
 
     def full(self, step: int) -> bool:
-        """Returns whether further answers of a streaming step must wait, because as many as allowed are being worked on."""
+        """Returns whether further answers of a streaming step must wait, because later steps work on as many as allowed."""
         return bool(self._graph.most) and self.worked_on(step) >= self._graph.most
 
     @property

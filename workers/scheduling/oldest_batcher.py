@@ -34,7 +34,7 @@ class OldestBatcher(Generic[S]):
         self._queue.remove(live.waiting[0])
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: the usual limit."""
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
         self._batcher.limit(key, rows)
 
     def at_once(self, key: Hashable) -> int:

@@ -10,7 +10,10 @@ from tensord.workers.scheduling.queue import QueueRules, Replacement, W
 
 
 class ParkedRequests(Generic[W]):
-    """Holds, in order, requests of equal shapes that wait for a program; of each replace key only the newest, as queues do."""
+    """Holds, in order, requests of equal shapes that wait until a program for these shapes is compiled.
+
+    Of requests with the same replace key (set by clients: a newer one makes older ones obsolete) it holds only the newest.
+    """
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules

@@ -97,7 +97,7 @@ class Planner(Protocol[P]):
         """Queues requests again that were taken but could not run. Returns those that fail instead, each with its error."""
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: the usual limit."""
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> int:
         """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""

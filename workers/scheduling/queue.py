@@ -80,7 +80,10 @@ W = TypeVar("W", bound=Waiting)
 
 
 class Replacement(NamedTuple, Generic[W]):
-    """A waiting request (``old``) that was discarded because a newer one (``new``) with the same replace key took its place."""
+    """A waiting request (``old``) that was discarded because a newer one (``new``) with the same replace key took its place.
+
+    Clients set the replace key of requests of which only the newest matters.
+    """
 
     old: W
     new: W

@@ -59,7 +59,10 @@ class Resources(Generic[A]):
         self._askers[asker] = _Asker(needs, max(1, priority), least)
 
     def remove(self, asker: A) -> list[A]:
-        """Removes an instance and frees its resources. Returns the waiting instances that may run now."""
+        """Removes an instance and frees its resources.
+
+        Returns the waiting instances that may run now, which hold their resources from now on.
+        """
         self._waiting.pop(asker, None)
         granted = self.give_back(asker)
         del self._askers[asker]
@@ -68,7 +71,7 @@ class Resources(Generic[A]):
     def ask(self, asker: A) -> bool:
         """Asks for the resources of an instance that wants to run.
 
-        Returns True if it holds them now; otherwise it waits, until another instance's ``give_back`` or the like returns it.
+        Returns True if it holds them now; otherwise it waits until ``give_back``, ``withdraw`` or ``remove`` returns it.
         """
         self._waiting[asker] = None
         return asker in self._grant()
@@ -78,7 +81,10 @@ class Resources(Generic[A]):
         return asker in self._running
 
     def withdraw(self, asker: A) -> list[A]:
-        """Ends an instance's wait, because it has nothing to run any more. Returns the waiting instances that may run now."""
+        """Ends an instance's wait, because it has nothing to run any more.
+
+        Returns the waiting instances that may run now, which hold their resources from now on.
+        """
         self._waiting.pop(asker, None)
         self._askers[asker].passed = 0
         return self._grant()

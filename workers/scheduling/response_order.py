@@ -23,7 +23,7 @@ class ResponseOrder(Generic[K, A]):
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests were taken from the queue whose answers ``done`` has not yet returned."""
+        """Returns how many of the requests passed to ``taken`` have answers that ``done`` has not returned yet."""
         return len(self._turns)
 
     def taken(self, request: K) -> None:

@@ -30,7 +30,7 @@ class Strategy(Protocol[S]):
         """Removes a sequence from those of which ``take`` makes batches: its first waiting request may no longer run."""
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: the usual limit."""
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> int:
         """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
@@ -125,7 +125,10 @@ class SequenceBatcher(Generic[S]):
         return answers
 
     def _lose(self, request: S, error: ServingError) -> list[tuple[S, ServingError]]:
-        """Ends the sequence of a request that failed with ``error``. Returns its waiting requests, each with its error."""
+        """Ends the sequence of a request that failed with ``error``.
+
+        Returns the sequence's waiting requests, each with its error; ``request`` is among them if it still waits.
+        """
         live: LiveSequence[S] = request.live
         if live.ready and live.slot is not None:
             self._strategies[live.slot.instance].withdraw(live)
@@ -143,7 +146,10 @@ class SequenceBatcher(Generic[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """Gives a sequence to its instance's strategy if its first waiting request may run; ignores None."""
+        """Makes a sequence known to its instance's strategy, for the next batches, if its first waiting request may run.
+
+        None: does nothing.
+        """
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:
                 self._attach(live.waiting[0])
@@ -200,7 +206,7 @@ class SequenceBatcher(Generic[S]):
         return [self.table.take(live) for live in self._strategies[instance].take(now_ns)]
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: the usual limit."""
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
         for strategy in self._strategies:
             strategy.limit(key, rows)
 

@@ -42,7 +42,10 @@ class SequenceRules:
 
 
 class SequenceTable(Generic[S]):
-    """The live sequences of one model version; one thread uses it."""
+    """Holds the live sequences of one model version: those with a slot, and in order those that wait for one (the backlog).
+
+    One thread uses it.
+    """
 
     def __init__(self, model: str, rules: SequenceRules, instances: int, events: RegisteredSequences) -> None:
         self.model = model
@@ -72,7 +75,7 @@ class SequenceTable(Generic[S]):
 
     @property
     def live(self) -> int:
-        """How many sequences have a slot or wait in the backlog."""
+        """How many sequences have a slot or wait for one."""
         return len(self._holders) + len(self._backlog)
 
     @property
@@ -222,7 +225,8 @@ class SequenceTable(Generic[S]):
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
         """Marks a request as run.
 
-        Returns the sequence that becomes ready to run by that (the request's own, or the backlog's first), or None.
+        Returns the sequence that becomes ready to run by that: the request's own, or the first of those that wait for a slot;
+        None: none becomes ready.
         """
         live = request.live
         live.running = False
@@ -234,7 +238,7 @@ class SequenceTable(Generic[S]):
         return None
 
     def restore(self, request: S) -> LiveSequence[S] | None:
-        """Puts a request that was taken back as the first of its sequence.
+        """Queues a request again that was taken and could not run, as the first of its sequence.
 
         Returns the sequence; None: it was cancelled, so the request is not queued and the caller has to call ``done`` for it.
         """
@@ -249,9 +253,9 @@ class SequenceTable(Generic[S]):
         return live
 
     def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
-        """Ends a sequence and gives its slot to the first sequence of the backlog.
+        """Ends a sequence with a slot and gives the slot to the first sequence that waits for one (the backlog's first).
 
-        Returns the sequence that has got the slot; None: the backlog is empty.
+        Returns the sequence that has got the slot; None: none waits.
         """
         slot = live.slot
         assert slot is not None
@@ -286,9 +290,10 @@ class SequenceTable(Generic[S]):
     # ----------------------------------------------------------------------------------------------------------- ending
 
     def cancel(self, live: LiveSequence[S]) -> tuple[list[S], LiveSequence[S] | None]:
-        """Ends a sequence, because a request of it is lost.
+        """Ends a sequence, because one of its requests was cancelled, has failed or has expired.
 
-        Returns its waiting requests, and the sequence that gets its slot, if any.
+        Returns the sequence's waiting requests, which it no longer holds, and the sequence that gets its slot now; None: none
+        does, also if a request of the ended sequence still runs.
         """
         refused = list(live.waiting)
         live.waiting.clear()
@@ -314,9 +319,9 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends the sequence of an id, if any, once its waiting requests have run.
+        """Ends the sequence of an id, if any, once its waiting requests have run: now, if it is idle.
 
-        Returns the sequence that gets its slot, or None.
+        Returns the sequence that gets its slot now; None: none does.
         """
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
@@ -328,7 +333,7 @@ class SequenceTable(Generic[S]):
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
         """Ends idle sequences that got no request for too long before ``now_ns``; None: all idle ones.
 
-        Returns the sequences of the backlog that get their slots and may run now.
+        Returns the sequences that waited for slots, get these slots and may run now.
         """
         ready: list[LiveSequence[S]] = []
         while self._idle:
@@ -346,7 +351,7 @@ class SequenceTable(Generic[S]):
 
     @property
     def next_tick_ns(self) -> int:
-        """The earliest time at which a request may expire, or the backlog may get a silent sequence's slot, in ns; 0: never."""
+        """The earliest time at which a request may expire, or a waiting sequence may get a silent one's slot, in ns; 0: never."""
         earliest = self.expiries.earliest_ns
         moments = [] if earliest is None else [earliest]
         if self._idle and self._backlog:
@@ -364,7 +369,7 @@ class SequenceTable(Generic[S]):
         return [live for slot, live in self._holders.items() if slot.instance == instance and live.begun]
 
     def sequences(self) -> Iterable[LiveSequence[S]]:
-        """Iterates over sequences with a slot, then over the backlog in its order."""
+        """Iterates over the sequences with a slot, then over those that wait for one, in their order."""
         yield from self._holders.values()
         yield from self._backlog
 

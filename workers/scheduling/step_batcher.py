@@ -74,7 +74,7 @@ class Step(NamedTuple, Generic[W]):
     goes_on: bool = False
 
     def parts(self, groups: Sequence[Sequence[SlotHolder[W]]]) -> list[Step[W]]:
-        """Splits the step into one part for each group of requests, to be run one after the other, each for its group's slots."""
+        """Splits the step into parts, to be run one after the other: one for the slots of each group of its requests."""
         numbers = [frozenset([holder.number for holder in group]) for group in groups]
         whole = frozenset().union(*numbers)
         return [
@@ -224,7 +224,10 @@ class StepBatcher(QueuePlanner[W]):
             self._masked -= {holder.number}
 
     def step(self) -> Step[W] | None:
-        """Begins the next step and returns it; None: no request takes part, or ``AHEAD`` steps are on their way to the device."""
+        """Begins the next step and returns it.
+
+        None: no request takes part, or as many steps as allowed (``AHEAD``) were begun whose results have not been read.
+        """
         if self._on_their_way >= AHEAD:
             return None
         self._room = self._rules.inserts_per_step
