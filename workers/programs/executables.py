@@ -113,7 +113,8 @@ class Executables:
     def warm(self, progress: LoadProgress) -> None:
         """Makes the executable of every bucket, from the cache or by compiling, and runs the smallest one.
 
-        Raises Internal: the model's outputs are not as declared, or there is too little memory.
+        Raises Internal: the model's outputs are not as declared, or there is too little memory; Cancelled: the load of the model
+        was given up.
         """
         planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
         if self._signature.states or self.sets.stack is not None:
@@ -256,7 +257,7 @@ class Executables:
         return self.device.executable(wanted, self._signature, compiled)
 
     def find(self, wanted: Wanted) -> Executable | None:
-        """Returns the executable for a shape, which is then the last that will be evicted; None: it is not compiled."""
+        """Returns the executable for a shape, which then counts as the last one used; None: it is not compiled or was evicted."""
         found = self._planned.get(wanted)
         if found is None and (found := self._unexpected.get(wanted)) is not None:
             self._unexpected.move_to_end(wanted)

@@ -42,7 +42,10 @@ class Link(NamedTuple):
 
 
 class PipelineProgram:
-    """Runs a pipeline's programs for one bucket; has the members of ``Executable`` that the worker's loop needs for batches."""
+    """Runs, for one bucket, the programs of a pipeline: an ensemble whose steps are all compiled programs.
+
+    Has the members of ``Executable`` that the worker's loop needs for batches.
+    """
 
     #: Rows that no request fills are zero.
     clears = True

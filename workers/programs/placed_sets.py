@@ -108,7 +108,7 @@ def placed_sets(
         return sum([given.nbytes for given, leaf in pairs if given is not None and _lies(given, leaf.placed)])
 
     def pin(tree: Any) -> list[jax.Array | None] | None:
-        """Copies a tree's leaves to page-locked host memory, each part near the device that has it.
+        """Copies the arrays of a tree of parameters to page-locked host memory, with their shardings, and waits for the copies.
 
         Returns the copies, with None for leaves that cannot be pushed; or None if there is no such memory left.
         """
@@ -176,7 +176,8 @@ def _stacked(
 ) -> ParameterSets:
     """Places the parameters of a model whose batches mix parameter sets, and returns its sets.
 
-    Leaves that all sets share go to the device; the other leaves stay in host memory until their set gets a slot of the stack.
+    Leaves that all sets share go to the device; the other leaves stay in host memory until their set gets a slot of the stack
+    (the arrays on the device that hold several sets side by side).
     Raises InvalidArgument: ``mixed`` names a leaf that does not exist; Internal: the device has no memory left.
     """
     mixed.check(signature.model, names)

@@ -207,7 +207,10 @@ class StepExecutables:
         return lowered
 
     def zeros(self, shapes: Shapes) -> tuple[dict[str, Array], Array]:
-        """Returns arguments for a test run of ``insert``: inputs of zeros, sizes of named axes, and slots outside the carry."""
+        """Returns the arguments for a test run of ``insert`` that changes no slot: the inputs by name, and the slots.
+
+        Inputs and sizes of named axes are zeros; the slots are a number behind the last slot.
+        """
         lead = (self._insert_rows,) if self._insert_rows else ()
         arrays: dict[str, Array] = {}
         for spec, shape in zip(self._signature.inputs.values(), shapes, strict=True):
