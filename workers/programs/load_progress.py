@@ -32,7 +32,7 @@ class LoadProgress:
         Args:
           name, version: of the model that is loaded.
           tell: called before each program is made, with its number, the number of all programs, and how many were compiled.
-          cancellation: tells whether the load was given up, such as for an unload; None: it cannot be given up.
+          cancellation: tells whether the load of the model was given up; None: it cannot be given up.
         """
         self.cancellation = cancellation or Cancellation()
         #: Called when the next executable is begun.
