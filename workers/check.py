@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class Apart:
-    """Answers calls of a model that is only checked: every model counts as ready, and requests to other models are refused."""
+    """Stands in for the daemon where a model is only checked: every model counts as ready, and requests to others are refused."""
 
     def __init__(self, explicit: bool) -> None:
         """``explicit``: whether the daemon's repository is configured to load models on request."""
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Returns the result of an operation as if it had succeeded; every model is ready (b"true").
+        """Returns what the daemon would if it succeeded, and does nothing; every model is ready (b"true").
 
         Raises: Unavailable: the server does not load models on request.
         """
@@ -61,7 +61,7 @@ class Apart:
         call.answered(Unavailable(f"model '{call.prepared.model}' is not asked while another one is only tried"), True)
 
     def cancel(self, call: ModelCall) -> None:
-        """Does nothing: the call has ended."""
+        """Does nothing: each call was refused as soon as it began."""
 
     stop = took = abandon = cancel
 

@@ -80,7 +80,7 @@ _MAX_SEQUENCES = 1000
 
 
 class _Running(NamedTuple):
-    """A load that the supervisor has not got an answer to yet: its cancellation, and the function that begins it."""
+    """A load (loading of a model version) that the supervisor awaits: its cancellation, and the function that begins it."""
 
     cancellation: Cancellation
     begin: Callable[[], None]
@@ -190,9 +190,10 @@ class Control:
         outcome: LoadedModel | Exception,
         cancellation: Cancellation,
     ) -> None:
-        """Lets a loaded version serve, or holds it back if the record says so, and sends Loaded to the supervisor.
+        """Lets a loaded version serve, or holds it back if the record says so, and sends a Loaded record to the supervisor.
 
-        Loaded has the reason if the load failed or was cancelled. If the device is lost nothing is sent: the process ends.
+        ``outcome``: the loaded version, or the error. If loading failed or was cancelled, Loaded has the reason. If the device is
+        lost nothing is sent: the process ends.
         """
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it
@@ -227,7 +228,7 @@ class Control:
         )
 
     def _cancel(self, key: tuple[str, int]) -> None:
-        """Cancels all loads of a version, the running one and those that wait."""
+        """Cancels each loading of a version (model and number) that runs or waits."""
         for load in self._running.get(key, ()):
             load.cancellation.cancel()
 
@@ -299,9 +300,10 @@ class Control:
             self._channel.put(Reply(record.call_id, Unavailable.code, message))
 
     def _register(self, call: ControlCall, operation: RegisterSystemRegion, fds: list[int]) -> None:
-        """Registers a system region.
+        """Registers a client's system shared memory as a region.
 
-        The first worker opens the object by its key and replies with the descriptor for the other workers.
+        Without a descriptor in ``fds`` this is the first worker asked: it opens the shared memory object by its key, and its
+        reply carries the descriptor for the other workers.
         """
         given = fds.pop(0) if fds else None
         region, access = self._regions.register(operation, given)
@@ -311,7 +313,7 @@ class Control:
             self._channel.put(Reply(call.call_id))
 
     def _ask_ready(self, call: ControlCall, operation: ModelReady) -> None:
-        """Replies to a call whether a model is ready. If the model has ``is_ready``, that is asked first, in another thread.
+        """Replies to a call whether a model is ready. If the model has ``is_ready``, this is called first, in another thread.
 
         Raises NotFound: the model is not served here.
         """

@@ -55,7 +55,10 @@ class DaemonOperations:
         return reply.result
 
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
-        """Asks the daemon whether any worker serves a version of a model (0: any version). Calls ``answered`` on the loop."""
+        """Asks the daemon whether any worker serves a version of a model (0: any version).
+
+        ``answered`` is called on the loop with the answer; False also if the daemon could not tell.
+        """
         self._ask(ModelReady(name, version), False, lambda reply: answered(reply.result == b"true"))
 
     def _ask(
@@ -72,7 +75,7 @@ class DaemonOperations:
         self._channel.put(ControlCall(call_id, operation))
 
     def answered(self, reply: Reply) -> None:
-        """Passes the supervisor's reply to the function that waits for it."""
+        """Passes the supervisor's reply to the function that ``ask`` or ``is_ready`` has left for the reply's call id."""
         answered, waits = self._asked.pop(reply.call_id)
         if waits:
             self._loader.step_back()

@@ -19,7 +19,7 @@ from tensord.workers.threads.work_thread import WorkThread
 
 
 class Engine:
-    """The models, sequences and dispatcher of one loop; only the loop's thread uses them."""
+    """The models, sequences and dispatcher of one worker's loop; only the loop's thread uses them."""
 
     def __init__(
         self, options: Options, inbox: Inbox, regions: RegionTable, gpu: int | None, check: CheckDevice = works
@@ -41,7 +41,10 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the model version of a loaded model, and adds its instances to the rate limiter until the version closes."""
+        """Makes the ``ModelVersion`` (queue, statistics) of what was loaded.
+
+        The rate limiter knows its instances until it closes.
+        """
         version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.ended_instances))

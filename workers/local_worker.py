@@ -66,11 +66,17 @@ class Answers:
         self.moments: Moments | None = None
 
     def take(self, request: Request, result: Result | None, moments: Moments | None, final: bool) -> None:
-        """Receives a response from the loop, for the asking thread."""
+        """Receives a response from the loop, and queues it for the asking thread.
+
+        Args:
+          result: the response; None: only the mark that no further one follows.
+          moments: when the run began, had its inputs and had computed; not used here.
+          final: whether this is the last response.
+        """
         self._came.put((result, moments, final))
 
     def fail(self, error: ServingError) -> None:
-        """Ends the responses with an error."""
+        """Ends the responses with an error, which is raised in the thread that iterates over them."""
         self._came.put((error, None, True))
 
     def __iter__(self) -> Answers:
@@ -183,6 +189,7 @@ class LocalWorker:
         """Sends a request to a model. Returns its responses, which may not have arrived yet.
 
         Args:
+          prepared: model, version and other properties that requests have in common; it names no inputs.
           own: the request's id, priority, timeout, sequence and so on.
           arrays: the inputs, in the shapes that clients send; nobody may write to them any more.
           outputs: names of the wanted outputs; empty: all.

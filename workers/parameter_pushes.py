@@ -44,7 +44,7 @@ _DONE = b"{}"
 
 
 class _Staged(NamedTuple):
-    """Parameters that were checked and placed for a push."""
+    """Parameters that were checked and placed on the device for a push, but are not in use yet."""
 
     version: ModelVersion
     parameters: ParameterSet
@@ -85,7 +85,7 @@ class ParameterPushes:
             answer(_DONE, None)
 
     def _find(self, model: str, version: int) -> ModelVersion:
-        """Returns a version that serves or is held. Raises NotFound if it does neither."""
+        """Returns a version that serves, or that is loaded and held back. Raises NotFound if there is none."""
         found = self._models.held.get((model, version)) or self._models.serving(model, version)
         if found is None:
             raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")
@@ -171,7 +171,9 @@ class ParameterPushes:
         self._thread.do(stage, done)
 
     def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
-        """Returns the leaves in the sealed memory of ``fd``, checked to fit the model; None for leaves that cannot be pushed.
+        """Returns the leaves in the sealed memory of ``fd``, checked to fit the model.
+
+        None stands for a leaf that is not pushed: one that all sets share, or a random key.
 
         Args:
           what: names the pushed set in errors.
@@ -222,7 +224,7 @@ class ParameterPushes:
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:
-        """Returns whether this very version still serves or is held: it was neither unloaded nor loaded anew."""
+        """Returns whether this very version still serves or is held back: it was neither unloaded nor loaded anew."""
         key = version.name, version.version
         return version is (self._models.held.get(key) or self._models.serving(*key))
 

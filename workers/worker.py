@@ -279,7 +279,7 @@ class Worker:
         return woken.events
 
     def _drains(self, at_once: bool) -> bool:
-        """Returns whether this iteration receives nothing and only runs the requests that wait.
+        """Returns whether this iteration is to receive nothing, and only to run the requests that wait.
 
         ``at_once``: a request is to be run now.
         """
@@ -415,6 +415,9 @@ class Worker:
         Args:
           peer: the submitter's number.
           sock: the worker's end of the lane.
+          opened: says whose lane it is, and the limits of a client.
+
+        If a client's lane cannot be opened, this is logged and ``sock`` is closed.
         """
         client = opened.client
         if client is None:
@@ -543,7 +546,10 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the model version of a loaded model. Gives each instance a slot on the status page as long as it lives."""
+        """Makes the ``ModelVersion`` (queue, statistics) of what was loaded.
+
+        Each instance has a slot on the status page while it lives.
+        """
         for instance in loaded.instances:
             # Those of the version before it have one.
             instance.status_slot = instance.status_slot or (self._free_slots.pop() if self._free_slots else SLOTS)
@@ -573,7 +579,10 @@ class Worker:
         self._page.set_state(WorkerState.STOPPING, now_ns)
 
     def _finished(self) -> bool:
-        """Returns whether the worker may end: every request in flight is answered and sent, and then every model has ended."""
+        """Returns whether the worker may end, because all requests are answered and all models have ended.
+
+        Begins to end the models when every request in flight is answered and the answers are sent.
+        """
         for fd, submitter in self._submitters.items():
             if submitter.in_flight or (submitter.lane.waiting and fd not in self._stalled):
                 return False

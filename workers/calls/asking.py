@@ -16,7 +16,7 @@ from tensord.workers.requests.result import Result
 
 
 class Own(TypedDict, total=False):
-    """The keyword arguments of a request to another model besides its tensors: parameters, priority, timeout, sequence."""
+    """The keyword arguments of a request to another model besides model and tensors: parameters, priority, timeout, sequence."""
 
     parameters: Mapping[str, Parameter]
     request_id: str
@@ -30,7 +30,7 @@ class Own(TypedDict, total=False):
 
 
 class Asked(Own, total=False):
-    """The keyword arguments of a call to another model besides its tensors: those of ``Own``, and the version."""
+    """The keyword arguments of a call to another model: parameters, priority, timeout and sequence (``Own``), and the version."""
 
     #: 0: the newest.
     version: int
@@ -57,7 +57,7 @@ class Pending:
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
     """Sends a request to another model and returns at once; ``result`` of the returned object waits for the outputs.
 
-    ``outputs``: names of the wanted outputs; empty: all.
+    ``outputs``: names of the wanted outputs; empty: all. ``own``: the version, parameters, priority, timeout, sequence.
 
     Raises InvalidArgument: an input is no array, or the caller is not the code of a model that works on a request.
     """
@@ -71,7 +71,10 @@ def stream(
 ) -> Iterator[dict[str, Array]]:
     """Sends a request to another model and returns at once: an iterator, which waits for each response and yields its outputs.
 
-    Raises InvalidArgument as ``begin`` does. The iterator raises ServingError where a response is an error, and ends.
+    ``outputs``: names of the wanted outputs; empty: all. ``own``: the version, parameters, priority, timeout, sequence.
+
+    Raises InvalidArgument: an input is no array, or the caller is not the code of a model that works on a request. The iterator
+    raises ServingError where a response is an error, and ends.
     """
     call = _call(model, inputs, outputs, own, streams=True)
     call.begin()

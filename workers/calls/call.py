@@ -22,7 +22,7 @@ from tensord.workers.requests.timeline import RequestTimeline
 
 
 class ModelCall:
-    """A call of another model: ``begin`` once, then ``next`` until the last response.
+    """A call that a model's code makes of another model: ``begin`` once, then ``next`` until the last response.
 
     ``answered`` and ``abandoned`` are for the worker's loop.
     """
@@ -98,7 +98,10 @@ class ModelCall:
         self._first: Callable[[], None] | None = None
 
     def begin(self, by_coroutine: bool = False) -> None:
-        """Sends the request to the worker's loop; the calling thread or coroutine must wait for the response next."""
+        """Sends the request to the worker's loop; the caller must wait for the response next.
+
+        ``by_coroutine``: the caller is a coroutine, not a thread.
+        """
         self._thread = 0 if by_coroutine else threading.get_ident()
         self._asked = 1
         self._server.begin(self)
@@ -127,7 +130,7 @@ class ModelCall:
     def next(self) -> tuple[Result | None, bool]:
         """Waits for the next response. Returns the response, and whether it is the last; after that ``next`` may not be called.
 
-        None instead of a response: the responses have ended, and no further one came.
+        None instead of a response: the responses have ended without a further one.
         """
         self._thread = threading.get_ident()
         self._taken += 1
@@ -139,7 +142,7 @@ class ModelCall:
         return result, final
 
     def first(self) -> asyncio.Task[tuple[Result | None, bool]]:
-        """Returns a task of the running event loop that waits for the first response, with the result of ``next``.
+        """Returns a task of the running event loop that waits for the first response, and returns it and whether it is the last.
 
         Cancelling the task cancels the call.
         """

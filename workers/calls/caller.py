@@ -34,7 +34,7 @@ class CallServer(Protocol):
         """Queues the request of a call for the called model; ``call.answered`` gets the responses, also an error."""
 
     def cancel(self, call: Any) -> None:
-        """Cancels the request of a call, because the caller does not wait for it any more; ``call.answered`` gets Cancelled."""
+        """Cancels the request of a call, for which the caller waits no longer; ``call.answered`` gets Cancelled."""
 
     def stop(self, call: Any) -> None:
         """Asks a streaming model that runs in a thread to stop; the caller still takes its responses. Cancels any other call."""
@@ -43,7 +43,9 @@ class CallServer(Protocol):
         """Lets the called model send a further response, because the caller has taken one."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Has the daemon carry out an operation for a model's ``ModelPort``. Raises ServingError: the operation failed.
+        """Has the daemon carry out an operation for a model, whose ``ModelPort`` is given.
+
+        Raises ServingError: the operation failed.
 
         Returns the daemon's answer: for ModelReady "true" or "false".
         """
@@ -148,8 +150,10 @@ class Caller:
     ) -> None:
         """
         Args:
+          port: connects the model with its worker.
           requests: the requests that the code works on.
           execution: the ``Execution`` that the code is part of; None: the code does not keep an instance busy.
+          phase: decides whether the code may call and load other models.
         """
         self.port = port
         self.requests = tuple(requests)
@@ -190,7 +194,10 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Runs the ``with`` block as code of ``caller``'s model: ``current`` returns ``caller`` there. Then calls ``port.ran``."""
+    """Runs the ``with`` block as code of ``caller``'s model: ``current`` returns ``caller`` there.
+
+    Afterwards calls ``port.ran``, which restores the process-wide state that the code has changed.
+    """
     token = _current.set(caller)
     try:
         yield caller
@@ -208,7 +215,7 @@ def current() -> Caller | None:
 def caller() -> Caller | None:
     """Returns the ``Caller`` of the model whose code called this, directly or through libraries; None: no model's code did.
 
-    If only the model is known, and not the requests that it works on, this is the model's ``detached`` caller.
+    If only the model is known, and not the requests that it works on, this is ``port.detached``: a caller without requests.
     """
     found = _current.get(None)
     if found is not None:

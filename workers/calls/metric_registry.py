@@ -75,7 +75,9 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Adds a holder (a ``HeldFamily``) to the family of that name, made if there is none; it exists while it is held.
+        """Adds a holder (a ``HeldFamily``) to the family of that name, made if there is none.
+
+        The family exists while it has holders.
 
         ``owner``: model and version whose code holds the family.
 
@@ -102,7 +104,10 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Sequence[Labels]) -> None:
-        """Removes a holder from a family and from its metrics with the labels ``held``; what has no holder left is removed."""
+        """Removes the holder ``owner`` (model, version) from a family and its metrics with the labels ``held``.
+
+        The metrics, and the family, that have no holder left are removed.
+        """
         with self._lock:
             family = self._families[name]
             for labels in held:
@@ -117,9 +122,8 @@ class MetricRegistry:
                 del self._families[name]
 
     def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None) -> tuple[Labels, Value]:
-        """Returns the key and the value of a family's metric with these labels, which is made if there is none.
+        """Returns the key (for ``release``) and the value of a family's metric with these labels, which is made if there is none.
 
-        ``release`` takes the key.
         ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: the labels or buckets are malformed, or the
         buckets differ from the metric's; Unavailable: there are too many metrics.
         """
@@ -141,7 +145,10 @@ class MetricRegistry:
             return key, value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
-        """Adds ``by`` to a counter or gauge. Raises InvalidArgument: a counter would fall; Unsupported: it is a histogram."""
+        """Adds ``by`` to a counter or gauge.
+
+        Raises InvalidArgument: a counter would fall; Unsupported: the metric is a histogram.
+        """
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         if kind is MetricKind.COUNTER and not by >= 0:

@@ -68,7 +68,7 @@ class OwnProcesses:
     def environment(self) -> dict[str, str]:
         """Returns the environment variables that mark a program as executed by the model's code.
 
-        Raises OSError: the model has ended, so that code of it that still runs (a pool's thread, say) must not start processes.
+        Raises OSError: the model has ended, and its code that still runs (a pool's thread, say) must not start processes.
         """
         if self._closed:
             raise OSError(errno.ECANCELED, f"model '{self._name}' is unloaded, and starts no more processes")

@@ -48,7 +48,7 @@ def trace_id() -> str:
 
 
 class _OpenSpan:
-    """The context manager of a span: ends the span with its block, which a generator may leave in another context."""
+    """The context manager of a span, which it ends with the block, even if a generator leaves the block in another context."""
 
     def __init__(self, made: Span) -> None:
         self._span = made

@@ -102,7 +102,9 @@ class _Artifact:
     def create(
         self, path: Path, config: Mapping[str, Any], device: jax.Device
     ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
-        """Returns function and parameters, as ``create`` of a model.py does; the arguments are not used.
+        """Returns the function that runs the programs, and its parameters, as ``create`` of a model.py does.
+
+        The arguments are not used.
 
         Raises InvalidArgument: the file of parameters does not fit the program.
         """

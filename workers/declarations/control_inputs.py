@@ -52,7 +52,7 @@ class _CorrelationId(NamedTuple):
 
     @property
     def false(self) -> Array:
-        """The array for a row of a batch that no request fills."""
+        """The value of this input in a row of a batch that no request fills."""
         if self.spec.datatype == "BYTES":
             return np.full(self.shape, b"", np.object_)
         return np.zeros(self.shape, self.spec.dtype)
@@ -105,7 +105,7 @@ class ControlInputs:
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """Returns the control inputs for each request of a batch, in order.
+        """Returns the control inputs for each request of a batch, in order. ``asked``: what each says of its sequence.
 
         The list ends before the first request whose correlation id the model's datatype cannot hold.
         """

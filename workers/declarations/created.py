@@ -24,7 +24,7 @@ def created(
       returned: what ``create`` returned.
       asked: properties of requests that the function asks for (None: none); it is wrapped to find them among its inputs.
       indexed: whether the function has an argument ``index``, with the parameter set of each row.
-    Raises: InvalidArgument: ``create`` returned something else.
+    Raises: InvalidArgument: ``create`` returned something else, or the function does not have the arguments that are expected.
     """
     model, states = described.model, described.states
     if not isinstance(returned, tuple) or not 2 <= len(returned) <= 3 or not callable(returned[0]):
@@ -61,9 +61,11 @@ def created(
 
 
 def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
-    """Calls ``create`` of model.py and returns its result.
+    """Calls ``create`` of model.py with ``path``, ``config`` and ``device``, by position, and returns its result.
 
-    Raises: InvalidArgument: ``create`` has other parameters; or whatever ``create`` raises.
+    Args:
+      path: the version's folder.
+    Raises: InvalidArgument: ``create`` cannot be called with these three arguments; or whatever ``create`` raises.
     """
     check_arguments(model, "create()", module.create, ["path", "config", "device"])
     return module.create(path, config, device)
@@ -76,9 +78,9 @@ def is_generator(returned: object) -> bool:
 
 
 def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises InvalidArgument if a function cannot be called with arguments of these names.
+    """Raises InvalidArgument if a function cannot be called with as many positional arguments as there are ``names``.
 
-    ``what``: the function's name in errors.
+    ``what``, ``names``: how errors name the function and the arguments.
     """
     try:
         taken = inspect.signature(apply)

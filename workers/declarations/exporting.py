@@ -45,9 +45,13 @@ def export_model(
 ) -> Path:
     """Writes a model folder that is served without Python code, and returns it (implements ``tensord.models.export``).
 
-    ``inputs``: declarations of the inputs, as in a model.py. All else is as for ``write``.
-
-    Raises InvalidArgument: a declaration is malformed, the folder has a version 1 already, or the function cannot be exported.
+    Args:
+      function: takes parameters and inputs (trees of arrays), returns a tree of outputs.
+      inputs: declarations of the inputs, as in a model.py.
+      buckets: axis name -> sizes to compile.
+      platforms: the platforms to export for, as jax.export names them; None: the platform of this process.
+    Raises: InvalidArgument: a declaration is malformed, the folder has a version 1 already, or the function cannot be exported.
+    OSError: the folder cannot be written.
     """
     folder = Path(folder)
     message = model_config.empty(folder.name)

@@ -40,7 +40,7 @@ class SequencePlan:
         request.controls = controls if self.iterative is None else self.iterative.first_round(controls)
 
     def join_again(self, request: Request) -> None:
-        """Prepares a request for another run that its model asked for: clears ``start``, and makes its control inputs anew."""
+        """Prepares a request for another run, which its model asked for: clears ``start``, and makes its control inputs anew."""
         request.controls = IterativeIds.next_round(request.controls)
         request.add(self.controls.arrays(request.controls))
 

@@ -137,7 +137,7 @@ def created_steps(model: str, returned: object, asked: RequestInputs | None) -> 
     """Returns the functions and the parameters that ``create`` of a stepped model returned.
 
     Args:
-      asked: properties of requests that insert asks for; insert is wrapped to find them among its inputs. None: none.
+      asked: properties of requests that the insert function asks for, which is wrapped to find them among its inputs; None: none.
     Raises: InvalidArgument: ``create`` returned something else.
     """
     functions = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None

@@ -48,7 +48,10 @@ def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callab
 
 
 class LoadedModels:
-    """Gives a process that a model's code starts the loaded models' packages: pickled here, unpickled it makes them there."""
+    """When unpickled in another process, makes the packages of the models that are loaded where it is pickled.
+
+    So a process that a model's code starts can import the modules of these packages.
+    """
 
     def __reduce__(self) -> tuple[Callable[..., LoadedModels], tuple[tuple[tuple[str, tuple[str, ...]], ...]]]:
         loaded = [imports for imports in map(ModelImports.of, list(sys.modules)) if imports is not None]

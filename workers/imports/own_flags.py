@@ -48,7 +48,7 @@ _thread = threading.local()
 
 
 class WholeProcess:
-    """Counts updates of JAX's configuration that apply to the process, so that a check for changes costs one comparison."""
+    """Counts updates of JAX's configuration that apply to the whole process, so that a check for changes is one comparison."""
 
     updates = 0
 

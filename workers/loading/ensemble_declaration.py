@@ -60,7 +60,9 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
-    """Returns a loaded ensemble completed from its steps' models: whether they stream, keep state or are repeatable; labels.
+    """Returns a loaded ensemble with what it takes over from the models of its steps.
+
+    That is whether any of them streams or keeps sequences, whether all are repeatable, and the labels of their outputs.
 
     Raises NotFound: one of the models is not loaded.
     """
@@ -87,7 +89,7 @@ def _in_its_order(step: EnsembleStep, member: ModelVersion) -> dict[str, str]:
 
 
 def _labelled(signature: Signature, graph: EnsembleGraph, members: list[ModelVersion]) -> Signature:
-    """Returns the signature of an ensemble, in which outputs without a label file get the labels of the members' outputs."""
+    """Returns the signature of an ensemble, whose outputs without a label file get the labels of the steps' outputs."""
     outputs = dict(signature.outputs)
     for step, member in zip(graph.steps, members, strict=True):
         for name, tensor in step.outputs.items():

@@ -23,7 +23,7 @@ from tensord.workers.tensors.signature import Declared, signature
 
 
 def export_version(load: Load, device: jax.Device, folder: Path, platforms: str) -> None:
-    """Writes a model version with a model.py as a new model into ``folder``: a jax.export program without Python.
+    """Writes a model version that has a model.py as a new model into ``folder``: as a jax.export program, without Python code.
 
     Args:
       platforms: comma-separated, as jax.export names them; "": the platform of the device.

@@ -35,6 +35,9 @@ def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Itera
     megabytes for a large program, and on a GPU also some of the device's, for the kernels that are tried. But if a program takes
     very long, the next model may begin before it is done (``Turns``): only a few more, so that the memory stays bounded.
 
+    ``aside``: makes a context in which other models may be loaded. ``progress``: has the cancellation of this load; its ``renew``
+    is set to the function that begins a new step of the turn.
+
     Raises Cancelled: the load was cancelled while it waited.
     """
     with aside(), turns.turn(progress.cancellation) as progress.renew:
@@ -119,7 +122,7 @@ class InstanceGroups:
     def take_turns(self, model: str, kind: str) -> None:
         """Logs that a model's instances run one at a time. Raises Unsupported if they also need resources of the rate limiter.
 
-        ``kind``: the kind of model that makes them do so, for the error, such as "a model with batch_sets".
+        ``kind``: what kind of model has its instances take turns, for the error, such as "a model with batch_sets".
         """
         if self.limited:
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")
@@ -134,7 +137,11 @@ class InstanceGroups:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Starts the instances of a worker's models. ``gpu``, ``limits`` and ``devices`` are those of ``InstanceGroups``."""
+    """Starts the instances of a worker's models.
+
+    ``gpu``: the number of the worker's first GPU, or None. ``limits``: resource -> how much the operator allows, or None: there
+    is no rate limiter. ``devices``: how many devices the worker has.
+    """
 
     gpu: int | None
     limits: Mapping[str, int] | None

@@ -84,8 +84,11 @@ def jitted_model(
       described: the model's tensors and state.
       buckets: the shapes of the model's programs.
       created: the function, its parameters and the initial state.
-      instances, alone: passed to ``JaxModel``.
-      several, mixed, on_demand: passed to ``Executables``.
+      instances: how many threads execute the model.
+      alone: requests that cannot share a batch may not share a call of a program either.
+      several: the devices, if the model runs on several; None: the worker's first device.
+      mixed: which parameters differ between sets; None: a batch has one parameter set.
+      on_demand: whether parameters may leave the device for other parameters.
     Raises: InvalidArgument, Unsupported: the model cannot be served.  Internal: there is no memory for its parameters.
     """
     apply, parameters, first = created

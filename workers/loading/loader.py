@@ -444,7 +444,10 @@ class Loader:
 
     @staticmethod
     def _completed(message: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns a copy of the configuration that has the instance groups of the Load record, completed with defaults."""
+        """Returns a copy of the configuration that has the instance groups of the Load record, completed with defaults.
+
+        ``maker``: says which GPUs the model runs on.
+        """
         given, made = model_config.from_bytes(record.config), model_config.empty(message.name)
         made.CopyFrom(message)
         del made.instance_group[:]

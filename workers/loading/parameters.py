@@ -81,7 +81,7 @@ def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> Pa
 
 
 def array_names(parameters: Any) -> list[str]:
-    """Returns the names of the arrays among a model's parameters, in the order in which ``parted`` returns the arrays."""
+    """Returns the names of the arrays among a model's parameters, in the order in which ``parted`` puts them into a list."""
     return names_of(parameters, _ARRAYS)
 
 

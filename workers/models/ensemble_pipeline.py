@@ -132,7 +132,7 @@ class EnsemblePipeline:
             step.version.statistics.add(done.part(share, whole))
 
     def _build(self, rows: int) -> PipelineProgram | None:
-        """Builds the program for the smallest batch size with room for the rows that all models have; None: there is none."""
+        """Builds the program for the smallest batch size from ``rows`` on that all the models have; None: there is none."""
         if any(-1 in spec.dims for spec in self._signature.inputs.values()):
             return None
         bucket, found = rows, list[Executable]()
@@ -214,7 +214,10 @@ def needs_steps(request: Request) -> bool:
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
-    """Returns the program that computes a step, or None if running the step takes more than a program (a thread, a cache...)."""
+    """Returns the program that computes a step for ``rows`` rows; None: a step takes more than a program (a thread, a cache...).
+
+    ``batches``: whether the ensemble has a batch dimension; None is also returned if the step's model differs in this.
+    """
     member = step.version
     loaded, model, specs = member.loaded, member.jitted, member.signature.inputs
     if model is None or loaded.instances or loaded.made_inputs or member.sequences is not None or loaded.streams:

@@ -150,7 +150,7 @@ class Execution:
     def caller(self, port: ModelPort) -> Caller:
         """Makes the object through which the model's code calls other models during this run, on behalf of the batch's requests.
 
-        For a warmup sample it has no requests.
+        ``port``: connects the model's code with the worker. A run of a warmup sample is on behalf of no request.
         """
         if self.responder is None:
             return Caller(port)
@@ -181,7 +181,9 @@ class RunnableModel(Describing, Protocol):
 
 
 def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) -> None:
-    """Runs a batch; if that fails, runs its requests one by one where that is safe. Each has a result or error then.
+    """Runs a batch; if that fails, runs its requests one by one where that is safe.
+
+    Then each has a result or error in ``execution``.
 
     ``check``: raises if the model's device has failed.
     """

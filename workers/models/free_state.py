@@ -140,7 +140,7 @@ class FreeState:
         return found
 
     def keep(self, execution: Execution, live: Callable[[], Iterable[LiveSequence[Any]]]) -> None:
-        """Moves the new state from the results of a run to the sequences; the results then have only what clients get.
+        """Moves the new state from the results of a run to the sequences; afterwards the results have only what clients get.
 
         A sequence whose state would exceed the limit keeps its former state, and its request's result is Unavailable.
         ``live``: returns all sequences, to count their bytes.

@@ -66,9 +66,9 @@ class GeneratorModel:
         execution.results = [STREAMED]
 
     def response(self, request: Request, made: Any) -> Result:
-        """Returns a yielded value as a response, in the client's shapes.
+        """Returns ``made``, a value that the generator yielded for a request, as a response in the client's shapes.
 
-        Raises Internal: it is no valid response of this model.
+        Raises Internal: the value is no valid response of this model.
         """
         parameters: Any = {}
         if isinstance(made, tuple) and len(made) == 2:
@@ -126,7 +126,7 @@ class _Run:
     def go_on(self, alone: bool) -> None:
         """Runs the generator to its end, or until too many of its responses are not acknowledged. Raises what the model raises.
 
-        ``alone``: whether the generator runs outside of ``execute``, so that the loop must be woken at its end.
+        ``alone``: whether this is called outside of the model's ``execute``, so that the loop must be woken at its end.
         """
         sender, generator, request = self._sender, self._generator, self._request
         # Of one that was given ahead, and that nobody waits for by now, nothing runs.

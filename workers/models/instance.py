@@ -42,7 +42,11 @@ class _Closing:
 
 
 class Instance:
-    """The thread that runs one instance of a model. ``given``, ``depth`` and ``status_slot`` are for the worker's loop only."""
+    """A thread that runs one instance of a model.
+
+    The worker's loop alone uses ``given`` (executions that the thread has or gets), ``depth`` (how many at a time),
+    ``status_slot``.
+    """
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from tensord.workers.models.warmup import Sample
 class InstanceMaker:
     """What is needed to make an instance of a loaded model version.
 
-    Later loads that change only the number of instances use the same object, as they take over code and instances.
+    A later load (loading) that changes only the number of instances takes over the code and the instances, and uses this object.
     """
 
     #: Returns a function from an instance's name to the instance; the second argument is the compiled model, if it is one.

@@ -92,7 +92,7 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a copy of this model, which has no sequences, for ``count`` threads, with the same programs.
+        """Returns a copy of this model for ``count`` threads, with the same programs. A model with sequence state has no copies.
 
         ``alone``: requests that cannot share a batch may not share a call of a program either.
         """
@@ -119,7 +119,7 @@ class JaxModel:
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
         """Returns the programs to run when 1, 2, ... ``most`` rows of a batching key wait; None: none is compiled for so many.
 
-        If one call can run several requests, it counts requests, not rows, to ``grouped_program.MOST`` of them.
+        If one call can run several requests, the list is for 1, 2, ... ``grouped_program.MOST`` requests, not rows.
 
         The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size. Nothing is compiled.
         """
@@ -142,7 +142,8 @@ class JaxModel:
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
         """Returns a function that runs an executable on inputs that are already in its memory, and returns the outputs.
 
-        It takes the sequence slots of the first rows, and whether each sequence starts. It raises what ``execute`` raises.
+        Its arguments: the sequence slots of the first rows, and whether each of their sequences starts. Raises StateLost: the run
+        failed and the sequence state is lost with it; or what else the run raises.
         """
         if self._carry is None:
             return lambda slots, starts: executable.run()
@@ -230,7 +231,7 @@ class JaxModel:
 
     @property
     def full_sizes(self) -> frozenset[int] | None:
-        """The numbers of rows for which batches get no padding; empty: inputs may be padded too; None: a batch is one request."""
+        """The numbers of rows of batches that get no padding; empty: inputs may be padded too; None: a batch is one request."""
         if self._pads:
             return frozenset()
         return frozenset(self._buckets.batch) if self._signature.batches else None
@@ -243,7 +244,10 @@ class JaxModel:
         return rows, max(0, executable.elements - given)
 
     def padding(self, key: Shapes, done: NativeRuns) -> tuple[int, int]:
-        """Returns how many rows and input elements of padding runs in C code took. ``key``: the requests' shapes."""
+        """Returns how many rows and how many input elements were padding in the runs of C code that ``done`` counts.
+
+        ``key``: the shapes of the requests.
+        """
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
         row = sum([spec.dtype.itemsize * math.prod(shape or ()) for spec, shape in zip(inputs, key, strict=True)])

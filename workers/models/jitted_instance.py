@@ -34,7 +34,11 @@ class JittedInstance:
         """Does nothing: a jitted instance needs no initialisation."""
 
     def execute(self, execution: Execution) -> None:
-        """Runs a batch with this thread's copy of the executable. Raises what ``JaxModel.execute`` raises."""
+        """Runs a batch with this thread's copy of the executable.
+
+        Raises LookupError: no executable for the batch is compiled; StateLost: the run failed and sequence state is lost with it;
+        or what else the run raises.
+        """
         shared = execution.executable or self._model.find(execution.requests)
         if isinstance(shared, Executable):
             twin = self._twins.get(shared)

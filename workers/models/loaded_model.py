@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What the loader hands to the worker's loop for one model version: signature, model, instances, rules of its queue..."""
+    """What the loader hands to the worker's loop for one model version: signature, model, instances, rules for its queue..."""
 
     name: str
     version: int

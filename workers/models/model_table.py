@@ -36,7 +36,10 @@ class ModelTable:
         yield from self.draining
 
     def add(self, version: ModelVersion) -> None:
-        """Adds a version, to which requests go from now on; a former load of it drains (only finishes its requests)."""
+        """Adds a version, to which requests go from now on.
+
+        If it was loaded before, the former one drains (only finishes its requests).
+        """
         old = self._serving.pop((version.name, version.version), None)
         if old is not None and version.loaded.taken_over:
             version.join_programs()
@@ -61,7 +64,10 @@ class ModelTable:
         self._drain(version, done)
 
     def hold(self, version: ModelVersion) -> None:
-        """Holds a loaded version back: no request goes to it before ``serve_held``. Ends a load of it that was held before."""
+        """Holds a loaded version back: no request goes to it before ``serve_held``.
+
+        If the version was held before, the former one ends.
+        """
         self.discard_held(version.name, version.version)
         self.held[version.name, version.version] = version
 
@@ -78,7 +84,10 @@ class ModelTable:
             self.discard(version)
 
     def serving(self, name: str, number: int) -> ModelVersion | None:
-        """Returns a version that was added and not removed, even if all its instances are passive; else None."""
+        """Returns a version that was added and not removed, or None.
+
+        It may be one whose instances are all passive, so that it takes no requests.
+        """
         return self._serving.get((name, number))
 
     def discard(self, version: ModelVersion) -> None:
@@ -117,9 +126,9 @@ class ModelTable:
         self.draining.append(version)
 
     def home(self, version: ModelVersion, correlation_id: int | str, start: bool) -> ModelVersion:
-        """Returns the load of a version that a sequence's request goes to: a sequence stays on the load where it began.
+        """Returns the load (loading of a version) that a sequence's request goes to: where the sequence began, else ``version``.
 
-        A request with START goes to ``version``, the new load, and ends a sequence of its id on a former load.
+        ``version``: the new load. A request with START goes there, and ends a sequence of its id on a former load, which drains.
         """
         for old in self.draining:
             if old.sequences is None or (old.name, old.version) != (version.name, version.version):

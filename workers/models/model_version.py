@@ -168,7 +168,10 @@ class ModelVersion:
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes the next batch, as many of its requests as the largest program has room for; the others wait again."""
+        """Takes the next batch, as many of its requests as the largest program has room for; the others wait again.
+
+        ``instance``: the number of the instance that the batch is for.
+        """
         batch = self.planner.take(now_ns, instance)
         if self.jitted is not None and (fitting := self.jitted.fitting(batch)) < len(batch):
             # They are older than what waits, so none of them is refused.
@@ -186,7 +189,8 @@ class ModelVersion:
     ) -> list[Request]:
         """Takes the requests of the next batch that have the same parameters; the others wait again.
 
-        A sequence goes on with the parameters that it began with. ``take``: called with (now_ns, instance), takes the batch.
+        A sequence goes on with the parameters that it began with. ``take``: called with ``now_ns`` and ``instance`` (the number
+        of the instance that the batch is for), takes the batch.
         """
         batch, table = take(now_ns, instance), sequences.table
         # What a thread is given may begin when others are in use.
@@ -234,9 +238,10 @@ class ModelVersion:
         return held
 
     def _hold_steps(self, former: ParameterSet, new: ParameterSet, now: ParameterSet | None, moves: bool) -> bool:
-        """Decides which parameters stepped requests that have begun with ``former`` go on with, as ``_hold_sequences`` does.
+        """Decides with which parameters stepped requests go on that have begun with ``former``: ``now`` if ``moves``, else these.
 
-        ``new``: the parameters that requests name in their answers if they change over.
+        ``now``: None: the newest of the parameter set ``main``. ``new``: the parameters that such requests name in their answers
+        if they change over. Returns whether any request goes on with ``former``.
         """
         if self.steps is None:
             return False
@@ -251,7 +256,10 @@ class ModelVersion:
         return held
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[Request, ServingError]]:
-        """Ends an instance's sequences, because their state is lost. Returns their waiting requests, each with its error."""
+        """Ends the sequences of the instance with this number, because their state is lost.
+
+        Returns their waiting requests, each with its error.
+        """
         if self.sequences is None:
             return []
         self.statistics.lost_sequences += len(self.sequences.table.begun(instance))
@@ -309,7 +317,7 @@ class ModelVersion:
                 self.planner.limit(shapes, executables.limit(shapes))
 
     def serve(self) -> None:
-        """Begins to serve: from now on new sequences of this model and version number begin on this load, not on a former one."""
+        """Has new sequences of this model and version number begin here from now on, and not on a version loaded before."""
         if self._registered is not None and self.sequences is not None:
             self._registered.serve(self.sequences.table)
 
@@ -325,7 +333,7 @@ class ModelVersion:
                 self._registered.retire()
 
     def end_sequences(self) -> None:
-        """Ends this version's sequences once their waiting requests have run, because no new request can reach the version."""
+        """Has this version's sequences end once their waiting requests have run, because no new request can reach the version."""
         if self.sequences is not None:
             self.sequences.close_all()
 
@@ -356,9 +364,11 @@ class ModelVersion:
         self._open_instances -= 1
 
     def _lets_go(self) -> bool:
-        """Ends the processes that the model's code has started and left running, unless a later load uses the code.
+        """Ends the processes that the model's code has started and left running.
 
-        Returns True once all of them have ended, or if there are none to end.
+        Does nothing if a later load (loading) of the version uses the same code.
+
+        Returns True once all of the processes have ended, or if there are none to end.
         """
         processes = None if self.loaded.users else self.loaded.imports.processes
         if processes is None:

@@ -53,12 +53,15 @@ class RateLimiter:
     def may_run(self, instance: Instance) -> bool:
         """Takes the resources that an instance needs, which it has until ``done``. Returns whether the instance has them now.
 
-        If not, it waits for them: ask again when ``moved`` is set.
+        If not, the instance waits for them: ask again when ``moved`` is set, which says that resources became free.
         """
         return self._resources.runs(instance) or self._resources.ask(instance)
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees an instance's resources, or ends its wait for them. ``again``: it has run, and asks at once for another run."""
+        """Frees an instance's resources, or ends its wait for them.
+
+        ``again``: the instance has run, and asks at once for another run.
+        """
         self.moved |= bool(
             self._resources.give_back(instance, again)
             if self._resources.runs(instance)

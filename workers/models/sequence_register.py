@@ -31,7 +31,7 @@ class SequenceRegister:
         self.changed: set[RegisteredSequences] = set()
 
     def of(self, model: str, version: int) -> RegisteredSequences:
-        """Makes the object that registers the sequences of one load of a model version."""
+        """Makes the object that registers the sequences of a model version that was loaded; each loading has one of its own."""
         return RegisteredSequences(self, SequenceKeys(model, version))
 
     def add(self) -> None:
@@ -66,7 +66,7 @@ class SequenceRegister:
 
 
 class RegisteredSequences:
-    """Registers the sequences of one load of a model version on the worker's sequence page.
+    """Registers the sequences of one load (one loading of a model version) on the worker's sequence page, which fronts read.
 
     ``generation`` tells sequences of one correlation id apart; a later one has a higher number. For each sequence ``waiting`` is
     called, then ``begun`` unless it never ran, then ``gone``, perhaps after ``waiting`` for the next sequence of its id.
@@ -80,36 +80,39 @@ class RegisteredSequences:
         self._table: SequenceTable[Any] | None = None
 
     def serve(self, table: SequenceTable[Any]) -> None:
-        """From now on publishes this load's free slots: new sequences of the version begin on it. ``table``: its sequences."""
+        """Has new sequences of the version begin here: from now on writes the free slots of ``table`` to the sequence page."""
         self._table = table
         self._register.serving[self._keys.slots] = self
         self._register.changed.add(self)
 
     def retire(self) -> None:
-        """Removes this load's free slots from the page: it gets no new sequences, as the version was unloaded or loaded again."""
+        """Removes the free slots from the sequence page: no new sequences come, as the version was unloaded or loaded again."""
         self._table = None
         if self._register.serving.get(self._keys.slots) is self:
             del self._register.serving[self._keys.slots]
             self._register.page.withdraw_slots(self._keys.slots)
 
     def publish_slots(self) -> None:
-        """Publishes how many slots are free and how many sequences wait for one, if new sequences join this load."""
+        """Writes to the sequence page how many slots are free and how many sequences wait; not after ``retire``."""
         if self._table is not None:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """Registers a sequence before it is admitted. Raises Unavailable: too many are live; then it is not registered."""
+        """Registers a sequence on the sequence page before it is admitted.
+
+        Raises Unavailable: too many are live; then it is not registered.
+        """
         self._register.add()
         key = self._keys.key(correlation_id)
         self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())
         self._register.changed.add(self)
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
-        """Publishes that the first request of a sequence is about to run."""
+        """Writes to the sequence page that the first request of a sequence is about to run."""
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Publishes that a sequence has ended: no request of it waits or runs."""
+        """Has the sequence page say that a sequence has ended: no request of it waits or runs."""
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

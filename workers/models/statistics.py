@@ -85,7 +85,7 @@ class ResponsesByNumber:
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
 
     def add(self, first: int, waited_ns: Array) -> None:
-        """Counts successful responses to one request, from position ``first`` on, without time for writing them.
+        """Counts successful responses to one request, from position ``first`` on; writing them counts as taking no time.
 
         ``waited_ns``: INT64[count], the time since the response before each.
         """
@@ -316,7 +316,7 @@ class VersionStatistics:
         (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
 
     def responded_more(self, sender: ResponseSender, count: int, now_ns: int) -> None:
-        """Counts ``count`` more successful responses to one request, after its first, without time for writing them."""
+        """Counts ``count`` more successful responses to one request, after its first; writing them counts as taking no time."""
         self.responses.add_at_once(sender.count, count, max(0, now_ns - sender.last_ns))
         sender.count += count
         sender.last_ns = now_ns
@@ -378,27 +378,27 @@ class VersionStatistics:
         self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: VersionStatistics) -> None:
-        """Includes the counts of the load that this one replaces, also those that are still to be added there."""
+        """From now on includes the counts of the version's former load (loading), ``former``, also while they still grow."""
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Copies the counts of the load that this one has replaced, which has ended and counts no more."""
+        """Copies the counts that ``succeed`` includes: the former load (loading of the version) has ended and counts no more."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None
 
     @property
     def histograms(self) -> tuple[array[int], array[int]]:
-        """The counts and the bounds of the duration histograms, into which the C code counts the requests that it answers."""
+        """The counts and the bounds of the duration histograms; C code adds the requests that it answers to the counts."""
         return self.durations.counts, self.durations.bounds
 
     def all_durations(self) -> Counted:
-        """Returns the duration histograms of this load and of all loads before it that replaced each other, together."""
+        """Returns the duration histograms of the version since it was first loaded: those of replaced loads are added."""
         former = self._inherited_durations if self._former is None else self._former.all_durations()
         return total(former, self.durations.counted())
 
     def counts(self) -> Counts:
-        """Returns the counts for metrics of this load and of all loads before it that replaced each other, together."""
+        """Returns the version's counts for metrics since it was first loaded: those of replaced loads are added."""
         former = self._inherited if self._former is None else self._former.counts()
         return former + Counts(
             success=self.success_count,

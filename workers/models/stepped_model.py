@@ -66,7 +66,10 @@ class SteppedModel:
         declared: StepDeclaration,
         remote: bool,
     ) -> None:
-        """``remote``: whether the device has memory of its own, as a GPU has."""
+        """``rows``: how the results of a step lie in a row of bytes.
+
+        ``remote``: whether the device has memory of its own (a GPU).
+        """
         self._remote = remote
         self.rules = declared.rules
         self.gather = declared.gather
@@ -135,7 +138,8 @@ class SteppedModel:
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
         """Computes a step for slots 0 to ``last``, and on to the next compiled size; the slots in ``masked`` take no part.
 
-        ``chosen``: the parameter set to use; None: ``main``. Raises what ``insert`` raises.
+        ``chosen``: the parameter set to use; None: ``main``. Raises StateLost: the step failed, and the state
+        of all slots is lost. Any other error leaves all slots unchanged.
         """
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):

@@ -55,7 +55,10 @@ class Sample:
         self._key: Hashable = None
 
     def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:
-        """Adds the state of a new sequence to the sample's inputs. ``begun`` makes the state from the inputs and their rows."""
+        """Adds the state of a new sequence to the sample's inputs.
+
+        ``begun``: makes the state, given the inputs and their number of rows.
+        """
         self._arrays |= begun(self._arrays, self.rows)
 
     def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> None:

@@ -59,7 +59,7 @@ class _Buffers(dict[str, GatherBuffer | RaggedBuffer]):
         return {name: self[name].array for name in self._specs}
 
     def send(self) -> dict[str, Any]:
-        """Returns the gathered inputs as arguments of the program: the buffers' own arrays, without a copy."""
+        """Returns the gathered inputs as arguments of the program: the arrays of the buffers themselves, without a copy."""
         return self.arrays
 
 
@@ -182,7 +182,7 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """Makes memory that XLA was to write outputs to free for other use, after the answer.
+        """After the answer, gives up the memory that XLA was to write outputs to, so that it can be used for something else.
 
         If an array still lies there, that memory is never unmapped, and the outputs of later runs are copied.
         """

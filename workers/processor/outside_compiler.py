@@ -142,7 +142,8 @@ def outside_compiler(processes: int | Literal["auto"], long_seconds: float = 0.0
 def _hook() -> threading.local | None:
     """Replaces JAX's compile function, once in a process, by one that first calls a function of the calling thread.
 
-    Returns thread-local storage, in whose ``compile`` a thread sets that function. None: this JAX lacks the interfaces for it.
+    Returns thread-local storage: a thread sets that function as its attribute ``compile``. None: this JAX lacks the interfaces
+    for it.
     """
     try:
         compiler = COMPILER.find()

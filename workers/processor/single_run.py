@@ -40,9 +40,9 @@ _LEASED = -1
 
 
 def plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Returns the plan by which a prepared request, the only one of its run, was answered, and content index -> output name.
+    """Returns the plan by which a prepared request, alone in its run, was answered, and content index -> output name.
 
-    A prepared request is the constant part of many requests. None: there can be no plan, and repeats take the ordinary path.
+    A prepared request is the constant part of many requests. None: there can be no plan, and repeats are run as batches.
     """
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
@@ -88,7 +88,7 @@ class SingleRun:
           executable: runs the requests.
           lane: the submitter's lane, with the arenas of inputs and outputs.
           inputs: the inputs that the prepared request describes.
-          sizes: the bytes of each input.
+          sizes: how many bytes each input has.
           plan: how the requests are answered.
           names: content index in the plan -> output name.
           rows: of each request.
@@ -131,7 +131,7 @@ class SingleRun:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The bytes of each input that is not in a region; its place differs from request to request."""
+        """How many bytes each input has that is not in a region, so that its place differs from request to request."""
         return tuple([size for *_, size in self._inputs])
 
     @property
@@ -142,7 +142,7 @@ class SingleRun:
     def __call__(self, places: Sequence[Place], chosen: ParameterSet | None = None) -> Outcome | None:
         """Runs one request and returns where its outputs are.
 
-        None: the request must take the ordinary path; no lease is held then.
+        None: the request must be run as a batch instead; no lease is held then.
 
         Args:
           places: for each input that is not in a region its place in the arena, or its bytes.
@@ -176,7 +176,7 @@ class SingleRun:
     def _run_placed(self, arguments: dict[str, Array], chosen: ParameterSet | None) -> Outcome | None:
         """Runs the program and has XLA write its large outputs straight to their places, in a lease or in regions.
 
-        Returns where all outputs are; None: the request must take the ordinary path.
+        Returns where all outputs are; None: the request must be run as a batch instead.
 
         Raises LookupError: XLA can no longer be made to write outputs to their places.
         """

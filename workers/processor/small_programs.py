@@ -47,7 +47,7 @@ class SmallPrograms:
         self._possible = True
 
     def open(self) -> Placement | None:
-        """Returns where small programs run: on the single-thread device, with the parameters in the same memory.
+        """Returns the placement of small programs: the single-thread device, with the parameters in the same memory.
 
         None: this version cannot use that device.
         """
@@ -88,7 +88,7 @@ class SmallPrograms:
 
         Args:
           lowered: the program, lowered for the worker's device.
-          lower: lowers the program for another placement.
+          lower: lowers the program for another placement (device, and the parameters there).
           zeros: makes inputs for the test run.
         """
         try:
@@ -121,7 +121,7 @@ class SmallPrograms:
 
 
 def placed(sets: ParameterSets, device: jax.Device, signature: Signature | None = None) -> Placement:
-    """Returns a placement on a CPU device whose parameters lie in the same memory as on the worker's device.
+    """Returns a placement (device, parameters, options) on a CPU device that uses the parameters of the worker's device in place.
 
     ``signature``: of a model, whose precision (JAX's 64-bit mode) is used; None: the default.
 

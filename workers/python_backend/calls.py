@@ -35,7 +35,12 @@ def call_of(
 ) -> ModelCall | InferenceResponse:
     """Makes a call of another model for an ``InferenceRequest``, not sent yet; or an error response if an input is there twice.
 
-    ``outputs``: the names of the outputs that are asked for. ``decoupled``: the called model may send any number of responses.
+    Args:
+      prepared: model, version and parameters of the request.
+      own: id, priority, timeout and sequence of the request.
+      outputs: the names of the outputs that are asked for.
+      decoupled: whether the called model may send any number of responses.
+      timeline: the timeline of the traced request on whose behalf the call is made; None: it is not traced.
 
     Raises TritonModelException: no model may be called from the running code.
     """
@@ -59,7 +64,10 @@ def call_of(
 
 
 def response_of(result: Result | None) -> InferenceResponse:
-    """Converts a called model's result to the response that the calling model gets; None: a response without tensors."""
+    """Converts the result of a called model to the response that the calling model gets.
+
+    None: a response without tensors.
+    """
     if isinstance(result, ServingError):
         return InferenceResponse(error=TritonError(result.message, ErrorCode.of(result.code)))
     tensors = [Tensor.shared(name, np.asarray(array)) for name, array in (result or {}).items()]

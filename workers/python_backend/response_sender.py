@@ -28,7 +28,7 @@ class InferenceResponseSender:
         self._closed = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Sends a response, and with the flag COMPLETE_FINAL closes the sender; ``response`` may be None then.
+        """Sends a response. With COMPLETE_FINAL in ``flags`` it is the last, the sender is closed, and ``response`` may be None.
 
         Raises TritonModelException: the sender is closed, there is nothing to send, or a model that is not decoupled sends more
         than one response.

@@ -181,7 +181,7 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
 class _Asking(Saying):
     """A context manager that turns errors of loading or asking for models into TritonModelException.
 
-    Where the running code may not do so (in ``auto_complete_config``, ``finalize``), the message is Triton's.
+    Where the running code may not load or ask (in ``auto_complete_config``, ``finalize``), the message is Triton's.
     """
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

@@ -55,7 +55,7 @@ class Tensor:
         return tensor
 
     def for_call(self) -> Array:
-        """Returns the array for a request to another model: a copy, unless it is another model's output (``shared``)."""
+        """Returns the array for a request to another model: a copy, unless the array is another model's output (``shared``)."""
         return self._array if self._shared else snapshot(self._array)
 
     @property

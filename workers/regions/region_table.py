@@ -62,7 +62,7 @@ class RegionTable:
 
         Args:
           fd: a descriptor that another worker has checked, or that is sealed; None: this worker opens the object by its key.
-        Returns: the region and its access, "guarded", "snapshot" or "sealed".
+        Returns: the region and how it is used: "guarded" (in place), "snapshot" (copied) or "sealed" (of fixed size, in place).
         Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: the object is refused, or cannot be mapped.
           Unavailable: the process has too many open files; the last few are reserved for requests.
         """
@@ -212,7 +212,7 @@ class RegionTable:
         return region.leases
 
     def when_closed(self, name: str, done: Callable[[], None]) -> None:
-        """Calls ``done`` once all regions that had this name and are waiting to be closed now are closed."""
+        """Calls ``done`` once all former regions of this name are closed that wait for this now."""
         leaving = [region for region in self.leaving if region.name == name and not _is_private(region)]
         self._waiting.append((leaving, done))
         self._call_waiters()
@@ -302,7 +302,8 @@ class RegionPolicy:
 
     whose    the daemon's own user's and those shared with its groups; the configured users' and groups'
     for whom a client on a unix socket must itself be allowed to read and write the object: the daemon lends nobody its rights
-    how      snapshot where a rule says so, else guarded where a rule says so, else ``regions.access``; snapshot without the guard
+    how      "snapshot" (copied before use) where a rule says so, else "guarded" (used in place) where a rule says so, else
+             ``regions.access``; always "snapshot" if the guard against lost memory is not available
 
     The names in the options are known to exist on this host.
     """
@@ -318,7 +319,10 @@ class RegionPolicy:
         )
 
     def check(self, request: RegisterSystemRegion, found: os.stat_result) -> None:
-        """Raises InvalidArgument if objects of this owner may not be registered, or if the client may not use the object."""
+        """Raises InvalidArgument if objects of this owner may not be registered, or if the client may not use the object.
+
+        ``found``: the object's status: its owner, group and mode.
+        """
         welcome = found.st_uid in self._owners or (_group_may(found) and found.st_gid in self._groups)
         if not welcome:
             raise InvalidArgument(
@@ -331,7 +335,10 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, found: os.stat_result) -> str:
-        """Returns how an object is used: ``guarded`` or ``snapshot``."""
+        """Returns how an object is used: ``guarded`` (in place, with a guard against lost memory) or ``snapshot`` (copied).
+
+        ``found``: the object's status, such as its owner.
+        """
         if not guard.available:
             return "snapshot"
         key = request.key.lstrip("/")

@@ -54,7 +54,10 @@ class PlannedOutput(NamedTuple):
 
 
 class AnswerPlan(NamedTuple):
-    """Says how answers to requests with the same prepared request are made from a run's outputs: everything but the bytes."""
+    """Says how answers are made from a run's outputs: everything but the bytes.
+
+    It holds for requests with the same prepared request (the constant part of many requests).
+    """
 
     #: As the record has it: its number, or all of it where it has none.
     said: int | PreparedAnswer
@@ -69,11 +72,11 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of the plan whose answers have the number of their constant part (``numbered``) instead of that part."""
+        """Returns a copy of the plan whose answers name their constant part by its number (``numbered``), and do not carry it."""
         return self._replace(said=numbered.number, numbered=numbered)
 
     def write(self, request: Request, made: BatchOutputs, row: int) -> AnswerRecord | None:
-        """Makes the answer to a request, and writes the outputs that go to regions. The other outputs are in the returned record.
+        """Makes the answer to a request, and writes the outputs that go to regions. The returned record carries the others.
 
         Args:
           made: the outputs of the request's batch.
@@ -136,7 +139,7 @@ class AnswerRows:
     """
 
     def __init__(self, number: int, sizes: Sequence[int]) -> None:
-        """``number``: the number of the prepared answer. ``sizes``: the bytes of each output."""
+        """``number``: the number of the prepared answer. ``sizes``: how many bytes each output has."""
         self._sample, self._id_at, content = _layout(number, sizes)
         #: Of one output: a slice costs less.
         self._content: Array | slice = slice(content[0], content[-1] + 1) if len(sizes) == 1 else content
@@ -165,8 +168,8 @@ def answer_pieces(number: int, sizes: Sequence[int]) -> tuple[bytes, int, list[b
     """Returns the parts of an answer's record that stay the same, whatever its outputs contain.
 
     Args:
-      number: the number of the prepared answer.
-      sizes: the bytes of each output.
+      number: the number of the prepared answer (the constant part of many answers, sent once).
+      sizes: how many bytes each output has.
     Returns: the bytes before the outputs, the offset of the request id in these, and the bytes that follow each output.
     """
     sample, id_at, content = _layout(number, sizes)
@@ -182,7 +185,10 @@ def answer_pieces(number: int, sizes: Sequence[int]) -> tuple[bytes, int, list[b
 
 
 def _layout(number: int, sizes: Sequence[int]) -> tuple[Array, int, Array]:
-    """Returns a sample record, the offset of the request id in it, and the offsets of all bytes of its outputs."""
+    """Returns a sample record of an answer, the offset of the request id in it, and the offsets of all bytes of its outputs.
+
+    ``number``: of the prepared answer (the constant part of many answers, sent once). ``sizes``: how many bytes each output has.
+    """
     sample = _encoded(_ID, number, [bytes(size) for size in sizes])
     id_at = int(np.argmax(sample != _encoded(_OTHER_ID, number, [bytes(size) for size in sizes])))
     return sample, id_at, np.flatnonzero(sample != _encoded(_ID, number, [b"\xff" * size for size in sizes]))

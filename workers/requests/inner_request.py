@@ -45,6 +45,9 @@ class InnerRequest(Request):
     ) -> None:
         """
         Args:
+          prepared, own: what the request has in common with others, and what it says of itself.
+          key: requests with equal keys may share a batch.
+          rows: the batch size of the request.
           outputs: names of the wanted outputs; empty: all.
           sink: takes the responses.
           origin: the request for whose sake this one is made; None: there is none.
@@ -75,7 +78,9 @@ class InnerRequest(Request):
 
 
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
-    """Passes a response to the sink of a request made inside the worker. Does nothing after the last response.
+    """Passes a response to a request made inside the worker to its sink, the function that takes its responses.
+
+    Does nothing after the last response.
 
     Args:
       result: the response; None: only the mark that there is no further one.

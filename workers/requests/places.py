@@ -52,7 +52,7 @@ class Places:
         """Finds places for outputs of these sizes in bytes. Returns None while the response arena is full.
 
         Args:
-          inline_byte_size: the largest output that goes into the record.
+          inline_byte_size: the most bytes of an output that goes into the answer's record.
         Raises: Internal: an output does not fit into the region that the client wants it in.  InvalidArgument: the outputs are
         larger than the whole arena.
         """

@@ -81,7 +81,7 @@ Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Checked(NamedTuple):
-    """The result of checking inputs of certain names, datatypes and shapes for one load of a model version."""
+    """The result of checking inputs of certain names, datatypes and shapes for one load (one loading) of a model version."""
 
     #: What requests must have in common to run together.
     key: Hashable
@@ -93,7 +93,9 @@ class Checked(NamedTuple):
 
 
 class CheckedInputs(dict[Inputs, Checked]):
-    """A bounded cache of inputs that were checked for one load of a model version. The object also stands for this load.
+    """A bounded cache of inputs that were checked for one load (one loading) of a model version.
+
+    The object also stands for this load.
 
     Belongs to the worker's loop.
     """
@@ -110,8 +112,8 @@ class CheckedInputs(dict[Inputs, Checked]):
 class Preparation:
     """A prepared request (the constant part of many requests) of one submitter, with the results of validating it.
 
-    It also has the plans of its answers. Results and plans hold for one load of a model version. Once the model's name stands
-    for another load, they are found anew.
+    It also has the plans of its answers. Results and plans hold for one load (one loading) of a model version. They are found
+    anew once the model is loaded again.
     """
 
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
@@ -140,7 +142,10 @@ class Preparation:
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
         """Stores the results of validating a request that uses this preparation, for later ones, and forgets its plans.
 
-        ``load``: the load of the version that they hold for. ``checked``: None: it differs from request to request.
+        Args:
+          load: the load (one loading) of the model version that the results hold for.
+          checked: the result of checking the inputs; None: it differs from request to request.
+          outputs: the requested outputs by name.
         """
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None
@@ -148,7 +153,7 @@ class Preparation:
         self.large = None
 
     def plan(self, layout: OutputLayout, plan: AnswerPlan) -> None:
-        """Stores how answers are made from a run's outputs with this layout.
+        """Stores how answers are made from a run's outputs with this layout (compared by identity).
 
         Clears the stored plans first if there are too many.
         """
@@ -268,7 +273,8 @@ def _chosen(own: RequestRecord, version: ModelVersion) -> str | None:
 def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion) -> bool:
     """Returns whether a request's answers shall name their parameter set; never of a model that has no parameter sets.
 
-    Raises InvalidArgument: the parameter has the wrong type, or the name of a set came among the parameters.
+    Raises InvalidArgument: the parameter by which a request asks for this is no boolean, or the name of the set came as a
+    parameter.
     """
     sets, tells = version.sets, prepared.parameters.get(TELLING_PARAMETER)
     if sets is None:
@@ -287,7 +293,8 @@ def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion)
 def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
     """Returns the batch key of a request that names a parameter set.
 
-    That is ``key``, the key of its shapes; with the set's name where requests of different sets cannot share a batch.
+    That is ``key``, the key of its shapes, and also ``name``, that of the set, where requests of different sets cannot share a
+    batch.
     """
     assert version.sets is not None
     # The planner of sequences knows their sets, and a stack has room for all of a batch.
@@ -322,10 +329,10 @@ def validate_inner(
     """Makes a validated request that comes from inside the worker. Its tensors are arrays that nobody writes to: none is copied.
 
     Args:
-      prepared, own: everything about the request except its inputs and outputs.
+      prepared, own: model, parameters and such; id, priority, timeout, sequence: all but inputs and outputs.
       arrays: the inputs, in the shapes that a client would send (``fitting`` reshapes them).
       outputs: names of the wanted outputs; empty: all.
-      sink: takes the responses to the request.
+      sink: the function that takes the responses to the request.
       origin: the request for whose sake this one is made; None: there is none.
     Raises: ServingError: the request is invalid; the message is for the code that made it.
     """
@@ -381,10 +388,13 @@ def _check(
     version: ModelVersion,
     contents: Sequence[Content] = (),
 ) -> Checked:
-    """Checks names, datatypes and shapes of inputs, unless the load's cache has the result for them.
+    """Returns the result of checking names, datatypes and shapes of a request's inputs, from the version's cache if it is there.
 
     Args:
-      contents: the bytes of the inputs. If an input is refused, the bytes of those behind it are checked first, as in Triton.
+      inputs: what is checked; name, datatype and shape of each input.
+      prepared, own: the constant part and the record of the request, for error messages.
+      contents: the bytes of the inputs. If an input is refused, the bytes of the inputs after it in ``inputs`` are checked first,
+        as in Triton.
     Raises: ServingError: the inputs do not fit the model.
     """
     described = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs])
@@ -418,7 +428,7 @@ def _check(
 
 
 def _check_shapes(prepared: PreparedRequest, own: RequestRecord) -> None:
-    """Raises InvalidArgument if an input's shape is malformed.
+    """Raises InvalidArgument if a shape among the inputs of ``prepared`` is malformed. ``own``: names the request in the error.
 
     Fronts check this before they send; clients with a lane may not have.
     """
@@ -429,7 +439,10 @@ def _check_shapes(prepared: PreparedRequest, own: RequestRecord) -> None:
 def _check_names(
     inputs: Sequence[PreparedTensor], prepared: PreparedRequest, own: RequestRecord, signature: Signature
 ) -> None:
-    """Checks that each input is given once, that none is unknown and that none is missing. Raises InvalidArgument otherwise."""
+    """Checks that each input of the model is given once, and no other. Raises InvalidArgument otherwise.
+
+    ``prepared``, ``own``: the constant part and the record of the request, for the error message.
+    """
     given = [tensor.name for tensor in inputs]
     seen: set[str] = set()
     for name in given:
@@ -562,7 +575,9 @@ def _contents(
 
 
 def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Content]) -> PreparedRequest:
-    """Returns the prepared request with the dimensions that the client left open computed from the size of each input.
+    """Returns the prepared request (the constant part of many) with each dimension that the client left open filled in.
+
+    It is computed from the size of the input in ``contents``.
 
     Raises: InvalidArgument: no dimension fits the size.
     """

@@ -60,7 +60,7 @@ class Question(NamedTuple):
     def of(
         cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: object = None
     ) -> Question:
-        """Makes the question for a request with these input tensors to a load of a model version.
+        """Makes the question for a request with these input tensors to one load (one loading) of a model version.
 
         Refers to the tensors' memory, and copies nothing.
 
@@ -110,7 +110,10 @@ class _Entry(NamedTuple):
 
 
 class ResponseCache:
-    """Stores answers by their questions, within a bound of bytes. A worker has one response cache, which belongs to its loop."""
+    """Stores answers by question (the part of a request that its answer depends on), within a bound of bytes.
+
+    A worker has one response cache, which belongs to its loop.
+    """
 
     def __init__(self, max_byte_size: int) -> None:
         """Makes an empty cache for ``max_byte_size`` bytes; 0: there is no cache.
@@ -128,7 +131,7 @@ class ResponseCache:
         return len(self._entries)
 
     def find(self, question: Question) -> Response | None:
-        """Returns the stored answer to a question, which may only be read; None: there is none."""
+        """Returns the stored answer to a question; the caller must not change it. None: there is none."""
         entry = self._entries.get(question.digest)
         if entry is None or not entry.question.same(question):
             return None
@@ -158,7 +161,7 @@ class ResponseCache:
         return Insertion.KEPT
 
     def forget(self, load: object) -> None:
-        """Removes all answers of a load of a model version that has ended."""
+        """Removes all answers of one load (one loading) of a model version, because it has ended."""
         for digest in [digest for digest, entry in self._entries.items() if entry.question.load is load]:
             self._remove(digest)
 

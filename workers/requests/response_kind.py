@@ -57,7 +57,7 @@ class ResponseKind:
         self._pieces: tuple[bytes, int, list[bytes], int] | None = None
 
     def alike(self, request_id: int, count: int) -> ResponsesAlike:
-        """Returns an encoder for responses of this kind to one request; no output is of BYTES. For any thread.
+        """Returns an encoder for responses to one request with these datatypes (none is BYTES) and shapes. For any thread.
 
         Args:
           count: how many outputs the model makes for each response, including those that were not requested.
@@ -96,14 +96,14 @@ class ResponsesAlike:
         ]
 
     def join(self, contents: Iterable[bytes]) -> bytes:
-        """Returns the record of a response of this kind. ``contents``: the bytes of each output."""
+        """Returns the record of a response with outputs of these datatypes and shapes. ``contents``: the bytes of each output."""
         pieces = [self._head]
         for content, (_, _, _, follows) in zip(contents, self._parts, strict=True):
             pieces += (content, follows)
         return b"".join(pieces)
 
     def record(self, result: Mapping[str, Array]) -> bytes | None:
-        """Returns the record of a response, or None if the response is of another kind."""
+        """Returns the record of a response, or None if its outputs have other datatypes or shapes."""
         if len(result) != self._count:
             return None
         pieces = [self._head]
@@ -119,7 +119,9 @@ class ResponsesAlike:
 
 
 class EncodedResponses:
-    """A run of encoded responses to one request, all of one kind, on the way from the sending thread to the loop.
+    """Encoded responses to one request, on the way from the sending thread to the loop.
+
+    Their outputs all have the same datatypes and shapes.
 
     The sending thread adds records until the loop has taken them. The request's last response is never among them.
     """

@@ -61,7 +61,7 @@ class Taker(Protocol):
         Args:
           result: the response; None: only the mark that no response follows.
           final: whether this is the last response.
-          byte_size: bytes that count as not taken by the client until ``settle`` is called.
+          byte_size: bytes that count as not taken by the client until ``sender.settle`` is called.
           wake: whether to wake the loop; False if it is about to be woken anyway.
         """
 
@@ -168,7 +168,7 @@ class ResponseSender:
             self.began_ns = self.last_ns = now_ns
 
     def send(self, result: Result | None, final: bool = False, wait: bool | None = None) -> None:
-        """Sends a response, or with ``final`` and None only the mark that there is no further one.
+        """Sends a response; ``final``: it is the last. None with ``final``: only the mark that there is no further one.
 
         Args:
           result: the outputs in the client's shapes, a dict that may be changed from now on; or an error; more may follow.
@@ -308,7 +308,7 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Counts a response that the loop itself sends, without waiting for room.
+        """Counts a response that the loop itself sends, without waiting for room: its bytes are now not yet taken by the client.
 
         Returns the bytes that the response counts for.
         """
@@ -326,7 +326,7 @@ class ResponseSender:
         return self._posted - self._settled
 
     def catch_up(self) -> None:
-        """Counts responses that were sent together with those of other requests, and that were not counted here one by one."""
+        """Counts responses that were sent together with those of other requests and are not counted here yet."""
         if self.counted is not None:
             self.counted()
 

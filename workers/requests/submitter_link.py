@@ -158,7 +158,10 @@ class SubmitterLink(Generic[R]):
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     def count_waiting(self) -> None:
-        """Updates how many bytes of answers that wait for this client are counted for its user."""
+        """Updates, in the count of this client's user, the bytes of answers that wait for the client.
+
+        Does nothing for a front.
+        """
         if self.owner is not None:
             waiting = 0 if self.closed else self.blocked_byte_size + self.unsent_byte_size
             self.owner.waiting_byte_size += waiting - self._waiting_byte_size
@@ -173,7 +176,7 @@ class SubmitterLink(Generic[R]):
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
         """Returns the ``ResponseKind`` of small responses with these output datatypes and shapes; makes it if it is new.
 
-        ``final``: whether no further responses follow.
+        ``version``: the number of the model version. ``final``: whether no further responses follow.
         """
         key = version, final, described
         kind = self._response_kinds.get(key)
@@ -186,7 +189,7 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the ``ResponseKind`` of small responses with such outputs that others follow; None: there is none yet.
+        """Returns the ``ResponseKind`` of small responses with these outputs that further ones follow; None: none was made yet.
 
         For any thread.
         """
@@ -196,7 +199,7 @@ class SubmitterLink(Generic[R]):
         """Queues an answer to the submitter; the loop flushes the lane once in an iteration.
 
         Args:
-          numbered: the prepared answer whose number the record holds; None: the record holds no number.
+          numbered: the prepared answer (constant part of many answers) that the record names by its number; None: it names none.
         """
         if not self.closed:
             self.lane.complete(record, numbered)

@@ -106,7 +106,7 @@ class RequestTimeline:
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
         """Adds a run of the request to the timeline, whose outputs are not written yet; at level TENSORS also inputs and outputs.
 
-        ``moments``: when it began, had its inputs, had computed; in ns.
+        ``moments``: when the run began, had its inputs, had computed; in ns.
         """
         names = (trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_INPUT_END, trace_stamps.COMPUTE_OUTPUT_START)
         self._moments += zip(names, moments, strict=True)
@@ -116,7 +116,7 @@ class RequestTimeline:
                 self._tensors += [_described(activity, name, array) for name, array in arrays.items()]
 
     def responded(self, now_ns: int) -> None:
-        """Adds the moment of the first response of a model that sends several; later responses are ignored."""
+        """Adds ``now_ns``, the moment of the first response, if the model sends several; later calls do nothing."""
         if not self._has_responded:
             self._has_responded = True
             self._moments.append((trace_stamps.RESPONSE_START, now_ns))
@@ -171,7 +171,7 @@ def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> R
 
 
 def timeline_end(parameters: tuple[str, int] | None) -> bytes:
-    """Returns the encoded fields of a ``Timeline`` that follow its moments, for a request without further requests and spans.
+    """Returns the encoded fields of a ``Timeline`` that follow its moments, for a request that made no requests and spans.
 
     Args:
       parameters: name and version of the pushed parameter set that the request ran with; None: none was pushed.
@@ -180,7 +180,7 @@ def timeline_end(parameters: tuple[str, int] | None) -> bytes:
 
 
 def _closed(spans: Iterable[Span]) -> tuple[OwnSpan, ...]:
-    """Returns the spans as they are reported; a span that is still open is reported as ending now."""
+    """Returns the spans as records for the answer; a span that is still open is reported as ending now."""
     now_ns = time.monotonic_ns()
     numbers: dict[Span, int] = {}
     told: list[OwnSpan] = []

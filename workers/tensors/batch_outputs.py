@@ -98,7 +98,7 @@ class OutputLayout:
 
 
 class BatchOutputs(NamedTuple):
-    """The outputs of a run as bytes, with their layout."""
+    """The outputs of a run as bytes, with the layout that says where each output is in them."""
 
     layout: OutputLayout
     contents: list[bytes]
@@ -107,7 +107,7 @@ class BatchOutputs(NamedTuple):
 def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
     """Returns the layout of a program's outputs if each output is in a buffer of its own.
 
-    ``slots``: whether the first dimension of each array is rows; otherwise each array is one row.
+    ``slots``: whether the first dimension of each array counts rows; otherwise each array is one row.
     """
     outputs: list[Output] = []
     for number, (name, array) in enumerate(arrays.items()):

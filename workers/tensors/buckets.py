@@ -106,7 +106,7 @@ class Buckets:
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
         """Returns the size, in units (``ragged.unit``), that a ragged input of ``count`` units is padded to.
 
-        ``rows``: the rows of the batch after padding; the size of an input none of whose dims varies.
+        ``rows``: the rows of the batch after padding. An input none of whose dims varies is padded to as many units.
         """
         if -1 not in spec.model_dims:
             return rows

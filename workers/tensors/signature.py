@@ -39,7 +39,7 @@ class BatchInput:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Describes one input or output, without the batch dimension."""
+    """Describes one input or output of a model: name, datatype and dims, without the batch dimension."""
 
     name: str
     datatype: str

@@ -69,7 +69,7 @@ def taking_trees(
       inputs: the declared tree of inputs.
       outputs: the declared tree of outputs; None: outputs are named after the tree that the function returns.
       added: names of inputs that the worker adds; the function finds them as further keys of its dict of inputs.
-      stateful: whether the function returns outputs and state; the wrapper does not change the state.
+      stateful: whether the function returns outputs and state; the wrapper passes the state on as it is.
     Raises: InvalidArgument: the inputs are not a dict, so that nothing can be added to them.
     """
     flat = _is_flat(inputs)

@@ -17,7 +17,7 @@ REASON = "it was unloaded, or another load of it came, before it was ready"
 
 
 class Cancellation:
-    """The cancellation of one load; any thread may use it."""
+    """The cancellation of one load (one loading of a model version); any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,11 +26,11 @@ class Cancellation:
 
     @property
     def cancelled(self) -> bool:
-        """True once the load was cancelled."""
+        """True once the load (loading of a model version) was cancelled."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """Cancels the load, and calls the functions registered by ``interrupting``. Idempotent."""
+        """Cancels the load (loading of a model version), and calls the functions registered by ``interrupting``. Idempotent."""
         with self._lock:
             self._cancelled = True
             interrupts, self._interrupts = self._interrupts, []
@@ -38,13 +38,15 @@ class Cancellation:
             interrupt()
 
     def check(self) -> None:
-        """Raises Cancelled if the load was cancelled."""
+        """Raises Cancelled if the load (loading of a model version) was cancelled."""
         if self._cancelled:
             raise Cancelled(REASON)
 
     @contextlib.contextmanager
     def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """Calls ``interrupt`` if the load is cancelled during the block, in the thread that cancels: it must return quickly.
+        """Calls ``interrupt`` if the load (loading of a model version) is cancelled during the ``with`` block.
+
+        The thread that cancels calls it, so it must return quickly.
 
         Raises Cancelled: the load was cancelled before.
         """

@@ -25,7 +25,10 @@ class Turns:
     """
 
     def __init__(self, count: int, long_seconds: float) -> None:
-        """Lets ``count`` jobs run at a time, without those that have been at one step for ``long_seconds``; 0: all jobs count."""
+        """Lets ``count`` jobs run at a time.
+
+        A job that has been at one step for ``long_seconds`` does not count; 0: all count.
+        """
         self._count = count
         self._long = long_seconds
         self._changed = threading.Condition()

@@ -61,7 +61,7 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Has the loop call a function; to be called by a job, which goes on without waiting for the function."""
+        """Has the loop call a function; a job calls this, and goes on without waiting for the function."""
         self._inbox.post(call)
 
     def step_aside(self) -> None:
@@ -89,7 +89,7 @@ class WorkThread:
                 self._jobs.put(lambda: None)
 
     def _cover(self) -> None:
-        """Starts a thread for queued jobs, if the thread of a job that stands aside has no replacement yet."""
+        """Starts a thread for queued jobs, if a job waits in ``standing_aside`` and its thread has no replacement yet."""
         with self._lock:
             if self._covering < self._aside and not self._jobs.empty():
                 self._covering += 1
