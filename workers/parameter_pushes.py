@@ -51,7 +51,10 @@ class _Staged(NamedTuple):
 
 
 class ParameterPushes:
-    """Makes, stages, commits, aborts and drops parameter sets of a worker's models; belongs to the worker's loop."""
+    """Carries out pushes of parameters to a worker's models, and makes and drops their parameter sets. Belongs to the loop.
+
+    A push is staged (checked, and placed on the device), and then committed (put into use) or aborted.
+    """
 
     def __init__(self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers) -> None:
         """``thread``: makes, stages and frees parameters; used for nothing else."""
@@ -211,7 +214,7 @@ class ParameterPushes:
                 self._unstage(version.sets, parameters)
 
     def _unstage(self, sets: ParameterSets, parameters: ParameterSet) -> None:
-        """Forgets staged parameters, and frees them unless they are in use."""
+        """Forgets staged parameters (checked and placed for a push), and frees them unless they are in use."""
         sets.staged.discard(parameters)
         if not parameters.is_newest:
             self._let_go([parameters.leave()])

@@ -250,7 +250,7 @@ class Worker:
         return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Waits for events, and handles datagrams that came. Returns the events that are left: (descriptor, epoll events)."""
+        """Waits for events. Carries out datagrams received on lanes, and returns all other events: (descriptor, epoll events)."""
         now_ns, next_ns = time.monotonic_ns(), self._next_ns
         until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
         if self._stop_ns:

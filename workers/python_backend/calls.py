@@ -66,7 +66,7 @@ def call_of(
 def response_of(result: Result | None) -> InferenceResponse:
     """Converts the result of a called model to the response that the calling model gets.
 
-    None: a response without tensors.
+    ``result``: None: the response has no tensors.
     """
     if isinstance(result, ServingError):
         return InferenceResponse(error=TritonError(result.message, ErrorCode.of(result.code)))

@@ -62,7 +62,7 @@ class RegionTable:
 
         Args:
           fd: a descriptor that another worker has checked, or that is sealed; None: this worker opens the object by its key.
-        Returns: the region and how it is used: "guarded" (in place), "snapshot" (copied) or "sealed" (of fixed size, in place).
+        Returns: the region and how it is used: "guarded" or "sealed" (mapped), or "snapshot" (not mapped, only copied).
         Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: the object is refused, or cannot be mapped.
           Unavailable: the process has too many open files; the last few are reserved for requests.
         """
@@ -302,8 +302,8 @@ class RegionPolicy:
 
     whose    the daemon's own user's and those shared with its groups; the configured users' and groups'
     for whom a client on a unix socket must itself be allowed to read and write the object: the daemon lends nobody its rights
-    how      "snapshot" (copied before use) where a rule says so, else "guarded" (used in place) where a rule says so, else
-             ``regions.access``; always "snapshot" if the guard against lost memory is not available
+    how      "snapshot" (not mapped, only copied) where a rule says so, else "guarded" (mapped, with a guard against lost memory)
+             where a rule says so, else ``regions.access``; always "snapshot" if there is no guard
 
     The names in the options are known to exist on this host.
     """
@@ -335,7 +335,7 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, found: os.stat_result) -> str:
-        """Returns how an object is used: ``guarded`` (in place, with a guard against lost memory) or ``snapshot`` (copied).
+        """Returns how an object is used: "guarded" (mapped, with a guard against lost memory) or "snapshot" (not mapped, copied).
 
         ``found``: the object's status, such as its owner.
         """

@@ -16,7 +16,10 @@ from tensord.workers.devices.cuda_tensor import CudaTensor
 
 
 class RegionTensor:
-    """Stands for an array among a request's inputs: its bytes are read from a snapshot region when the batch is gathered."""
+    """Stands for an array among a request's inputs, whose bytes are read when the batch is gathered.
+
+    They are in a snapshot region, which is not mapped but read through its descriptor.
+    """
 
     __slots__ = ("_offset", "_region", "dtype", "nbytes", "shape")
 

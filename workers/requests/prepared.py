@@ -482,7 +482,7 @@ def _quoted(names: list[str]) -> str:
 def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature: Signature) -> int:
     """Returns the batch size that all inputs share.
 
-    Raises InvalidArgument if they do not share one, or if it is out of bounds.
+    Raises InvalidArgument if they do not share one, or if it is out of bounds. ``own``: names the request in the error.
     """
     rows: int | None = None
     for tensor in reversed(inputs):
@@ -509,7 +509,10 @@ def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature:
 
 
 def _check_tensor(own: RequestRecord, signature: Signature, tensor: PreparedTensor) -> None:
-    """Checks a tensor's datatype and shape against the model's signature. Raises InvalidArgument if they do not fit."""
+    """Checks a tensor's datatype and shape against the model's signature.
+
+    Raises InvalidArgument if they do not fit. ``own``: names the request in the error.
+    """
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if tensor.datatype != spec.datatype:
         raise InvalidArgument(
@@ -579,7 +582,7 @@ def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Conten
 
     It is computed from the size of the input in ``contents``.
 
-    Raises: InvalidArgument: no dimension fits the size.
+    Raises: InvalidArgument: no dimension fits the size. ``own``: names the request in the error.
     """
     if not [tensor for tensor in prepared.inputs if OPEN in tensor.shape]:
         return prepared
@@ -616,7 +619,10 @@ def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: C
 def _arrays(
     prepared: PreparedRequest, own: RequestRecord, signature: Signature, contents: list[Content]
 ) -> dict[str, Array]:
-    """Returns the inputs as arrays, by name in the order of the request. Raises InvalidArgument: an input has wrong bytes."""
+    """Returns the inputs as arrays, by name in the order of the request.
+
+    Raises InvalidArgument: the bytes of an input do not fit its datatype and shape. ``own``: names the request in the error.
+    """
     made = {
         tensor.name: _array(own, signature, tensor, content)
         for tensor, content in zip(reversed(prepared.inputs), reversed(contents), strict=True)
@@ -627,7 +633,7 @@ def _arrays(
 def _array(own: RequestRecord, signature: Signature, tensor: PreparedTensor, content: Content) -> Array:
     """Makes an array of the model's shape from an input's bytes.
 
-    Raises InvalidArgument: the bytes do not fit datatype and shape.
+    Raises InvalidArgument: the bytes do not fit datatype and shape. ``own``: names the request in the error.
     """
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if spec.datatype == "BYTES":

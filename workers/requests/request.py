@@ -142,8 +142,8 @@ class Request(Sequenced):
     def arrays(self) -> dict[str, Array]:
         """The input arrays by name, in the model's shapes (after a configured reshape).
 
-        An input in GPU memory or in a snapshot region is a ``LateTensor``; any other is, where possible, a view of the
-        submitter's arena or of a client's region. Nobody writes to them.
+        An input in GPU memory or in a snapshot region (one that is not mapped) is a ``LateTensor``, read later; any other is,
+        where possible, a view of the submitter's arena or of a client's region. Nobody writes to them.
         """
         if self._arrays is None:
             # Made only for who asks: what is gathered into a batch goes there as bytes.
