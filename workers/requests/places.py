@@ -79,7 +79,9 @@ class Places:
         return Slice(self.lease.place.segment, self.lease.place.offset + at, self.sizes[name])
 
     def memory(self, name: str) -> memoryview | None:
-        """Returns the memory that an output is written to; None: it goes into the record, GPU memory or a snapshot region (one that is not mapped).
+        """Returns the memory that an output is written to.
+
+        None: it goes into the record, GPU memory or a snapshot region (one that is not mapped).
 
         Raises InvalidArgument: the place is not wholly inside its region.
         """
