@@ -190,7 +190,7 @@ class Control:
         outcome: LoadedModel | Exception,
         cancellation: Cancellation,
     ) -> None:
-        """Lets a loaded version serve, or holds it back if the record says so, and sends a Loaded record to the supervisor.
+        """Lets a loaded version serve, or holds it back (unserved) if ``record`` says so, and sends Loaded to the supervisor.
 
         ``outcome``: the loaded version, or the error. If loading failed or was cancelled, Loaded has the reason. If the device is
         lost nothing is sent: the process ends.
@@ -286,7 +286,9 @@ class Control:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Tells the supervisor that a call (Unavailable) or a client's lane (LaneClosed) is refused, as its descriptor was lost.
+        """Tells the supervisor that something is refused because its descriptor was lost.
+
+        That is a call, which is answered with Unavailable, or a client's lane (its channel to this worker): LaneClosed is sent.
 
         Raises: InvalidArgument: the record is neither of them.
         """

@@ -334,7 +334,7 @@ class Worker:
             self._close_lane(submitter)
 
     def _may_log(self, now_ns: int) -> bool:
-        """Returns whether another line about a client's lane may be logged now.
+        """Returns whether another line about a client's lane (channel to this worker) may be logged now.
 
         A client that sends garbage may do so endlessly.
         """
@@ -410,7 +410,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """Takes the requests of one more submitter from its lane: a front, or a client that has a lane.
+        """From now on takes requests from the lane (channel to this worker) of one more submitter: a front, or a client.
 
         Args:
           peer: the submitter's number.
@@ -461,13 +461,13 @@ class Worker:
         self._poller.open(submitter)
 
     def end_lane(self, peer: int) -> None:
-        """Ends the client's lane with the number ``peer``. Does nothing if the lane has ended."""
+        """Ends the lane (channel to this worker) of the client with the number ``peer``. Does nothing if it has ended."""
         submitter = self._clients.get(peer)
         if submitter is not None:
             self._close_lane(submitter)
 
     def end_idle_lanes(self) -> int:
-        """Ends all clients' lanes on which neither a request nor an answer is in flight.
+        """Ends all clients' lanes (channels to this worker) on which neither a request nor an answer is in flight.
 
         Returns how many clients' lanes remain.
         """
@@ -530,12 +530,12 @@ class Worker:
 
     @property
     def lane_requests(self) -> int:
-        """The number of requests that have come on clients' lanes since the worker started."""
+        """The number of requests that have come on clients' own channels (lanes) since the worker started."""
         return self._dispatcher.lane_requests + self._poller.lane_requests
 
     @property
     def lane_answers(self) -> dict[str, int]:
-        """Code -> number of final answers on clients' lanes since the worker started; "OK" counts those without error."""
+        """Code -> final answers on clients' own channels (lanes) since the worker started; "OK" counts those without error."""
         answers = self._dispatcher.lane_answers.counts
         return {**answers, "OK": answers["OK"] + self._poller.lane_requests}
 

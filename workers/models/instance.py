@@ -44,8 +44,8 @@ class _Closing:
 class Instance:
     """A thread that runs one instance of a model.
 
-    The worker's loop alone uses ``given`` (executions that the thread has or gets), ``depth`` (how many at a time),
-    ``status_slot``.
+    The worker's loop alone uses ``given`` (executions that the thread has or gets), ``depth`` (how many it may be given at a
+    time) and ``status_slot`` (its place on the status page).
     """
 
     def __init__(

@@ -34,7 +34,10 @@ from tensord.workers.threads.cancellation import Cancellation
 
 
 class JaxModel:
-    """One version of a jitted model. Everything but ``executables.compile`` is for the execution thread only."""
+    """Runs the batches of one version of a jitted model with its compiled programs.
+
+    Everything but ``executables.compile`` is for the one thread that runs the model: the worker's loop, or an instance's thread.
+    """
 
     def __init__(
         self,

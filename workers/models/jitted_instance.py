@@ -19,7 +19,7 @@ from tensord.workers.programs.execution_device import ExecutionDevice
 
 
 class JittedInstance:
-    """Runs the batches of one instance of a jitted model, with memory for inputs of its own; used by the instance's thread only."""
+    """Runs the batches of one instance of a jitted model, with its own memory for inputs; used by the instance's thread only."""
 
     def __init__(self, model: JaxModel, device: ExecutionDevice) -> None:
         """``device``: the device with the memory and the stream of the instance's thread."""

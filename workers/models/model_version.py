@@ -211,7 +211,9 @@ class ModelVersion:
         return [request for request in batch if request.chosen is batch[0].chosen]
 
     def commit(self, parameters: ParameterSet, moves: bool) -> list[object]:
-        """Puts staged parameters into use. Returns objects that are not used any more, to be freed.
+        """Puts parameters that were staged (checked, and placed on the device) into use.
+
+        Returns objects that are not used any more, to be freed.
 
         ``moves``: sequences and stepped requests that have begun use them too, instead of those that they began with.
         """

@@ -121,7 +121,9 @@ class PythonModel:
         readiness: IsReadyCalls | None,
         message: ModelConfig,
     ) -> Callable[[str], PythonModel]:
-        """Returns a function that makes an instance, given its name. ``kind``: "CPU" or "GPU", which the model is told.
+        """Returns a function that makes an instance of the model, given the instance's name.
+
+        ``kind``: "CPU" or "GPU", which the model is told.
 
         Raises InvalidArgument: a model parameter is invalid.
         """

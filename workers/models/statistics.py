@@ -291,7 +291,7 @@ class VersionStatistics:
 
         ``result``: None: it was only the mark that no response follows.
 
-        Also updates the sender's count and time.
+        Also updates the sender: how many responses it has sent, and when the last.
         """
         number, waited_ns, output_ns = sender.count, max(0, now_ns - sender.last_ns), placed_ns - now_ns
         sender.last_ns = placed_ns

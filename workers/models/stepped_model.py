@@ -34,7 +34,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class DeviceRun(NamedTuple):
-    """An insertion or a step of a stepped model that the device was given to compute; ``read`` returns its results."""
+    """A run of a stepped model's program (insertion of requests, or a step), given to the device; ``read`` returns its results."""
 
     made: Any
     #: Arrays that the device may still read.
@@ -46,7 +46,10 @@ class DeviceRun(NamedTuple):
         return bool(self.made.is_ready())
 
     def read(self) -> Array:
-        """Waits for the results and returns them, encoded: UINT8[rows, size]. Raises what the run raised."""
+        """Waits for the results and returns them as bytes (laid out by ``Rows``): UINT8[rows, size].
+
+        Raises what the run raised.
+        """
         return np.asarray(self.made)
 
 
@@ -66,9 +69,10 @@ class SteppedModel:
         declared: StepDeclaration,
         remote: bool,
     ) -> None:
-        """``rows``: how the results of a step lie in a row of bytes.
-
-        ``remote``: whether the device has memory of its own (a GPU).
+        """
+        Args:
+          rows: the layout of one request's results in a row of bytes.
+          remote: whether the device has memory of its own (a GPU).
         """
         self._remote = remote
         self.rules = declared.rules

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LaneOwner(Budget):
-    """Counts the bytes of answers to one user's clients that this worker holds, on all of their lanes, and bounds them.
+    """Counts the bytes of answers to one user's clients that this worker holds, on all their lanes (channels), and bounds them.
 
     Owned by the worker's loop.
     """

@@ -74,7 +74,8 @@ class Buckets:
     def fitting(self, requests: Sequence[Request]) -> int:
         """Returns how many of these requests, counted from the first, fit together into the last bucket of each ragged input.
 
-        The first request always counts.
+        In a ragged input the requests of a batch lie one behind the other, whatever their lengths. The first request always
+        counts.
         """
         for spec in self.signature.inputs.values():
             sizes = self.axes.get(_ragged_axis(spec) or "", ()) if spec.ragged else ()
@@ -165,7 +166,7 @@ class Buckets:
                 yield rows, tuple(self._shape(spec, rows, chosen) for spec in inputs.values())
 
     def _source(self, spec: TensorSpec) -> TensorSpec:
-        """Returns the ragged input that a batch input describes; for any other input the input itself."""
+        """Returns the ragged input that ``spec`` describes if it is a batch input (made by the worker); else ``spec`` itself."""
         return spec if spec.of_batch is None else self.signature.inputs[spec.of_batch.source]
 
     def _shape(self, spec: TensorSpec, rows: int, chosen: Mapping[str, int]) -> tuple[int, ...]:
