@@ -55,7 +55,7 @@ class ProgramArray:
         return datatype_of(self.dtype) if isinstance(self.dtype, np.dtype) else None
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Returns whether an array of ``shape`` may be passed for this one."""
+        """Returns whether an array of ``shape`` may be passed for the array that this object describes."""
         return len(shape) == len(self.dims) and all(
             isinstance(dim, str) or dim in (-1, size) for dim, size in zip(self.dims, shape, strict=True)
         )
