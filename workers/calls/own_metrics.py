@@ -70,8 +70,8 @@ class OwnMetric:
     ) -> None:
         """Makes a metric, or joins the one with the same name and labels.
 
-        ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: an argument is malformed, or the family is of
-        another kind; Unavailable: there are too many metrics.
+        ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: an argument is malformed, the family is of
+        another kind, or the metric has other buckets; Unavailable: there are too many metrics.
         """
         self._held = HeldFamily(name, description, self._kind)
         self._value = self._held.metric(labels or {}, buckets)

@@ -121,10 +121,12 @@ class Loader:
         self._starting = Starting(target.gpu, limits, len(self._devices), inbox, page, self._check, aside)
 
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
-        """Loads a model version. ``tell``: is told of each program that is compiled next (number, total, compiled so far).
+        """Loads a model version: runs its code, compiles its programs and starts its instances.
 
-        Raises: ServingError: loading failed; the message is one sentence, and details are in the log.  Cancelled: it was
-        cancelled.
+        ``tell``: called as each program is begun, with its number, how many there are, and how many were compiled so far.
+
+        Raises: ServingError: loading failed; the message is one sentence, and details are in the log.  Cancelled:
+        the load was cancelled.
         """
         progress = LoadProgress(record.name, record.version, tell, cancellation)
         try:

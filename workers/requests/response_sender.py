@@ -253,7 +253,7 @@ class ResponseSender:
         self._taker.put(self, encoded, False, size)
 
     def _record(self, result: dict[str, Array]) -> bytes | None:
-        """Returns the encoded record of a response, or None if the response cannot be encoded in this thread."""
+        """Returns the encoded record of a response, or None if the response must be encoded by the loop."""
         alike = self.alike
         record = None if alike is None else alike.record(result)
         if record is None:
@@ -308,9 +308,9 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Counts a response that the loop itself sends, without waiting for room: its bytes are now not yet taken by the client.
+        """Counts the bytes of a response that the loop itself sends, without waiting for room, as not yet taken by the client.
 
-        Returns the bytes that the response counts for.
+        Returns how many bytes these are.
         """
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
