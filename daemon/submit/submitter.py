@@ -65,7 +65,7 @@ _TIMER_SECONDS = 0.1
 
 
 class Submitter:
-    """Sends all requests of one front, and ends each with one final answer. Owns the request arena."""
+    """Sends all requests of one front to workers, and ends each with one final answer. Owns the request arena."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class Submitter:
         """Begins without workers, and creates the request arena.
 
         Args:
+          incarnation: the number of this front's process, which is never used again for another.
           row: this front's index among the fronts of its protocol.
           counted: called for every request that is refused.
           on_number: called for every prepared request (the constant part of many requests) that gets a number.
@@ -136,9 +137,9 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ sending
 
     def send(self, request: InFlight) -> None:
-        """Sends a request whose inputs are in place.
+        """Sends a request whose inputs are in place to a worker.
 
-        It is ``completed`` with exactly one final answer, never before ``send`` returns.
+        Its ``completed`` is called with exactly one final answer, never before ``send`` returns.
         Raises: Unavailable: too many requests are in flight.  After any exception the request was not sent and gets no answer.
           The submitter owns the leases of the request from now on, also after an exception.
         """
@@ -180,7 +181,8 @@ class Submitter:
     def _route(self, request: InFlight) -> None:
         """Sends a request to the worker that ``routing`` chooses, or makes it wait for a worker.
 
-        An error of the choice becomes its answer later. If the lane raises an exception, that is raised, and it is not sent.
+        If no worker can be chosen because of an error, that becomes the request's answer later. Any other exception is raised,
+        and the request is not sent.
         """
         try:
             worker = self._routing.find(request)
@@ -287,7 +289,7 @@ class Submitter:
             self._loop.call_soon(self._end_iteration)
 
     def _flush_later(self, worker: WorkerLink) -> None:
-        """Flushes a lane at the end of this iteration: its records then share a datagram, a wake-up and mostly a batch."""
+        """Sends the records queued for a worker at the end of this iteration: they then share a datagram and mostly a batch."""
         if not worker.dirty:
             worker.dirty = True
             self._dirty.append(worker)
@@ -296,7 +298,7 @@ class Submitter:
                 self._loop.call_soon(self._end_iteration)
 
     def _flush_all_later(self) -> None:
-        """Flushes the lanes of all workers at the end of this iteration of the loop."""
+        """Sends the records queued for all workers at the end of this iteration of the loop."""
         for worker in self._routing.workers.values():
             if not worker.closed:
                 self._flush_later(worker)
@@ -346,7 +348,7 @@ class Submitter:
                 self._flush_again(worker)
 
     def _flush_again(self, worker: WorkerLink) -> None:
-        """Schedules another flush after an exception, which is logged, not raised: the lane holds other requests as well."""
+        """Logs an exception met while records were sent to a worker, and tries again soon: they belong to several requests."""
         _log.exception("the lane of worker %d could not be written to; it is tried again", worker.incarnation)
         self._loop.call_later(_AGAIN_SECONDS, self._flush_later, worker)
 
@@ -444,7 +446,8 @@ class Submitter:
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
         """Counts an answer's arena bytes (lease ``key``) for its connection and client until ``release``.
 
-        Withdraws and throttles their requests if they hold their share by that. ``request`` None: nobody waits for the answer.
+        If one of these then holds its share of response memory, its requests are withdrawn and throttled. ``request`` None:
+        nobody waits for the answer.
         """
         size = 0
         for content in own.contents:
