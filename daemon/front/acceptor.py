@@ -38,7 +38,7 @@ class Acceptor:
     """Accepts connections on the listening sockets, of which it owns this process's descriptors, and leaves some to other fronts.
 
     Args:
-      open_: opens an accepted socket for its client, named as ``Peer.owner`` does; the protocol counts it in ``counters``.
+      open_: opens an accepted socket, given its client's name (``Peer.owner``); the protocol counts it in ``counters``.
       opening: the connections that are being opened, and are not counted yet.
     """
 
@@ -105,7 +105,10 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, mine: int) -> bool:
-        """Returns whether a new connection only replaces one that has ended. ``mine``: how many this front has now."""
+        """Returns whether a new connection only replaces one that this front had and that has ended.
+
+        ``mine``: how many connections this front has now.
+        """
         if mine < self._most:
             self._most = min(self._most, mine + _MOST_REPLACED)
             return True
