@@ -68,7 +68,7 @@ class Acceptor:
     async def close(self, timeout: float) -> None:
         """Accepts the connections that clients have made already, then no more.
 
-        Returns when all of them are open, or after ``timeout`` seconds.
+        Returns when every accepted connection has its protocol (and TLS), or after ``timeout`` seconds.
         """
         if self._closed:
             return
@@ -159,7 +159,7 @@ class Acceptor:
 
 
 class AcceptLimit:
-    """Decides how many connections a front accepts in one iteration of the loop; pure.
+    """Decides how many connections a front accepts in one iteration of the loop; does no I/O.
 
     After a single connection the front tries a second ``accept`` ever more seldom, as long as that finds none. While there are
     many connections, it accepts more of them in each iteration.

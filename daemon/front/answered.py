@@ -120,7 +120,10 @@ class Answered:
                 self._left_out += 1
 
     def recent(self) -> list[dict[str, object]]:
-        """Returns the last errors that this front has sent, the latest last, each as JSON values for operators."""
+        """Returns the last errors that this front has sent, the latest last, as JSON values for operators.
+
+        The keys: protocol, time (seconds since 1970), code, error, model, id, client, trace_id.
+        """
         names = ("time", "code", "error", "model", "id", "client", "trace_id")
         return [{"protocol": self._protocol, **dict(zip(names, row, strict=True))} for row in self._recent]
 

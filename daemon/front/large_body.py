@@ -54,7 +54,7 @@ class Receiver:
         self._dropped = False
 
     def _wait_for_room(self, byte_size: int) -> None:
-        """Starts to wait for arena memory. Later ``_place`` is called (or ``_refuse``, with an error), and then ``_progressed``."""
+        """Waits for arena memory; later calls ``_place`` with a lease, or ``_refuse`` with an error, and then ``_progressed``."""
         self.waits_for_room = True
         self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
 
@@ -138,7 +138,9 @@ class BodyReader(asyncio.BufferedProtocol):
             self._exchange(self)
 
     def stop(self) -> None:
-        """Stops reading a body into its memory, because the body is complete or no longer wanted."""
+        """Stops reading a body into its memory, because the body is complete or no longer wanted; the connection gets further
+        bytes.
+        """
         self._room, self.reads_body = self._first, False
 
     def leave(self) -> None:

@@ -122,7 +122,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for((_OUT if self._unsent else 0) | (_BROKEN if self._ended else _LEFT))
 
     def _left_unread(self, events: int) -> None:
-        """Ends the connection, or watches it further, after the client has closed it or its sending side while reading is paused."""
+        """Ends the connection, or watches it further, after the client has closed or ended its side while reading is paused."""
         if events & _BROKEN:
             self._fail(ConnectionResetError("the client has gone"))
         elif self._watch.heeds_end:

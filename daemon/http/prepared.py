@@ -56,7 +56,7 @@ class PreparedRequests:
         """Begins with nothing cached.
 
         Args:
-          count: how many kinds of requests, and how many JSON texts, are cached at least.
+          count: how many constant parts of requests, and how many JSON texts, are cached at least.
           inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
