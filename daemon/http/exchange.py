@@ -131,10 +131,10 @@ class Exchange(InFlight):
             reception.error = error
 
     def _admit(self) -> None:
-        """Checks that the model can be asked over HTTP, and decides whether the request is traced.
+        """Checks that requests over HTTP may go to the model, and begins a trace if the request is sampled.
 
         Raises NotFound: no such model version serves or is being loaded; Unsupported: the model gives several responses to a
-        request; or the error (``error``) of the request's head.
+          request; or the error (``error``) of the request's head.
         """
         head, table = self._head, self._serving.table
         if head.error is not None:
@@ -199,7 +199,7 @@ class Exchange(InFlight):
     def take(self, data: bytes, begins: int) -> None:
         """Submits the request, whose body is complete, small and not compressed, or answers it with an error.
 
-        Every earlier request of the connection must be answered.
+        The caller has checked that every earlier request of the connection is answered.
 
         Args:
           data: received bytes; the body is all of them from the offset ``begins`` on.

@@ -67,7 +67,7 @@ class WorkerLink:
         self.writing = False
 
     def shut(self) -> None:
-        """Closes the lane to the worker and the pages that the worker published."""
+        """Closes the lane (channel) to the worker, and the pages on which the worker published its status and sequences."""
         self.page.close()
         self.sequences.close()
         self.lane.close()

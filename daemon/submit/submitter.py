@@ -257,7 +257,7 @@ class Submitter:
     # --------------------------------------------------------------------------------------- records leave for workers
 
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
-        """Queues a request on a worker's lane. If this raises, the request is on no lane.
+        """Queues a request on a worker's lane (the channel to it). If this raises, the request is on no lane.
 
         An idle worker gets the record at once, so that it begins while this front reads other requests.
         """
@@ -544,7 +544,7 @@ class Submitter:
     # -------------------------------------------------------------------------------------- workers and models
 
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
-        """Opens the lane to a worker. Takes over the descriptors of the lane's socket, the status page and the sequence page."""
+        """Opens the lane (channel) to a worker. Takes over ``fds``: the lane's socket, the worker's status and sequence pages."""
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
         worker = WorkerLink(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
         self._routing.add(worker)
@@ -710,7 +710,7 @@ class Submitter:
         return {"in_flight": len(self._in_flight), **waiting, **prepared, **held}
 
     def close(self) -> None:
-        """Closes all lanes and the request arena; requests in flight get no answer."""
+        """Closes the lanes (channels) to all workers, and the request arena; requests in flight get no answer."""
         if self._timer is not None:
             self._timer.cancel()
         self.refusals.close()
