@@ -138,9 +138,7 @@ class BodyReader(asyncio.BufferedProtocol):
             self._exchange(self)
 
     def stop(self) -> None:
-        """Stops reading a body into its memory, because the body is complete or no longer wanted; later bytes go to the
-        connection.
-        """
+        """Stops reading a body into its memory, as it is complete or no longer wanted; later bytes go to the connection."""
         self._room, self.reads_body = self._first, False
 
     def leave(self) -> None:

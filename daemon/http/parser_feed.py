@@ -443,9 +443,7 @@ class ParserFeed:
     # ------------------------------------------------------------------------------------------------------- the rest
 
     def _wait_a_turn(self, rest: bytes) -> None:
-        """Stores ``rest`` for the next iteration of the loop, in which ``_go_on`` parses it, so that other connections come
-        first.
-        """
+        """Stores ``rest`` for the next iteration of the loop, in which ``_go_on`` parses it: other connections come first."""
         self._rest = rest
         self._order.flow.rest(True)
         asyncio.get_running_loop().call_soon(self._go_on)

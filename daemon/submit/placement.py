@@ -143,8 +143,7 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
     """Copies a request's tensors to their places and sends the request.
 
-    Raises Unavailable: too many requests are in flight. After any exception the request's leases are given back, and it gets no
-      answer.
+    Raises Unavailable: too many requests are in flight. After any exception the leases are given back, and it gets no answer.
     """
     trace = request.trace
     leases = () if lease is None else (lease,)

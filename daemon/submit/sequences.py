@@ -243,9 +243,7 @@ class _Config(msgspec.Struct):
 
 
 class SequencedModel:
-    """Holds what the routing of a model's sequences needs: the model's state, what makes their keys, and how long one may be
-    idle.
-    """
+    """Holds what the routing of a model's sequences needs: the model's state, what makes keys, and how long one may be idle."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 
