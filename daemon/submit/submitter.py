@@ -23,7 +23,7 @@ import logging
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count, takewhile
 
 from tensord.config.options import Options
@@ -41,14 +41,7 @@ from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, Regio
 from tensord.shm.device_names import number_of
 from tensord.shm.errors import DEFECT, Cancelled, Internal, InvalidArgument, ServingError, Unavailable, from_code
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import (
-    AnswerRecord,
-    PreparedAnswer,
-    PreparedRequest,
-    Slice,
-    TraceContext,
-    response_byte_size,
-)
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, Slice, TraceContext, response_byte_size
 from tensord.shm.prepared import Numbers, OnNumber
 from tensord.shm.refusals import Refusal
 from tensord.shm.sequence_page import SequencePage
@@ -161,7 +154,8 @@ class Submitter:
                 self._put(workers[0] if len(workers) == 1 else min(workers, key=load), request)
         except BaseException:
             everything.pop(request.record.request_id, None)
-            self._give_back_inputs(request)
+            for lease in request.leases:
+                self.give_back(lease)
             raise
 
     def _too_many(self, request: InFlight) -> Unavailable:
@@ -247,12 +241,8 @@ class Submitter:
     def _finish(self, request: InFlight) -> None:
         """Removes a request from those in flight and gives back its inputs' leases. (``_receive`` mostly does so itself.)"""
         if self._in_flight.pop(request.record.request_id, None) is not None:
-            self._give_back_inputs(request)
-
-    def _give_back_inputs(self, request: InFlight) -> None:
-        """Gives back the leases of a request's inputs, which nobody reads any more."""
-        for lease in request.leases:
-            self.give_back(lease)
+            for lease in request.leases:
+                self.give_back(lease)
 
     # --------------------------------------------------------------------------------------- records leave for workers
 
@@ -332,25 +322,16 @@ class Submitter:
     def _flush(self, worker: WorkerLink) -> None:
         try:
             if not worker.lane.flush():
-                self._await_writable(worker)
+                if not worker.writing:
+                    self._loop.add_writer(worker.lane.fileno(), self._flush, worker)
+                    worker.writing = True
             elif worker.writing:
                 worker.writing = False
                 self._loop.remove_writer(worker.lane.fileno())
         except Exception:
-            self._flush_again(worker)
-
-    def _await_writable(self, worker: WorkerLink) -> None:
-        if not worker.writing:
-            try:
-                self._loop.add_writer(worker.lane.fileno(), self._flush, worker)
-                worker.writing = True
-            except Exception:
-                self._flush_again(worker)
-
-    def _flush_again(self, worker: WorkerLink) -> None:
-        """Logs an exception met while records were sent to a worker, and tries again soon: they belong to several requests."""
-        _log.exception("the lane of worker %d could not be written to; it is tried again", worker.incarnation)
-        self._loop.call_later(_AGAIN_SECONDS, self._flush_later, worker)
+            # Not raised: the lane holds other requests as well.
+            _log.exception("the lane of worker %d could not be written to; it is tried again", worker.incarnation)
+            self._loop.call_later(_AGAIN_SECONDS, self._flush_later, worker)
 
     # ------------------------------------------------------------------------------------------------ answers
 
@@ -504,7 +485,8 @@ class Submitter:
         if not worker.dirty and not worker.closed:
             self._flush_later(worker)
         if throttle.lines:
-            self._send_all_again(throttle.let_go(account))
+            for request in throttle.let_go(account):
+                self._send_again(request)
 
     def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
         """Acknowledges to its worker a response that is not its request's last, once its bytes were sent to the client.
@@ -521,10 +503,6 @@ class Submitter:
             lane.taken(response.request_id, request.taken)
             request.taken = 0
             self._flush_later(request.worker)
-
-    def _send_all_again(self, requests: Iterable[InFlight]) -> None:
-        for request in requests:
-            self._send_again(request)
 
     # ------------------------------------------------------------------------------------------------ room
 
@@ -660,7 +638,8 @@ class Submitter:
             else:
                 self.refusals.note(request.prepared.model, Refusal.ANSWERS_HELD)
                 self._fail(request, error)
-        self._send_all_again(self._throttle.let_all_go())
+        for request in self._throttle.let_all_go():
+            self._send_again(request)
         room_wanted = self._space.expire(now)
         if self._timeout:
             self._time_out_answers(now - self._timeout)

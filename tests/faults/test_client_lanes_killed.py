@@ -1,6 +1,6 @@
 """``kill -9`` of either end of clients' lanes, at any point, beside a client that notices when something is wrong.
 
-TENSORD_LANE_KILLS=N kills N clients instead of a thousand, and workers until N times a client has met that, 32 clients each time;
+TENSORD_LANE_KILLS=N kills N clients instead of a thousand, and workers until N times a client has met that, 64 clients each time;
 TENSORD_LANE_KILLS_SEED another series of moments.
 """
 
@@ -34,7 +34,7 @@ from tests.repositories import write_model
 KILLS = int(os.environ.get("TENSORD_LANE_KILLS", "1000"))
 SEED = int(os.environ.get("TENSORD_LANE_KILLS_SEED", "1"))
 #: Clients that meet each death of a worker, and how many of them are in one process.
-_CLIENTS, _IN_A_PROCESS = 32, 8
+_CLIENTS, _IN_A_PROCESS = 64, 16
 #: Workers that are killed, and those of them until whose deaths allocators have what they need.
 WORKER_KILLS, _WARM = max(4, -(-KILLS // _CLIENTS)), 3
 #: Clients that are killed between two looks at the neighbour.
@@ -224,7 +224,7 @@ class Survivors:
 
 def test_workers_are_killed_while_clients_call(start: Callable[..., DaemonProcess]) -> None:
     """
-    1. Clients, 32 in four processes, ask all the time in every way. 2. One of two workers is killed, again and again, at any
+    1. Clients, 64 in four processes, ask all the time in every way. 2. One of two workers is killed, again and again, at any
     moment once there are two: each client is on a lane to it, or waits for it, or has just come from it.
     Result: no request fails, no answer is wrong, no client can read a byte of another; supervisor and clients hold what they
     held.
