@@ -38,7 +38,7 @@ class Acceptor:
     """Accepts connections on the listening sockets, of which it owns this process's descriptors, and leaves some to other fronts.
 
     Args:
-      open_: opens an accepted socket for its client, named as ``Peer.owner`` does; the protocol counts it in ``counters``.
+      open_: opens an accepted socket, given its client's name (``Peer.owner``); the protocol counts it in ``counters``.
       opening: the connections that are being opened, and are not counted yet.
     """
 
@@ -68,7 +68,7 @@ class Acceptor:
     async def close(self, timeout: float) -> None:
         """Accepts the connections that clients have made already, then no more.
 
-        Returns when all of them are open, or after ``timeout`` seconds.
+        Returns when every accepted connection has its protocol (and TLS), or after ``timeout`` seconds.
         """
         if self._closed:
             return
@@ -105,7 +105,10 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, mine: int) -> bool:
-        """Returns whether a new connection only replaces one that has ended. ``mine``: how many this front has now."""
+        """Returns whether a new connection only replaces one that this front had and that has ended.
+
+        ``mine``: how many connections this front has now.
+        """
         if mine < self._most:
             self._most = min(self._most, mine + _MOST_REPLACED)
             return True
@@ -156,7 +159,7 @@ class Acceptor:
 
 
 class AcceptLimit:
-    """Decides how many connections a front accepts in one iteration of the loop; pure.
+    """Decides how many connections a front accepts in one iteration of the loop; does no I/O.
 
     After a single connection the front tries a second ``accept`` ever more seldom, as long as that finds none. While there are
     many connections, it accepts more of them in each iteration.

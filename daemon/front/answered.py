@@ -50,7 +50,7 @@ class Answered:
     def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
         """Begins to count answers.
 
-        ``protocol``: "http" or "grpc". ``access``: one good answer in so many is logged, and errors; 0: there is no access log.
+        ``protocol``: "http" or "grpc". ``access``: the access log has errors, and one good answer in so many; 0: there is no log.
         """
         self._words, self._good = counters.codes
         self._protocol = protocol
@@ -67,7 +67,7 @@ class Answered:
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
-        """Logs one good answer in ``access`` from now on, and errors up to a rate; 0: logs neither."""
+        """Logs one good answer in ``access`` from now on, and errors, at most 10 a second; 0: logs neither."""
         if access != self._every:
             self._every = access
             self._next = self._words[self._good] + access if access else _NEVER
@@ -85,13 +85,17 @@ class Answered:
             self._write(CODES[self._protocol][0], request, version, size)
 
     def managed(self, code: str) -> None:
-        """Counts an answer to a request other than inference; a good one is not logged."""
+        """Counts an answer to a request other than inference; a good one is not logged.
+
+        ``code``: the HTTP status in digits, or the name of the gRPC status.
+        """
         self._words[self._places.get(code, self._other)] += 1
 
     def failed(self, code: str, message: str, request: InFlight | None = None, account: Account | None = None) -> None:
         """Counts an answer that is an error, and logs it if the access log is on.
 
         Args:
+          code: the HTTP status in digits, or the name of the gRPC status.
           request: the inference request; None: it was another request, or none that was understood.
           account: the account of the client, where ``request`` does not have it.
         """
@@ -116,7 +120,10 @@ class Answered:
                 self._left_out += 1
 
     def recent(self) -> list[dict[str, object]]:
-        """Returns the last errors that this front has sent, the latest last, each as JSON values for operators."""
+        """Returns the last errors that this front has sent, the latest last, as JSON values for operators.
+
+        The keys: protocol, time (seconds since 1970), code, error, model, id, client, trace_id.
+        """
         names = ("time", "code", "error", "model", "id", "client", "trace_id")
         return [{"protocol": self._protocol, **dict(zip(names, row, strict=True))} for row in self._recent]
 

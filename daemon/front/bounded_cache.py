@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V | None]):
-    """Caches values by key: at least the last ``count`` that were put or found, at most twice as many. ``count`` 0: none.
+    """Caches values by key: at least the last ``count`` that were put or found, at most twice as many; nothing if ``count`` is 0.
 
     ``cache[key]`` returns the value, or None if the cache does not have it (any more). A young entry is found without running
     Python code.

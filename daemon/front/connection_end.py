@@ -16,7 +16,7 @@ from tensord.shm.errors import Unavailable
 
 
 class ConnectionEnd:
-    """Signals the end of one client connection by a file descriptor, which is created once it is asked for."""
+    """Tells others of the end of one client connection by a file descriptor, which is created when it is first asked for."""
 
     __slots__ = ("_closed", "_reader", "_writer")
 

@@ -62,7 +62,7 @@ MAX_FILES_BYTE_SIZE = 128 << 20
 
 
 class Endpoints:
-    """Carries out the requests of both protocols other than inference, mostly by calls of the supervisor.
+    """Carries out the requests of both protocols other than inference, mostly by calls to the supervisor.
 
     Results in JSON are the bytes that the supervisor sent, and are not parsed here.
     """
@@ -96,7 +96,7 @@ class Endpoints:
         return ""
 
     async def _everywhere(self) -> None:
-        """Returns once every front has acknowledged the state of the models that this front knows now."""
+        """Waits until every front has acknowledged the state of the models that this front knows now."""
         edition = self._table.edition
         if self._settled < edition:
             await self._calls.ask(Settle())
@@ -150,8 +150,8 @@ class Endpoints:
     async def load(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
         """Loads a model. Raises ServingError: the parameters are wrong, or the model could not be loaded.
 
-        ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). If files are given, the model has no others,
-        and ``config`` is needed.
+        ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). If files are given, the model consists of
+        these alone, and ``config`` is needed.
         """
         config, files = "", {}
         for key, value in sorted(parameters.items()):
@@ -186,10 +186,12 @@ class Endpoints:
     # -------------------------------------------------------------------------------------------- parameters
 
     async def push_parameters(self, wanted: PushParameters, peer: Peer, memory: int = -1) -> bytes:
-        """Replaces a set's parameters by pushed ones. Returns {"model", "version", "set", "number", "byte_size"} as JSON.
+        """Puts pushed parameters into use as a new version (``number``) of a model's parameter set.
 
-        ``memory``: the file descriptor of the memory that they arrived in; -1: ``wanted`` names another source.
+        ``wanted``: model, version, set and source; ``memory``: the file descriptor of the memory in which the parameters arrived;
+        -1: they come from the source in ``wanted``.
 
+        Returns {"model", "version", "set", "number", "byte_size"} as JSON.
         Raises ServingError: the parameters do not fit the model, or no worker can take them now.
         """
         return await self._calls.ask(wanted, peer, memory)
@@ -202,13 +204,13 @@ class Endpoints:
         return await self._calls.ask(ListParameters(model, version, name))
 
     async def drop_parameters(self, model: str, version: int, name: str, peer: Peer) -> None:
-        """Drops a parameter set of a model. Raises ServingError: it cannot be dropped."""
+        """Drops a parameter set: no later request finds it. Raises NotFound: there is none; InvalidArgument: it is ``main``."""
         await self._calls.ask(DropParameters(model, version, name), peer)
 
     async def revert_parameters(self, model: str, version: int, name: str, peer: Peer) -> bytes:
-        """Puts the former parameters of a set into use again.
+        """Puts the parameters into use again that a set had before its last push.
 
-        Returns a JSON object. Raises ServingError: there are none to go back to.
+        Returns {"model", "version", "set", "number", "byte_size"} as JSON. Raises ServingError: there are none to go back to.
         """
         return await self._calls.ask(RevertParameters(model, version, name), peer)
 
@@ -220,6 +222,7 @@ class Endpoints:
         """Registers a part of a POSIX shared-memory object as a region; ``offset`` and ``byte_size`` are unsigned.
 
         Args:
+          name, key: the names of the region and of the object.
           peer: the client.
           end: a file descriptor that becomes readable when the region is to be removed, and that the caller closes; -1: never.
         Raises: ServingError: the region cannot be registered.
@@ -242,19 +245,22 @@ class Endpoints:
     ) -> None:
         """Registers an allocation of a client's GPU memory, named by its 64-byte handle, as a region.
 
-        ``peer``, ``end`` and errors: see ``register_system``.
+        Args:
+          peer: the client.
+          end: a file descriptor that becomes readable when the region is to be removed, and that the caller closes; -1: never.
+        Raises: ServingError: the region cannot be registered.
         """
         await self._calls.ask(RegisterCudaRegion(name, raw_handle, device_id, byte_size), peer, end)
 
     async def unregister(self, kind: str, name: str, peer: Peer = ANONYMOUS) -> None:
-        """Unregisters a region, or all regions of that kind that belong to the client ("").
+        """Unregisters the region ``name``; "": all regions of ``kind`` that the client ``peer`` may unregister.
 
         ``kind``: "system" or "cuda". Raises ServingError: the region belongs to another user, or regions are not served.
         """
         await self._calls.ask(UnregisterRegion(kind, name), peer)
 
     async def region_status(self, kind: str, name: str) -> bytes:
-        """Returns a JSON array that describes a region, or all regions of that kind ("").
+        """Returns a JSON array that describes the region ``name``; "": all regions of ``kind``, "system" or "cuda".
 
         Raises NotFound: there is no such region.
         """
@@ -263,7 +269,7 @@ class Endpoints:
     # ---------------------------------------------------------------------------------------------- settings
 
     async def log_settings(self, wanted: ChangeLog, peer: Peer = ANONYMOUS) -> bytes:
-        """Changes the given log settings. Returns all log settings then in force, as a JSON object."""
+        """Changes those log settings that ``wanted`` gives. Returns all log settings then in force, as a JSON object."""
         return await self._calls.ask(wanted, peer)
 
     async def check_traced(self, model: str) -> None:
@@ -275,8 +281,8 @@ class Endpoints:
             await self._calls.ask(ChangeTrace(model))
 
     async def trace_settings(self, wanted: ChangeTrace, peer: Peer = ANONYMOUS) -> bytes:
-        """Changes the given trace settings. Returns all trace settings then in force, as JSON.
+        """Changes those trace settings that ``wanted`` gives. Returns all trace settings then in force, as JSON.
 
-        ``wanted``: from ``tensord.daemon.tracing.trace_settings.parse``.
+        ``wanted``: made by ``tensord.daemon.tracing.trace_settings.parse``.
         """
         return await self._calls.ask(wanted, peer)

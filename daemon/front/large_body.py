@@ -36,10 +36,10 @@ DIRECT_BYTE_SIZE = 64 << 10
 class Receiver:
     """Receives a large body into the request arena; base class for both protocols.
 
-    Owns its lease until that is taken, or dropped.
+    Owns the lease that the body lies in until ``take_lease`` or ``drop`` is called.
     Args:
       model: the model that is asked for; "": it is not known yet.
-      account: the account of the body's memory.
+      account: the account of the body's memory; None: it counts for nobody.
     """
 
     __slots__ = ("_account", "_dropped", "_lease", "_model", "_submitter", "waits_for_room")
@@ -54,7 +54,7 @@ class Receiver:
         self._dropped = False
 
     def _wait_for_room(self, byte_size: int) -> None:
-        """Waits for arena memory: in the end calls ``_place`` or ``_refuse``, and then ``_progressed``."""
+        """Waits for arena memory; later calls ``_place`` with a lease, or ``_refuse`` with an error, and then ``_progressed``."""
         self.waits_for_room = True
         self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
 
@@ -90,7 +90,7 @@ class Receiver:
             self._submitter.give_back(lease)
 
     def _place(self, lease: Lease) -> None:
-        """Takes the lease over, and directs the body into it, including the bytes that have arrived already."""
+        """Takes over a lease and writes the body into it from now on, beginning with the bytes that have arrived already."""
         raise NotImplementedError
 
     def _refuse(self, error: ServingError) -> None:
@@ -138,11 +138,11 @@ class BodyReader(asyncio.BufferedProtocol):
             self._exchange(self)
 
     def stop(self) -> None:
-        """Stops reading a body into its memory, because the body is complete or no longer wanted."""
+        """Stops reading a body into its memory, as it is complete or no longer wanted; later bytes go to the connection."""
         self._room, self.reads_body = self._first, False
 
     def leave(self) -> None:
-        """Gives the transport back to the connection's protocol."""
+        """Gives the transport back to the connection's protocol, which gets all further bytes."""
         self._exchange(self._connection)
 
     def get_buffer(self, sizehint: int) -> memoryview:

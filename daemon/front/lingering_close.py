@@ -45,8 +45,8 @@ class LingeringClose:
     def see_out(self, transport: asyncio.Transport) -> None:
         """Ends a connection's sending side in the loop's next iteration, and closes it once the client has closed or is too slow.
 
-        The protocol's ``connection_lost`` is called, and it gets no more data. All bytes that it wrote must be with the kernel,
-        or with the transport (TLS).
+        Calls ``connection_lost`` of the connection's protocol, which gets no more data. The caller has checked that all bytes
+        that were written are with the kernel, or with the transport (TLS).
         """
         asyncio.get_running_loop().call_soon(self._begin, transport)
 

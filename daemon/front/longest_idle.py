@@ -80,7 +80,10 @@ class LongestIdle:
 
 
 def described(connection: IdleConnection, account: Account | None, now: float) -> dict[str, Any]:
-    """Returns a connection's client, bytes of the arenas that it holds, and seconds since it was used, as JSON for operators."""
+    """Returns a connection's client, bytes of the arenas that it holds, and seconds since it was used (None: it is in use).
+
+    The keys are for operators: owner, idle_s, request_bytes, answer_bytes.
+    """
     return {
         "owner": "" if account is None else account.client.owner,
         "idle_s": round(max(0.0, now - connection.used_at), 1) if connection.asks_nothing else None,

@@ -29,8 +29,8 @@ class Opening:
 
         Args:
           make: makes the protocol of a connection; it is called with the client, as ``Peer.owner`` names it.
-          handshake_timeout: seconds for TLS to begin; None: the loop's own.
-          shutdown_timeout: seconds for a client to answer the end of TLS; None: the loop's own.
+          handshake_timeout: seconds for TLS to begin; None: the event loop's default.
+          shutdown_timeout: seconds for a client to answer the end of TLS; None: the event loop's default.
         """
         self._make = make
         self._certificates = certificates
@@ -49,9 +49,9 @@ class Opening:
         self._go_on(opening, connection)
 
     def _go_on(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
-        """Runs the coroutine ``opening`` to the next future that it waits for.
+        """Runs the coroutine ``opening`` to the next future that it waits for, after which this is called again, and so on.
 
-        A task for it would be a twentieth of what a connection costs.
+        Closes ``connection`` if the coroutine raises. (A task for it would be a twentieth of what a connection costs.)
         """
         try:
             future: asyncio.Future[object] = opening.send(None)

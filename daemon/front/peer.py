@@ -61,8 +61,8 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
 def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
     """Yields a descriptor, open in the ``with`` block, that becomes readable when a client's regions are to end; -1: they stay.
 
-    ``reclaim``: the option ``regions.reclaim``. If the kernel gives no descriptor of the client's process, the end of its
-    connection is used instead. Raises Unavailable: no descriptors are left.
+    ``reclaim``: "never", "owner" (when the client's process ends) or "connection". If the kernel gives no descriptor of the
+    process, the end of the connection is used instead. Raises Unavailable: no descriptors are left.
     """
     if reclaim == "never" or not _is_unix(fd):
         yield -1

@@ -73,7 +73,7 @@ _MAX_CONNECTIONS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Holds a front's listening sockets, the counters that it shares with other fronts, and its index (``row``) among these."""
+    """Holds a front's listening sockets, the counters that it shares with other fronts, and its index among them (``row``)."""
 
     listeners: tuple[socket.socket, ...]
     counters: SharedCounters
@@ -101,7 +101,7 @@ class Front(ABC):
         self.table = ModelStates()
 
     async def run(self) -> None:
-        """Serves clients until the supervisor has asked the front to stop and it has drained."""
+        """Serves clients until the supervisor has asked the front to stop, and answers are sent or have taken too long."""
         self._connection.start()
         start = await self._started
         # Before it has the published state, it would refuse what another front has just answered for.
@@ -230,7 +230,10 @@ class Front(ABC):
 
 
 def main(program: str, description: str, make: Callable[[socket.socket, Place], Front]) -> None:
-    """Runs a front's process, given its command line; ``make`` makes the front from its control channel and its place."""
+    """Runs the process of a front until it stops. ``make`` makes the front from its control channel and its place.
+
+    ``program`` and ``description``: for the help of its command line, which has the numbers of its file descriptors.
+    """
     installation.end_if_other()
     child_process.die_with_parent()
     child_process.keep_freed_memory(_KEPT_BYTE_SIZE)

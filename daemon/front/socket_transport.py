@@ -40,7 +40,10 @@ class Watch(Protocol):
     heeds_end: bool
 
     def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
-        """Changes the epoll events that a transport is watched for. Raises OSError: the kernel has no memory or room for it."""
+        """Changes the epoll events that a transport is watched for, from ``watched`` to ``wanted``; 0: none.
+
+        Raises OSError: the kernel has no memory or room for it.
+        """
 
     def forget(self, transport: SocketTransport) -> None:
         """Removes a transport that is being closed."""
@@ -119,7 +122,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for((_OUT if self._unsent else 0) | (_BROKEN if self._ended else _LEFT))
 
     def _left_unread(self, events: int) -> None:
-        """Ends the connection, or watches on, after the client has closed it, or its sending side, while reading is paused."""
+        """Ends the connection, or watches it further, after the client has closed or ended its side while reading is paused."""
         if events & _BROKEN:
             self._fail(ConnectionResetError("the client has gone"))
         elif self._watch.heeds_end:

@@ -99,7 +99,7 @@ class AnswerOrder:
     def answer_whole(self, answer: bytes) -> None:
         """Writes the whole answer to the first request in one piece, and gives the next request its turn.
 
-        Only for an answer that needs no lease, on a connection that is kept alive.
+        The caller has checked that none of the bytes lie in a lease, and that the connection stays open after this answer.
         """
         self.transport.write(answer)
         answered = self.requests.popleft()
@@ -125,7 +125,7 @@ class AnswerOrder:
         return not waits
 
     def answer_part(self, part: bytes) -> bool:
-        """Writes a part of the answer to the first request, which is a ``Generation``; ``answered`` ends the answer.
+        """Writes a part of the answer to the first request, a ``Generation`` (generate or streams); ``answered`` ends the answer.
 
         Returns True if the transport took all of the part. Otherwise ``written`` of the request is called once it has.
         """
@@ -141,7 +141,7 @@ class AnswerOrder:
     def answered(self) -> None:
         """Removes the first request, whose answer is written, and gives the next one its turn.
 
-        Closes the connection instead if the answer was its last.
+        Closes the connection instead if that was the last answer on it (``Connection: close``).
         """
         self._go_on(self.requests.popleft())
 
@@ -165,7 +165,7 @@ class AnswerOrder:
                 self.flow.resume_reading()
 
     def _give_turn(self) -> None:
-        """Gives the first request its turn, to be submitted and answered, and each next one while they are answered at once.
+        """Tells the first request that it may now be submitted and answered; if it is answered at once, also the next, and so on.
 
         It does so in a loop, not by recursion.
         """
@@ -213,7 +213,7 @@ class AnswerOrder:
         self.flow.pause_reading()
 
     def resume_writing(self) -> None:
-        """Goes on with answers and requests, once the client has read enough for the transport's buffer to have drained."""
+        """Called when the transport's buffer has drained: continues unfinished answers, then reads and answers new requests."""
         self.times.stalled_since = 0.0
         unwritten, self._unwritten = self._unwritten, []
         self.flow.resume_writing()
@@ -261,7 +261,7 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------------ the end
 
     def refuse(self, status: int, message: str) -> None:
-        """Refuses a request with an error response, after the answers to earlier requests, and then closes the connection.
+        """Refuses the arriving request with an error response, after the answers to earlier requests; then closes the connection.
 
         Bytes that still arrive are discarded.
         """
@@ -297,7 +297,7 @@ class AnswerOrder:
     def leave(self) -> None:
         """Closes an idle connection: at once if the client has received all answers, otherwise after they are sent.
 
-        At once, because many clients never notice that only the server's sending side was closed.
+        (Closing only the sending side first would not do: many clients never notice that.)
         """
         if is_quiet(self.transport) and not self._hung_up:
             self.transport.close()
@@ -350,7 +350,7 @@ class Flow:
             self.transport.resume_reading()
 
     def resume_writing(self) -> None:
-        """Called when the transport's buffer has drained, or the connection is gone; wakes those who wait in ``drain``."""
+        """Called when the transport's buffer has drained, or the connection is gone; wakes the tasks that wait in ``drain``."""
         self.write_paused = False
         if self._writable is not None:
             self._writable.set()

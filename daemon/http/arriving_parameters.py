@@ -72,9 +72,12 @@ class ArrivingParameters:
         return bytes(text)
 
     def take(self, whole: int, more: int, limit: int) -> None:
-        """Reserves ``more`` bytes for a push, which then has ``whole`` bytes.
+        """Reserves room for ``more`` bytes of one push. Nothing is reserved if this raises.
 
-        Raises BodyTooLarge: the push exceeds ``limit`` bytes; Unavailable: all pushes together would. Nothing is reserved then.
+        Args:
+          whole: the bytes that the push has so far, these included.
+          limit: the most bytes of one push, and of all pushes that arrive at the same time.
+        Raises BodyTooLarge: the push exceeds ``limit``; Unavailable: all pushes together would.
         """
         if whole > limit:
             raise BodyTooLarge(f"has {whole} bytes of parameters or more", limit)

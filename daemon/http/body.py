@@ -119,7 +119,7 @@ class TextBody:
         self._memory = memoryview(bytearray(min(_THROWN_AWAY, self._byte_size - self.received)))
 
     def whole(self) -> memoryview:
-        """Returns all bytes received so far; only for a body that was not dropped."""
+        """Returns all bytes received so far. Must not be called after ``drop``."""
         return self._memory[: self.received]
 
 
@@ -162,21 +162,22 @@ class PlacedBody:
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
-        """Returns where the binary parts of the body lie in the arena; none of them may be small enough to be sent in the record.
+        """Returns where the binary parts of the body lie in the arena.
 
         Args:
           head_size: the bytes of JSON before the first part.
+          parts: none is so small that it would go into the request's record (the caller has checked that).
         """
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
-        """Returns where one binary part lies in the arena, or the part's bytes if it is small enough to be sent in the record.
+        """Returns where one binary part lies in the arena, or the part's bytes if it is small enough for the request's record.
 
         Args:
           head_size: the bytes of JSON before the first part.
-          inline_byte_size: the most bytes of a tensor that is sent in the record.
+          inline_byte_size: the most bytes of a tensor that is sent to the worker within the request's record.
         """
         start = self._start + head_size + part.offset
         if part.byte_size <= inline_byte_size:

@@ -47,7 +47,7 @@ class Inflation:
         self.received = 0
 
     def feed(self, chunk: bytes) -> None:
-        """Receives a piece of the compressed body; the next steps decompress it."""
+        """Receives a piece of the compressed body, which further calls of ``step`` decompress."""
         self.received += len(chunk)
         view = memoryview(chunk)
         self._pending.extend(view[at : at + _INFLATE_IN] for at in range(0, len(view), _INFLATE_IN))

@@ -21,7 +21,7 @@ _INT64_MAX = (1 << 63) - 1
 
 
 def read(body: bytes, required: bool = False) -> dict[str, Any]:
-    """Returns the fields of the JSON object in a request's body; none if the JSON is no object, or the body is empty.
+    """Returns the fields of the JSON object in a request's body; an empty dict if the JSON is no object, or the body is empty.
 
     Args:
       required: whether an empty body is an error.
@@ -34,7 +34,7 @@ def read(body: bytes, required: bool = False) -> dict[str, Any]:
 
 
 def settings(body: bytes) -> dict[str, Any]:
-    """Returns the settings in the JSON object of a request's body; a JSON array has none, as in Triton.
+    """Returns the settings in the JSON object of a request's body; an empty dict for a JSON array, as in Triton.
 
     Raises: InvalidArgument: the body is no JSON, or neither an object nor an array, or has too many settings.
     """

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Job:
-    """Holds one job that runs in steps: a generator, and the callbacks for its result and its exception."""
+    """Holds one conversion that runs in steps: a generator, and the callbacks for its result and its exception."""
 
     __slots__ = ("_done", "_failed", "_steps", "cancelled")
 
@@ -50,7 +50,7 @@ class Job:
 
 
 class Conversions:
-    """Runs the long jobs of one front on the event loop: one step of one job in each iteration, the jobs by turns."""
+    """Runs long conversions between JSON and tensors on a front's event loop: in each iteration one step of one, by turns."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
@@ -60,7 +60,7 @@ class Conversions:
     ) -> Job:
         """Starts a job: runs ``steps`` step by step, then calls ``done`` with its result, or ``failed`` with its exception.
 
-        Neither is called before this method returns.
+        Neither is called before this method returns. ``cancel`` of the returned job ends it early.
         """
         job = Job(steps, done, failed)
         if not self._jobs:

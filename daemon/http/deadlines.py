@@ -26,7 +26,7 @@ class Late(enum.Enum):
 class Deadlines:
     """Tracks since when a connection waits for its client to send or read something, and finds missed deadlines.
 
-    Each time is in monotonic seconds; 0: the connection does not wait for that.
+    ``..._since``: when the connection began to wait for that, in monotonic seconds; 0: it does not wait for that.
     """
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")
@@ -41,7 +41,7 @@ class Deadlines:
         self._came, self._silent_since = -1, 0.0
 
     def stopped(self, now: float, came: int) -> bool:
-        """Returns whether no more bytes of an incomplete request have come for too long. Asked only while the server stops.
+        """Returns whether no more bytes of an incomplete request have come for too long. Called only while the server stops.
 
         Args:
           came: how many bytes of the request have been received; below 0: no request is incomplete.
@@ -61,6 +61,7 @@ class Deadlines:
         """Returns the deadline that the client has missed, or None.
 
         Args:
+          http: the options with the timeouts and the least bytes a second.
           unsent: how many bytes of answers the client has not read yet.
           received: how many bytes of the arriving body have been received; below 0: none is arriving, or the server holds it up.
           refused: whether the client was refused, so that only the reading of its answers has a deadline.

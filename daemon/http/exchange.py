@@ -131,10 +131,10 @@ class Exchange(InFlight):
             reception.error = error
 
     def _admit(self) -> None:
-        """Checks that the model can be asked over HTTP, and decides whether the request is traced.
+        """Checks that requests over HTTP may go to the model, and begins a trace if the request is sampled.
 
         Raises NotFound: no such model version serves or is being loaded; Unsupported: the model gives several responses to a
-        request; or the error (``error``) of the request's head.
+          request; or the error (``error``) of the request's head.
         """
         head, table = self._head, self._serving.table
         if head.error is not None:
@@ -148,7 +148,7 @@ class Exchange(InFlight):
         self._sample()
 
     def _sample(self) -> None:
-        """Traces the request if it is sampled."""
+        """Begins a trace of the request, if the tracer's sampling selects it."""
         trace = self._serving.tracer.sample(self._head.model, self._head.trace_parent)
         if trace is not None:
             self._trace, self.context = trace, trace.context
@@ -199,7 +199,7 @@ class Exchange(InFlight):
     def take(self, data: bytes, begins: int) -> None:
         """Submits the request, whose body is complete, small and not compressed, or answers it with an error.
 
-        Every earlier request of the connection must be answered.
+        The caller has checked that every earlier request of the connection is answered.
 
         Args:
           data: received bytes; the body is all of them from the offset ``begins`` on.
@@ -442,7 +442,11 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Encodes and writes an answer for which no cached head is used: an error, a traced or compressed answer, and others."""
+        """Encodes and writes an answer without a cached head, such as an error, a compressed one, or one with values in its JSON.
+
+        ``prepared``, ``own``: the part of the answer that many answers share, and the rest; ``lane``: the channel to the worker,
+        with the arena of its answers; None: the answer is an error that this front has made.
+        """
         if own.lease is not None and lane is not None:
             self._unwritten = (lane, own.lease)
         if own.code:
@@ -499,7 +503,7 @@ class Exchange(InFlight):
         self._answer_or_cut(self._answer, head, parts)
 
     def _answer_or_cut(self, step: Callable[..., None], *arguments: object) -> None:
-        """Runs the next step of writing an answer, from the event loop. An exception is logged, and answered with 500.
+        """Calls ``step``, which writes an answer, from the event loop. An exception is logged, and answered with 500.
 
         If a part of the answer may have been sent already, the connection is cut instead.
         """
@@ -529,7 +533,7 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
-        """Writes a complete HTTP response to the connection; ``written`` follows once the transport needs its bytes no longer."""
+        """Writes a complete HTTP response to the connection; ``written`` is called once the transport needs the bytes no more."""
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._order.answer_pieces(pieces):
@@ -591,7 +595,7 @@ class Exchange(InFlight):
         self._refused(error)
 
     def _answer_if_refused(self, step: Callable[..., None], *arguments: object) -> None:
-        """Runs the next step of a request from the event loop; an exception is answered as an error response."""
+        """Calls ``step``, the next step of the request, from the event loop; an exception is answered as an error response."""
         try:
             step(*arguments)
         except Exception as error:

@@ -119,7 +119,7 @@ class Generation(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """Returns the body as far as it has arrived; None: it is not kept, because the request is submitted or refused."""
+        """Returns the body as far as it has arrived; None: the request was submitted or refused, and its body dropped."""
         return None if self._reception is None else self._reception.body
 
     def complete(self) -> None:
@@ -131,7 +131,7 @@ class Generation(InFlight):
     def take_turn(self) -> None:
         """Called when every earlier request of the connection is answered.
 
-        Admits this one once its model is loaded, and submits it once its body is complete.
+        Checks that the model serves, once it is loaded, and submits the request once its body is complete.
         """
         self._my_turn = True
         self._go_on()
@@ -146,7 +146,7 @@ class Generation(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Admits the request once earlier ones are answered and its model is loaded; submits it once its body is complete.
+        """Checks the model once it is loaded and earlier requests are answered; submits the request once its body is complete.
 
         Does nothing until then. An error is answered at once.
         """
@@ -186,7 +186,7 @@ class Generation(InFlight):
         self._go_on()
 
     def _admit(self) -> ModelState:
-        """Returns the state of the model that is asked for, and decides whether the request is traced.
+        """Returns the state of the model that the request names, and begins a trace if the request is sampled.
 
         Raises NotFound: no such model version serves requests; InvalidArgument: the body is compressed.
         """
@@ -217,7 +217,7 @@ class Generation(InFlight):
         self._running = True
 
     def _read(self, reception: Reception, state: ModelState) -> UnsentRequest:
-        """Parses the complete body. Raises InvalidArgument: it is no JSON object that the model's inputs can be read from."""
+        """Makes a request of the complete body. Raises InvalidArgument: it is no JSON object with values for the model."""
         body = reception.body
         assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
         return generate_codec.decode(bytes(body.whole()), self._head.model, self._head.version, state.metadata)
@@ -233,7 +233,11 @@ class Generation(InFlight):
         self._take(prepared, own, lane)
 
     def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Writes a response to the client, and acknowledges it to its worker; holds it back while the client does not read."""
+        """Writes a response to the client and acknowledges it to its worker; queues it instead while the client does not read.
+
+        ``prepared``, ``own``: the part of the response that many share, and the rest; ``lane``: the channel to the worker; None:
+        the response is an error that this front has made.
+        """
         if self._blocked:
             self._held.append((prepared, own, lane))
             return
@@ -255,7 +259,7 @@ class Generation(InFlight):
         self._release(prepared, own, lane)
 
     def written(self) -> None:
-        """Writes the responses that were held back, because the client has read what was written before."""
+        """Writes the responses that were queued, because the client has read what was written before."""
         self._blocked = False
         while self._held and not self._blocked:
             self._take(*self._held.popleft())
@@ -269,11 +273,14 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, own.lease)
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        """Writes one good response, or keeps it for ``_end``. Raises InvalidArgument: this endpoint cannot express it."""
+        """Writes one good response, or stores it for ``_end`` to write. Raises InvalidArgument: this endpoint cannot express it.
+
+        ``prepared``, ``own``: the part of the response that many share, and the rest; ``lane``: has the arena that it lies in.
+        """
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
-        """Tells the client an error: the model's, or that a response cannot be written. ``final``: no response follows."""
+        """Sends the client an error: the model's, or that a response cannot be written. ``final``: no response follows."""
         raise NotImplementedError
 
     def _end(self) -> None:
@@ -304,7 +311,7 @@ class Generation(InFlight):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers a request with an error response; only if no part of an answer was written before."""
+        """Answers the request with an error response and ends it. The caller has checked that no part of an answer is written."""
         if self._trace is not None:
             self._trace.error = message
             self._trace.end()
@@ -347,7 +354,7 @@ class Generation(InFlight):
         self._order.answered()
 
     def _let_go(self) -> None:
-        """Frees the memory of the request and of responses that were held back; cancels the request if its model still runs."""
+        """Frees the memory of the request and of queued responses; cancels the request if its model still runs."""
         self._drop_body()
         if self._running:
             self._running = False
@@ -364,7 +371,7 @@ class Generation(InFlight):
 class Generate(Generation):
     """One request of generate: answers with one JSON object.
 
-    An error of the model has status 400, unless its own is 501 or 503.
+    An error of the model is answered with status 400, or with 501 or 503 if that is the status of the error.
     """
 
     #: The object, once the response came.
@@ -402,7 +409,8 @@ class Generate(Generation):
 class GenerateStream(Generation):
     """One request of generate_stream: answers with one server-sent event per response: ``data: <JSON>`` and an empty line.
 
-    An error is an event too, unless it is final, the first and not an internal error: then it is an ordinary error response.
+    An error is an event too. But if the answer consists of one error and nothing else, that is an ordinary error response, unless
+    the error is an internal one.
     """
 
     _media_type: ClassVar[bytes] = _EVENTS
@@ -423,7 +431,10 @@ class GenerateStream(Generation):
         self._say(b"data: %b\n\n" % _encode({"error": error.message}), 400)
 
     def _say(self, event: bytes, status: int) -> None:
-        """Sends one event to the client. ``status``: the HTTP status of the answer, if this is its first event."""
+        """Sends one event to the client, or collects it for a client of HTTP/1.0, which gets all at the end.
+
+        ``status``: the HTTP status of the answer, if this is its first event.
+        """
         head = b"" if self._status else self._begin(status)
         if self._kept is None:
             self._begun = True

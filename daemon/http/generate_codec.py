@@ -140,6 +140,8 @@ def encode(
     """Writes one response of a model as the JSON object that generate answers with.
 
     Args:
+      prepared: the constant part of the response: output names, datatypes, shapes.
+      contents: the bytes of its outputs, or where they lie.
       client_id: the request's id; "": it has none.
       view: returns the bytes of a slice of the response arena; None: no output lies there.
     Raises: InvalidArgument: an output cannot be written as JSON.
@@ -156,7 +158,10 @@ def encode(
 
 
 def _content(place: Content, view: Callable[[Slice], memoryview] | None) -> bytes | memoryview:
-    """Returns the bytes of an output tensor that is not in a client's shared memory region."""
+    """Returns the bytes of an output tensor that is not in a client's shared memory region.
+
+    ``view``: returns the bytes of a slice of the response arena; None: ``place`` is the bytes themselves.
+    """
     if isinstance(place, bytes):
         return place
     assert view is not None
@@ -177,7 +182,7 @@ class _Joined:
 class JoinedAnswers:
     """Joins all responses to one request into one answer: each output tensor is concatenated along its first axis.
 
-    For models that want it (``ModelState.joins``), when the client asks for a single answer (generate).
+    Used for a generate request, whose client gets a single answer, if its model asks for it (``ModelState.joins``).
     """
 
     def __init__(self, state: ModelState, max_byte_size: int) -> None:
@@ -193,6 +198,8 @@ class JoinedAnswers:
         """Adds the next response. Raises InvalidArgument: the responses together exceed ``max_byte_size``.
 
         Args:
+          prepared: the constant part of the response: output names, datatypes, shapes.
+          contents: the bytes of its outputs, or where they lie.
           view: returns the bytes of a slice of the response arena.
         """
         self._parameters |= prepared.parameters
@@ -210,7 +217,10 @@ class JoinedAnswers:
             joined.contents.append(content)
 
     def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:
-        """Returns all responses joined into one answer. If there were no responses, its outputs have no elements."""
+        """Returns all responses joined into one answer: its constant part (names, datatypes, shapes), and its outputs' bytes.
+
+        If there were no responses, the outputs have no elements.
+        """
         tensors = [PreparedTensor(name, each.datatype, (each.size, *each.rest)) for name, each in self._outputs.items()]
         contents = [b"".join(each.contents) for each in self._outputs.values()]
         return PreparedAnswer(self._state.version, tuple(tensors), self._parameters), tuple(contents)

@@ -49,10 +49,11 @@ class Heads(BoundedCache[bytes, InferHead]):
     def __init__(
         self, max_byte_size: int, max_fields: int, cuts: bool, count: int = MAX_COUNT, joins: bool = False
     ) -> None:
-        """
+        """Begins with nothing cached.
+
         Args:
           max_byte_size, max_fields: the most bytes and header fields of a head that the front accepts.
-          cuts: whether header lines that change nothing may be left out, because no rule of the operator looks at them.
+          cuts: whether header lines without effect are left out of the key, because no rule of the operator looks at them.
           count: how many heads are cached at least, but no more than ``MAX_COUNT``.
           joins: whether the front reads the ``traceparent`` header.
         """
@@ -79,7 +80,7 @@ class Heads(BoundedCache[bytes, InferHead]):
     def learn(self, head: bytes, meaning: InferHead) -> None:
         """Caches the parsed head of a request, so that its bytes are not parsed again.
 
-        Leaves out a head that is long or refused, or has a chunked body or a ``traceparent``.
+        Does nothing for a head that is long or refused, or has a chunked body or a ``traceparent``.
         """
         if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
             return

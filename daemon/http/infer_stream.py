@@ -31,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class InferStream(GenerateStream):
-    """One infer_stream request: writes each response of its model, one after the other, into one HTTP response."""
+    """One infer_stream request: writes all responses of its model into one HTTP response, each as two sizes, JSON and tensors."""
 
     _media_type: ClassVar[bytes] = b"application/octet-stream"
     #: Which outputs are binary.

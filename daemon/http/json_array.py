@@ -82,7 +82,7 @@ class JsonArray:
     def fill(self, place: memoryview) -> Generator[None, None, int]:
         """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written.
 
-        Raises: InvalidArgument: the text is no JSON array for this datatype and shape; the message says what is wrong, as Triton.
+        Raises: InvalidArgument: the text is no JSON array for this datatype and shape; the message is in Triton's words.
         """
         nested = yield from self._check_nesting()
         out = np.frombuffer(place, DTYPES[self.datatype]) if self.datatype != "BYTES" else np.empty(0)

@@ -56,7 +56,7 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``spans`` of the data that an input's ``data`` is the placeholder of; None: it is no placeholder.
+        """Returns the index in ``spans`` of the large data that an input's ``data`` stands for; None: ``data`` is no placeholder.
 
         Args:
           data: the JSON text of ``data``, or its parsed value.

@@ -42,7 +42,7 @@ _NO_JSON = ("FP16", "BF16")
 def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
     """Converts the JSON text of a flat array of ``count`` values, or of a base64 string, to a tensor's bytes.
 
-    Raises: UnusualText: the text is anything else, which ``exact`` may understand; InvalidArgument: the base64 does not fit.
+    Raises: UnusualText: the text is anything else, which only ``exact`` may understand; InvalidArgument: the base64 does not fit.
     """
     if bytes(memoryview(text)[:1]) == b'"':
         return _from_base64(_quick_text(text), datatype, [count])

@@ -38,7 +38,7 @@ _REMEMBERED = 1024
 
 @dataclass(frozen=True, slots=True)
 class InferRoute:
-    """Holds the model, version (0: the newest) and endpoint that a request target names. ``error``: the version is refused."""
+    """Holds model, version (0: the newest) and endpoint that a request target names; ``error``: why the version is refused."""
 
     model: str
     version: int
@@ -229,7 +229,9 @@ def infer_head(
 
 
 def generate_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields) -> InferHead:
-    """Reads the head of a request for generate or generate_stream. A compressed body, which is refused later, gets a ``coding``.
+    """Reads the head of a request for generate or generate_stream.
+
+    If the body is compressed, the result's ``coding`` is not empty, and the request is refused later.
 
     Args:
       version: the HTTP version, such as "1.1".

@@ -221,7 +221,7 @@ class Messages:
             exchange.take_turn()
 
     def _apply_rules(self, head: InferHead) -> None:
-        """Applies the operator's rules to a head: CORS lines for browsers, the key that calls need, headers to forward.
+        """Applies the operator's rules to a head: CORS lines for browsers, the key that calls need, headers passed to the model.
 
         A rule that refuses the request leaves its error in ``head.error``.
         """
@@ -238,7 +238,7 @@ class Messages:
             head.error = head.error or error
 
     def _join(self, head: InferHead) -> None:
-        """Puts the client's ``traceparent`` header into the head, so that its trace goes on here, if the front sends spans."""
+        """Puts the client's ``traceparent`` into the head, if this front sends spans, so that they join the client's trace."""
         if self._serving.joins:
             head.trace_parent = dict(self.headers).get(b"traceparent", b"").decode("latin-1")
 
@@ -443,7 +443,7 @@ class ParserFeed:
     # ------------------------------------------------------------------------------------------------------- the rest
 
     def _wait_a_turn(self, rest: bytes) -> None:
-        """Stores ``rest`` for the next iteration of the event loop, in which ``_go_on`` parses it, so that others come first."""
+        """Stores ``rest`` for the next iteration of the loop, in which ``_go_on`` parses it: other connections come first."""
         self._rest = rest
         self._order.flow.rest(True)
         asyncio.get_running_loop().call_soon(self._go_on)

@@ -23,6 +23,7 @@ def room(sources: Sequence[Source], body: Body, inline_byte_size: int) -> int:
     They are for tensors that are too large for the record, and came as JSON or in a body in ordinary memory.
 
     Args:
+      sources: where the data of each input is: in the body, in a region, or in the JSON.
       inline_byte_size: the most bytes of a tensor that is sent within the record.
     """
     size, collected = 0, type(body) is CollectedBody
@@ -46,6 +47,7 @@ def place(
     Tensors that came in ordinary memory are copied into ``lease``; those that are still JSON only get their place there.
 
     Args:
+      sources: where the data of each input is: in the body, in a region, or in the JSON.
       json_size: the bytes of JSON in the body before its binary parts.
       lease: has as many bytes as ``room`` returned; None if that was 0.
       inline_byte_size: the most bytes of a tensor that is sent within the record.

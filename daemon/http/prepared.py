@@ -56,7 +56,7 @@ class PreparedRequests:
         """Begins with nothing cached.
 
         Args:
-          count: how many kinds of requests, and how many JSON texts, are cached at least.
+          count: how many constant parts of requests, and how many JSON texts, are cached at least.
           inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
@@ -85,8 +85,8 @@ class PreparedRequests:
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
         """Parses the JSON of a request that is not in the cache ``texts``.
 
-        Caches it there if no tensor values are in the JSON, and the last such request that differs in nothing else had the same
-        id and scheduling, the parameter set apart.
+        Caches the JSON if it holds no tensor values, and if the last request with the same constant part that was parsed here had
+        the same id and scheduling (apart from the parameter set).
 
         Args:
           head: the request's parsed HTTP head.
@@ -165,7 +165,7 @@ def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[So
 class Prepared:
     """Holds the constant part of inference requests that differ only in id, scheduling and tensor values.
 
-    Also holds the JSON heads of answers to them that are cached. All connections of the front share it.
+    Also caches the JSON heads of answers to these requests. All connections of the front share it.
     """
 
     __slots__ = (
@@ -223,7 +223,7 @@ class Prepared:
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
         """Returns the number that stands for the constant part of these requests in the records sent to workers.
 
-        None: this is the first such request, and its record carries the constant part itself.
+        None: this is the first such request, and its record carries the constant part itself. ``numbers``: gives out the numbers.
         """
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
@@ -251,7 +251,7 @@ class Prepared:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A parsed inference request: the constant part that many requests share (``prepared``), its id, sources and scheduling."""
+    """A parsed inference request: the constant part (``prepared``) that many share, its id, data sources and scheduling."""
 
     prepared: Prepared
     id: str
@@ -261,7 +261,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 class AnswerText:
-    """Encodes answers that differ only in id and tensor values, to requests that do so too, with a JSON head encoded once."""
+    """Encodes answers that differ only in id and tensor values, to requests that differ likewise, with one cached JSON head."""
 
     __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "prepared")
 
@@ -273,13 +273,13 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head from the first such answer, unless a tensor's values are to be in the JSON.
+        """Encodes the JSON head from the first such answer, unless an output's values belong into the JSON.
 
-        Then ``whole`` and ``pieces`` return None.
+        In that case ``whole`` and ``pieces`` always return None.
 
         Args:
           asked: one of the requests, which says which outputs are binary.
-          prepared: the constant part of the answers.
+          prepared: the constant part of the answers: output names, datatypes, shapes.
           own: the record of the first answer.
           view: returns the bytes of a slice of the response arena.
         Raises: InvalidArgument: a tensor of the answer is outside the arena.
@@ -308,10 +308,11 @@ class AnswerText:
     def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
         """Encodes an answer without a lease as one piece of bytes: HTTP head, JSON and tensors.
 
-        Returns None if its tensors have other sizes than the first answer's, so that the cached head does not fit.
+        Returns None if there is no cached head, or the tensors have other sizes than the first answer's.
 
         Args:
           client_id: the request's id; "": it has none.
+          own: the record of the answer.
         """
         contents: Any = own.contents
         if [*map(len, contents)] != self._sizes:
@@ -323,10 +324,11 @@ class AnswerText:
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
         """Encodes an answer with a lease in pieces: HTTP head and JSON, then its tensors as views of the arena.
 
-        Returns None if the cached head does not fit it.
+        Returns None if there is no cached head, or the tensors have other sizes than the first answer's.
 
         Args:
           client_id: the request's id; "": it has none.
+          own: the record of the answer.
           view: returns the bytes of a slice of the response arena; raises InvalidArgument if it is outside of the arena.
         """
         if self._sizes is None:

@@ -31,7 +31,7 @@ class Reception(Receiver):
 
     Args:
       pause: called to stop (True) or resume (False) reading from the socket.
-      progressed: called when ``ready`` may have become true other than by a call of one of these methods.
+      progressed: called when ``ready`` may have become true later than in a call of one of these methods.
       account: the account that the body's memory counts against; None: none.
     """
 

@@ -79,7 +79,9 @@ def decode_exactly(
     """Decodes the JSON head of a request with the exact parser, because the quick one failed.
 
     Args:
-      text: the JSON, without the large data in ``apart``; ``tail_size`` and ``model`` are as in ``decode``.
+      text: the JSON, without the large data in ``apart``.
+      apart: the large data that was cut out of the JSON; None: nothing.
+      tail_size: the bytes of all binary parts that follow the JSON.
       reason: the error of the quick parser.
     Raises: InvalidArgument: the JSON is wrong, in Triton's words, or too long for this parser; Unsupported: a string sequence id
       is too long.
@@ -96,7 +98,9 @@ def decode_head(
     """Checks a parsed JSON head and decodes it to a request.
 
     Args:
-      request: the head, as the quick or the exact parser read it; the other arguments are as in ``decode``.
+      request: the head, as the quick or the exact parser read it.
+      apart: the large data that was cut out of the JSON; None: nothing.
+      tail_size: the bytes of all binary parts that follow the JSON.
     Raises: InvalidArgument: the head is not in the protocol's format or contradicts itself; Unsupported: a string sequence id is
       too long; UnusualText: only the exact parser understands the data of an input.
     """

@@ -41,6 +41,8 @@ def encode(
     """Encodes a good answer to an inference request. Returns its JSON head and its binary parts.
 
     Args:
+      prepared: the constant part of the answer: output names, datatypes, shapes.
+      contents: the bytes of its outputs, or where they lie.
       client_id: the request's id; "": it has none.
       binary: output name -> whether the request wants the output as binary; ``all_binary`` applies to outputs not in it.
       view: returns the bytes of a slice of the response arena.
@@ -75,6 +77,8 @@ def is_large(
     """Returns whether an answer has so large a tensor to write as JSON that it should be encoded in steps.
 
     Args:
+      prepared: the constant part of the answer: output names, datatypes, shapes.
+      contents: the bytes of its outputs, or where they lie.
       binary: output name -> whether the request wants the output as binary; ``all_binary`` applies to outputs not in it.
     """
     for tensor, place in placed(prepared.outputs, contents):
@@ -92,9 +96,10 @@ def encode_in_steps(
     all_binary: bool,
     view: Callable[[Slice], memoryview],
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
-    """Encodes a good answer as ``encode`` does, but in steps: yields after each piece of a large tensor's JSON.
+    """Encodes a good answer as JSON head and binary parts, and yields after each piece of a large tensor's JSON.
 
-    Returns: the pieces of the JSON head, and the binary parts. Raises: InvalidArgument: an output cannot be written as JSON.
+    Returns: the pieces of the JSON head, and the binary parts. The arguments are those of ``encode``, which does it at once.
+    Raises: InvalidArgument: an output cannot be written as JSON.
     """
     texts: list[list[Buffer]] = []
     for tensor, place in placed(prepared.outputs, contents):

@@ -355,8 +355,8 @@ def _traced(request: Request) -> str:
 def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
     """Wraps a handler, so that it checks the request's method and the key that the operator demands first.
 
-    A HEAD request, which Starlette passes to each GET route, is refused with 405 as by Triton, unless ``heads`` allows it: for
-    health, which load balancers ask for so, and for a file.
+    A HEAD request, which Starlette passes to each GET route, is refused with 405, as by Triton, unless ``heads`` is true (health,
+    which load balancers ask for by HEAD, and the OpenAPI file).
 
     Args:
       rule: the header and value that the call needs; None: none.

@@ -27,7 +27,10 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Counts the bytes of a front's arenas that a connection or a client holds, and has the limit for each arena."""
+    """Base class of ``Account`` and ``Client``: counts the bytes that a connection or a client holds of a front's arenas.
+
+    Counted apart: requests (the request arena) and answers (all response arenas). ``limit`` is the most bytes of each.
+    """
 
     __slots__ = ("answers", "limit", "requests")
 
@@ -38,7 +41,7 @@ class Holdings:
 
 
 class Client(Holdings):
-    """Counts the arena bytes that all connections of one client hold together; knows which of its requests have large answers."""
+    """Counts the arena bytes that all connections of one client hold together; knows which of its requests get large answers."""
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
 
@@ -56,7 +59,10 @@ class Client(Holdings):
         self.sent: set[int] = set()
 
     def limit_of(self, byte_size: int) -> int:
-        """Returns how many bytes of the request arena the client may hold, if it asks for ``byte_size`` bytes more."""
+        """Returns how many bytes of the request arena the client may hold, if it asks for a lease of ``byte_size`` bytes.
+
+        The limit is larger for medium leases than for large ones, and is the whole arena for small ones.
+        """
         small, medium, whole = self.sizes
         if byte_size <= small:
             return whole
@@ -64,7 +70,7 @@ class Client(Holdings):
 
 
 class Account(Holdings):
-    """Counts the arena bytes that one connection holds."""
+    """Counts the arena bytes that one connection holds, and says whether it may have more or must wait."""
 
     __slots__ = ("client", "last")
 
@@ -89,11 +95,11 @@ class Account(Holdings):
 
     @property
     def is_full(self) -> bool:
-        """Returns whether the answers that the connection has not taken have reached its share of response memory."""
+        """Returns whether answers that the connection's client has not read yet fill its share of response memory."""
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Records that requests of ``kind`` have large answers, so that the client's are throttled while it holds much.
+        """Records that requests of ``kind`` have large answers: they are throttled while the client holds its share of answers.
 
         ``kind``: model, version and input shapes, as ``throttle.kind_of`` returns them.
         """
@@ -103,7 +109,7 @@ class Account(Holdings):
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether the connection's next request may be sent now; False: answers must be taken first.
+        """Returns whether the connection's next request may be sent now; False: its client must first read answers.
 
         ``kind``: model, version and input shapes of the request, as ``throttle.kind_of`` returns them.
         """
@@ -148,7 +154,10 @@ class Accounts:
         self._many = _MANY
 
     def open(self, owner: str) -> Account:
-        """Opens the account of a new connection. ``owner``: its client (a host or a local user), as ``Peer.owner`` names it."""
+        """Opens an account for a new connection, which counts its arena bytes for it alone and for all connections of its client.
+
+        ``owner``: the client (a host or a local user), as ``Peer.owner`` names it.
+        """
         client = self._clients.get(owner)
         if client is None:
             self._forget_gone()

@@ -30,7 +30,7 @@ def _nobody() -> None:
 
 @dataclass(slots=True)
 class _Waiter:
-    """Holds one wait for arena memory, with its deadline and callback."""
+    """Holds one wait for arena memory: when it ends, for how many bytes, and the callback that gets the lease."""
 
     give_up: float
     byte_size: int
@@ -92,10 +92,9 @@ class ArenaSpace:
         return lease
 
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
-        """Returns whether a waiting request of similar size comes before a new request of ``account``.
+        """Returns whether a waiting request of similar size comes before a new request of ``account`` for ``byte_size`` bytes.
 
-        It does if its client holds no more of the arena, and no limit but only free memory is missing for it. ``byte_size``: of
-        the new request.
+        That is so if the waiting one's client holds no more of the arena than the new one's, and waits only for free memory.
         """
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
@@ -105,7 +104,7 @@ class ArenaSpace:
     ) -> None:
         """Queues a wait for memory. Calls ``on_lease`` with a lease, or with Unavailable after ``wait_seconds``.
 
-        ``now``: loop time; the other arguments are those of the ``loan`` that has returned None.
+        Called when ``loan`` has returned None, with the arguments that ``loan`` got. ``now``: loop time.
         """
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
         self._count += 1
@@ -235,7 +234,7 @@ def _holds(client: Client | None) -> int:
 
 
 def _held(account: Account | None) -> int:
-    """Returns the bytes of the arena that an account's client holds."""
+    """Returns the bytes of the request arena that an account's client holds; 0 if the account is None."""
     return _holds(None if account is None else account.client)
 
 

@@ -41,7 +41,7 @@ class BusyPoll:
         self._turning = False
 
     def flushed(self) -> None:
-        """Keeps the loop awake for a moment after requests were sent, or until they are answered."""
+        """Called after requests were sent: keeps the event loop awake for a moment, or until they are answered."""
         if count := len(self._in_flight):
             self._lone = 0
             if count <= _FEW:

@@ -36,7 +36,10 @@ _UNSENT = RequestRecord(0, PreparedRequest(""))
 
 
 class WorkerLink:
-    """Connects a front with a worker: the lane, the worker's status and sequence pages, and the requests in flight there."""
+    """Connects a front with one worker: their lane (a channel), and the pages where the worker tells its status and sequences.
+
+    Also holds the front's requests that are in flight there.
+    """
 
     __slots__ = (
         *("closed", "device", "dirty", "in_flight", "incarnation", "lane"),
@@ -64,14 +67,17 @@ class WorkerLink:
         self.writing = False
 
     def shut(self) -> None:
-        """Closes the lane to the worker and the pages that the worker published."""
+        """Closes the lane (channel) to the worker, and the pages on which the worker published its status and sequences."""
         self.page.close()
         self.sequences.close()
         self.lane.close()
 
 
 class InFlight(msgspec.Struct, eq=False, kw_only=True):
-    """Tracks a request from its sending until its one final answer. (A Struct, because one is made for every request.)"""
+    """Tracks a request from its sending until its one final answer; base class for the requests of all protocols.
+
+    (A Struct, because one is made for every request.)
+    """
 
     #: With its id; 0: it is not sent, so far.
     record: RequestRecord = _UNSENT
@@ -127,7 +133,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         Args:
           prepared: the constant part of the answer, which many answers have in common.
           own: the rest of this answer.
-          lane: has the response arena that the answer's slices lie in; None: there are no slices.
+          lane: the channel to the worker, with the arena that the answer's slices lie in; None: the answer is an error made here.
         """
         raise NotImplementedError
 
@@ -139,12 +145,11 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
     def orphaned(self, was_executing: bool, state: ModelState | None) -> ServingError | None:
         """Decides what becomes of the request after its worker died, and counts the death if the request may be its cause.
 
-        Returns the error to answer with, or None if the request may run again. A request that still waited for its turn was not
-        begun. (``tensord.daemon.submit.sequences`` decides about sequences.)
+        Returns the error to answer with, or None if the request may run again. (For sequences ``submit.sequences`` decides.)
 
         Args:
-          was_executing: whether the worker was executing the request.
-          state: the state of its model; None: the model is gone.
+          was_executing: whether the worker was executing the request; False: it had not begun it, unless the model streams.
+          state: the state of the request's model; None: the model is gone.
         """
         if self.answered or (was_executing and state is not None and state.sticky):
             return Internal("the worker process died while it executed the request, which may not be run twice")
@@ -165,7 +170,10 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
             self.fail_delivery()
 
     def undelivered(self) -> None:
-        """Ends the request after delivering its answer raised an exception; part of the answer may have left already."""
+        """Called after an exception while an answer was delivered: answers with an internal error.
+
+        A subclass cuts the connection instead if part of the answer may have been sent.
+        """
         own = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
         self.completed(LAST, own, None)
 

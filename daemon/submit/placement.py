@@ -96,8 +96,9 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 
 
 def place(contents: Iterable[InputContent], lease: Lease | None, inline_byte_size: int) -> tuple[Content, ...]:
-    """Returns tensor contents as a record has them, without those in regions. Large contents are copied into the lease.
+    """Returns the contents for a request's record: small ones as bytes, large ones as slices of the arena; none for regions.
 
+    Large contents are copied into the lease, unless they lie in the arena already.
     Args:
       lease: has room for all contents of more than ``inline_byte_size`` bytes; None: there are none.
     """
@@ -142,7 +143,7 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
     """Copies a request's tensors to their places and sends the request.
 
-    Raises what ``Submitter.send`` raises; the request's leases are given back then, and it gets no answer.
+    Raises Unavailable: too many requests are in flight. After any exception the leases are given back, and it gets no answer.
     """
     trace = request.trace
     leases = () if lease is None else (lease,)

@@ -58,7 +58,7 @@ class Routing:
         return self._workers
 
     def add(self, worker: WorkerLink) -> None:
-        """Adds a worker whose lane is open, so that requests can be sent to it."""
+        """Adds a worker whose lane (channel) is open, so that requests can be sent to it."""
         self._workers[worker.incarnation] = worker
         self._forget()
 

@@ -13,7 +13,7 @@ KEYS = frozenset(
 
 
 class Scheduling(NamedTuple):
-    """Says when a request is to be run, in which sequence, which waiting request it replaces, and with which parameters."""
+    """Says when a request is to be run, in which sequence, which waiting request it replaces, and with which parameter set."""
 
     #: 1 is the most urgent; 0: the model's default.
     priority: int = 0

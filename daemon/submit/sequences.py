@@ -103,9 +103,10 @@ class SequenceRouting:
         return worker
 
     def bury(self, worker: WorkerLink, orphans: Iterable[InFlight]) -> set[InFlight]:
-        """Reads a dead worker's sequence page. Returns those of its requests, ``orphans``, that are lost with their sequences.
+        """Reads on a dead worker's sequence page which sequences it had, and remembers them as lost.
 
-        The caller sends the other requests again, in their order: nothing of their sequences has run.
+        Returns those of ``orphans``, the worker's unanswered requests, that are lost with their sequences. The caller sends the
+        other requests again, in their order: nothing of their sequences has run.
         """
         runs: dict[Key, list[InFlight]] = {}
         for request in orphans:
@@ -149,7 +150,7 @@ class SequenceRouting:
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
         """Returns the workers that may take a new sequence of a model.
 
-        ``gpu``: has the regions of its first request; "": none has.
+        ``gpu``: the GPU that has the regions of the sequence's first request; "": none has.
         """
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
@@ -160,8 +161,8 @@ class SequenceRouting:
 
         Args:
           key: of the sequence.
-          slots: under which workers publish the free slots of the sequence's model.
-          gpu: has the regions of its first request; "": none has.
+          slots: the key under which each worker publishes how many more sequences of the model it can run.
+          gpu: the GPU that has the regions of the sequence's first request; "": none has.
         """
         best, best_rank = None, (0, -1)
         for worker in self._candidates(state, gpu):
@@ -196,10 +197,10 @@ def lost(request: InFlight) -> Unavailable:
 
 
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
-    """Returns those requests of one sequence that a dead worker has not begun: the end of ``run``, in which they are in order.
+    """Returns those requests of one sequence that a dead worker has not begun: the last ones of ``run``, which is in order.
 
-    ``state``: what the worker's sequence page says of the sequence; None: nothing. The result is empty if the requests before
-    it may have run, or if a request is missing, because another front had sent it or a client cancelled it.
+    ``state``: what the worker's sequence page says of the sequence; None: nothing. The result is empty if the requests before it
+    may have run, or if a request is missing, because another front had sent it or a client cancelled it.
     """
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
@@ -218,9 +219,9 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns a worker's free slots for sequences of a model, minus the sequences that wait for one.
+    """Returns how many more sequences of a model a worker can run, minus those that wait there or were sent to it since.
 
-    ``slots``: the key under which the worker publishes them. 0 if it has published nothing.
+    ``slots``: the key under which the worker publishes how many it can run. 0 if it has published nothing.
     """
     published = worker.sequences.slots(slots)
     if published is None:
@@ -242,7 +243,7 @@ class _Config(msgspec.Struct):
 
 
 class SequencedModel:
-    """Holds what the routing of a model's sequences needs: the model's state, their keys, and how long a sequence may idle."""
+    """Holds what the routing of a model's sequences needs: the model's state, what makes keys, and how long one may be idle."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 
@@ -284,7 +285,7 @@ class LostSequences:
         self._since: dict[Key, float] = {}
 
     def add(self, key: Key, now: float) -> None:
-        """Remembers that a sequence was lost with its worker."""
+        """Remembers that a sequence was lost with its worker. ``now``: seconds of the clock that ``holds`` gets as well."""
         self._since.pop(key, None)
         while len(self._since) >= self._most:
             del self._since[next(iter(self._since))]

@@ -58,7 +58,7 @@ _TIMER_SECONDS = 0.1
 
 
 class Submitter:
-    """Sends all requests of one front, and ends each with one final answer. Owns the request arena."""
+    """Sends all requests of one front to workers, and ends each with one final answer. Owns the request arena."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Submitter:
         """Begins without workers, and creates the request arena.
 
         Args:
+          incarnation: the number of this front's process, which is never used again for another.
           row: this front's index among the fronts of its protocol.
           counted: called for every request that is refused.
           on_number: called for every prepared request (the constant part of many requests) that gets a number.
@@ -129,9 +130,9 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ sending
 
     def send(self, request: InFlight) -> None:
-        """Sends a request whose inputs are in place.
+        """Sends a request whose inputs are in place to a worker.
 
-        It is ``completed`` with exactly one final answer, never before ``send`` returns.
+        Its ``completed`` is called with exactly one final answer, never before ``send`` returns.
         Raises: Unavailable: too many requests are in flight.  After any exception the request was not sent and gets no answer.
           The submitter owns the leases of the request from now on, also after an exception.
         """
@@ -174,7 +175,8 @@ class Submitter:
     def _route(self, request: InFlight) -> None:
         """Sends a request to the worker that ``routing`` chooses, or makes it wait for a worker.
 
-        An error of the choice becomes its answer later. If the lane raises an exception, that is raised, and it is not sent.
+        If no worker can be chosen because of an error, that becomes the request's answer later. Any other exception is raised,
+        and the request is not sent.
         """
         try:
             worker = self._routing.find(request)
@@ -245,7 +247,7 @@ class Submitter:
     # --------------------------------------------------------------------------------------- records leave for workers
 
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
-        """Queues a request on a worker's lane. If this raises, the request is on no lane.
+        """Queues a request on a worker's lane (the channel to it). If this raises, the request is on no lane.
 
         An idle worker gets the record at once, so that it begins while this front reads other requests.
         """
@@ -277,7 +279,7 @@ class Submitter:
             self._loop.call_soon(self._end_iteration)
 
     def _flush_later(self, worker: WorkerLink) -> None:
-        """Flushes a lane at the end of this iteration: its records then share a datagram, a wake-up and mostly a batch."""
+        """Sends the records queued for a worker at the end of this iteration: they then share a datagram and mostly a batch."""
         if not worker.dirty:
             worker.dirty = True
             self._dirty.append(worker)
@@ -286,7 +288,7 @@ class Submitter:
                 self._loop.call_soon(self._end_iteration)
 
     def _flush_all_later(self) -> None:
-        """Flushes the lanes of all workers at the end of this iteration of the loop."""
+        """Sends the records queued for all workers at the end of this iteration of the loop."""
         for worker in self._routing.workers.values():
             if not worker.closed:
                 self._flush_later(worker)
@@ -425,7 +427,8 @@ class Submitter:
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
         """Counts an answer's arena bytes (lease ``key``) for its connection and client until ``release``.
 
-        Withdraws and throttles their requests if they hold their share by that. ``request`` None: nobody waits for the answer.
+        If one of these then holds its share of response memory, its requests are withdrawn and throttled. ``request`` None:
+        nobody waits for the answer.
         """
         size = 0
         for content in own.contents:
@@ -519,7 +522,7 @@ class Submitter:
     # -------------------------------------------------------------------------------------- workers and models
 
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
-        """Opens the lane to a worker. Takes over the descriptors of the lane's socket, the status page and the sequence page."""
+        """Opens the lane (channel) to a worker. Takes over ``fds``: the lane's socket, the worker's status and sequence pages."""
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
         worker = WorkerLink(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
         self._routing.add(worker)
@@ -686,7 +689,7 @@ class Submitter:
         return {"in_flight": len(self._in_flight), **waiting, **prepared, **held}
 
     def close(self) -> None:
-        """Closes all lanes and the request arena; requests in flight get no answer."""
+        """Closes the lanes (channels) to all workers, and the request arena; requests in flight get no answer."""
         if self._timer is not None:
             self._timer.cancel()
         self.refusals.close()

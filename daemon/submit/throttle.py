@@ -18,7 +18,7 @@ from tensord.shm.errors import Unavailable
 
 
 class _Line:
-    """Holds the throttled requests of one connection, and the ids of those that were sent since and are not answered."""
+    """Holds the throttled requests of one connection, and the ids of those that were let go and are not answered yet."""
 
     __slots__ = ("sent", "waiting")
 
@@ -30,7 +30,7 @@ class _Line:
 
 
 class Throttle:
-    """Decides which requests of a front wait until their clients have taken answers, which fill their share of response memory.
+    """Decides which requests of a front wait until their clients, whose answers fill their share of memory, have read some.
 
     ``in_flight``: all requests of the front, by id. ``seconds``: how long a request waits at most.
     """
@@ -71,7 +71,7 @@ class Throttle:
         return True
 
     def taken(self, account: Account) -> None:
-        """Called when an answer was taken: marks its connection and client as below their share, if they are."""
+        """Called when an answer has left response memory: marks its connection and client as below their share, if they are."""
         if self.full:
             self.full -= {each for each in (account, account.client) if each.answers < each.limit}
 
@@ -85,7 +85,7 @@ class Throttle:
     # ------------------------------------------------------------------------------------------------------------ who waits
 
     def holds(self, request: InFlight) -> bool:
-        """Returns whether a request must wait for answers to be taken before it is sent."""
+        """Returns whether a request must wait, before it is sent, until its client has read answers."""
         account = request.account
         if account is None:
             return False
@@ -104,7 +104,10 @@ class Throttle:
             self._barred.setdefault(account.client, {})[account] = None
 
     def let_go(self, account: Account) -> list[InFlight]:
-        """Removes and returns the waiting requests that may be sent, after a client has taken an answer on this connection."""
+        """Removes and returns the waiting requests that may be sent, after an answer of ``account`` has left response memory.
+
+        They may be of any connection of the same client.
+        """
         going = self._take(account)
         barred = self._barred.get(account.client)
         while barred:
@@ -173,13 +176,13 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether a connection's share of response memory has room for one more answer beside those still to come."""
+    """Returns whether a connection's share of response memory has room for an answer besides those to requests let go before."""
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 
 
 def _has_common_room(client: Client, kind: Hashable) -> bool:
-    """Returns whether a client's share of response memory has room for one more answer beside those still to come.
+    """Returns whether a client's share of response memory has room for an answer besides those to requests let go before.
 
     ``kind``: model, version and input shapes of the request; small answers always have room.
     """
