@@ -50,7 +50,7 @@ def configure(options: Log, name: str, environment: Mapping[str, str] | None = N
 
     Args:
       name: the process's name in each line: "supervisor", "http-0", "worker-1".
-      environment: has JOURNAL_STREAM if standard error goes to the journal; None: ``os.environ``.
+      environment: has JOURNAL_STREAM if standard error goes to systemd's journal; None: ``os.environ``.
     """
     journal = not options.file and "JOURNAL_STREAM" in (os.environ if environment is None else environment)
     handler = LogFile(options.file) if options.file else _StandardError(sys.stderr)
@@ -130,7 +130,10 @@ class Seldom:
         self._next: dict[str, float] = {}
 
     def is_due(self, what: str = "") -> bool:
-        """Returns whether the caller should log the failure now. ``what``: which failure, if the caller has several."""
+        """Returns whether the caller should log the failure now: not if this returned True for it less than a minute ago.
+
+        ``what``: which failure, if the caller has several.
+        """
         now = self._clock()
         if now < self._next.get(what, now):
             return False
@@ -161,7 +164,10 @@ def _note_trace(record: logging.LogRecord) -> bool:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats log lines as text, in the formats default and ISO8601. ``journal``: as the journal reads them, without the time."""
+    """Formats log lines as text, in the formats default and ISO8601.
+
+    ``journal``: for systemd's journal: each line with its priority and without the time.
+    """
 
     def __init__(self, name: str, options: Log, journal: bool) -> None:
         super().__init__()
@@ -183,7 +189,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each log message as one JSON object on a line. ``journal``: preceded by its priority, as journald reads it."""
+    """Formats each log message as one JSON object on a line.
+
+    ``journal``: for systemd's journal: each line begins with its priority.
+    """
 
     def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ def name(gpu: int, share: int = 0) -> str:
 
 
 def alone(device: str, model: str) -> str:
-    """Returns the device name of a worker that serves only ``model``, an isolated model.
+    """Returns the device name of a worker that serves only ``model``, an isolated model: "cuda:1#m" for model "m" on "cuda:1".
 
     ``device``: the device of the worker that all other models share.
     """
@@ -43,5 +43,5 @@ def model_of(device: str) -> str:
 
 
 def shared(device: str) -> str:
-    """Returns the device name without an isolated model: "cpu:0" for "cpu:0#m". That is the shared worker's device."""
+    """Returns a device name without an isolated model, that is the name of the shared worker's device: "cpu:0" for "cpu:0#m"."""
     return device.partition(_ALONE)[0]

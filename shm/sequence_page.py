@@ -62,9 +62,9 @@ class FreeSlots(NamedTuple):
 
 
 class SequencePage:
-    """Shared memory in which a worker lists its sequences and its models' free slots; other processes read it at any time.
+    """Shared memory in which a worker lists its sequences, and how many more each model version can take (its free slots).
 
-    It is writable in the worker that created it, read-only elsewhere.
+    It is writable in the worker that created it; other processes only read it, at any time.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -148,9 +148,10 @@ class SequencePage:
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the word stored under a key: a sequence's admission time and state, or a model version's slots; 0: none is.
+        """Returns the word that is stored under a key; 0: there is none. The module's docstring says what its bits mean.
 
-        This module's text has the word's bits. Of two sequences, the one that was admitted later has the larger value.
+        It has a sequence's admission time and state or, under the key of a model version, that version's free slots. Of two
+        sequences, the one that was admitted later has the larger value.
         """
         low, high = key
         words = self._words
@@ -236,14 +237,14 @@ class SequencePage:
         return _HEADER if at + _ENTRY == self._end else at + _ENTRY
 
     def _place(self, key: Key) -> int:
-        """Returns the word at which the entry of a key begins, or the free entry where it would be stored."""
+        """Returns the index of the word at which the entry of a key begins, or of the free entry where it would be stored."""
         words, at = self._words, self._home(key[0])
         while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
             at = self._next(at)
         return at
 
     def _store(self, key: Key, value: int) -> bool:
-        """Stores the value of a key. Returns whether the key was not on the page before."""
+        """Writes a value into the entry of a key, a new one if it has none. Returns True if the key was new."""
         words, at = self._words, self._place(key)
         if words[at]:
             words[at + 2] = value
