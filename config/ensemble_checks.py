@@ -101,7 +101,7 @@ def _check_tensors(message: ModelConfig) -> None:
 
 
 def _reachable(message: ModelConfig, given: list[str]) -> Iterator[str]:
-    """Yields the tensors that an ensemble's steps write when each runs once all its inputs are there, at first only ``given``."""
+    """Yields the tensors that an ensemble's steps write if each runs as soon as its inputs exist; at first only ``given`` do."""
     there, waiting = set(given), list(message.ensemble_scheduling.step)
     while ready := [step for step in waiting if there.issuperset(step.input_map.values())]:
         waiting = [step for step in waiting if step not in ready]

@@ -80,7 +80,7 @@ def read(
 
     Args:
       file: the operator's file; None: there is none.
-      environment: usually ``os.environ``; only variables that begin with ``TENSORD_`` are read.
+      environment: usually ``os.environ``; only variables that begin with ``TENSORD_`` are read. None: there are none.
       flags: settings from the command line.
     Raises: ConfigurationError: something is wrong; the message is about the first mistake found.
     """
@@ -92,9 +92,10 @@ def read(
 def load(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Options:
-    """Merges the defaults, the file, the environment and the flags (later ones win) into options; arguments as of ``read``.
+    """Merges the defaults, the file, the environment and the flags (later ones win) into options.
 
-    Raises ConfigurationError: something is wrong; the message is about the first mistake found.
+    ``file``, ``environment``: None: there is none. Raises ConfigurationError: something is wrong; the message is about the first
+    mistake found.
     """
     return read(file, environment, flags).options
 
@@ -114,7 +115,7 @@ def described_type(key: str) -> msgspec.inspect.Type:
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """Returns the words that a key's value, or each item of a list, may be, in the order of their declaration; (): any."""
+    """Returns the words that a key's value (or each item of it) may be, in the order of their declaration; (): no fixed words."""
     words = typing.get_args(known_keys()[key])
     if words and words[-1] is Ellipsis:  # a list of them
         words = typing.get_args(words[0])

@@ -234,6 +234,6 @@ def _time(record: logging.LogRecord) -> str:
 def _escaped(text: str, *, keep_lines: bool) -> str:
     """Writes control characters as ``\\x1b``, so that no client can forge a log line.
 
-    ``keep_lines``: except line ends, which tracebacks have.
+    ``keep_lines``: whether line ends, as tracebacks have them, stay as they are.
     """
     return _CONTROL.sub(lambda found: found[0] if keep_lines and found[0] == "\n" else f"\\x{ord(found[0]):02x}", text)

@@ -14,7 +14,7 @@ from tensord.shm.messages import SegmentClosed, SegmentOpened
 
 
 class Announcer:
-    """Tells the peer of a lane (the other end of a connection to a worker) which segments an arena has.
+    """Tells the process at the other end of a lane (a connection to a worker) which segments an arena has.
 
     SegmentOpened is queued for a segment before its first use, SegmentClosed once it is closed.
     """

@@ -114,7 +114,7 @@ class Budget:
 
 
 class Arena:
-    """Shared memory for tensors, in segments, as its owner uses it: the only process that allocates there. Others only read.
+    """Shared memory for tensors, in segments, in the only process that allocates there (the owner); others only read it.
 
     Args:
       byte_size: the size of segment 0; rounded up to a power of two.

@@ -30,7 +30,7 @@ def close(fds: Iterable[int]) -> None:
 
 
 def raise_limit() -> int:
-    """Raises this process's limit of open files to the most that the system allows. Returns that; children inherit it."""
+    """Raises this process's limit of open files to the most that the system allows, and returns it; children inherit it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most

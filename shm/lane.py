@@ -130,7 +130,7 @@ class SubmitterLane:
     def submit_traced(
         self, context: TraceContext, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None
     ) -> None:
-        """Queues a request as ``submit`` does, preceded by the trace that it belongs to (``context``).
+        """Queues a request for the worker, as ``submit`` does, preceded by the trace that it belongs to (``context``).
 
         For a step of a sequence both records get a datagram of their own: a worker reads a datagram with a traced step in Python,
         and all other records in that datagram with it.
@@ -146,7 +146,8 @@ class SubmitterLane:
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
         """Sends a request at once if nothing is queued before it. Returns False if the request was queued and needs a flush.
 
-        The arguments are those of ``submit``.
+        ``numbered``: the prepared request (the part that many requests share) that ``record`` names by number; None: the record
+        carries its prepared request itself.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -347,7 +348,9 @@ class WorkerLane:
         return self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
-        """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` has received. Returns the same list as ``receive``.
+        """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` has received.
+
+        Returns the requests and other records for the dispatcher in it, in order, as ``receive`` does.
 
         Args:
           fds: the descriptors that came with it.

@@ -323,7 +323,7 @@ class Settle(Record, frozen=True, tag="c.settle"):
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
-    """Has a front reply once none of its clients waits for an answer, or for the rest of one. Reply: empty."""
+    """Has a front reply once none of its clients waits for an answer, or for the rest of an answer. Reply: empty."""
 
 
 class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):

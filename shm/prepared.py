@@ -73,12 +73,12 @@ class Numbers(Generic[T]):
         self.evicted = 0
 
     def number(self, prepared: T) -> Numbered[T]:
-        """Returns the prepared request or answer with its number, which is assigned now if it has none."""
+        """Returns a prepared request or answer (what many share) with its number, which is assigned now if it has none."""
         key = encoder.encode(prepared)
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns the prepared request or answer with its number, which is assigned when it comes for the second time.
+        """Returns a prepared request or answer (what many share) with its number, which is assigned when it comes a second time.
 
         Returns None when it comes for the first time: many never come again.
         """

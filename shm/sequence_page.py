@@ -52,7 +52,7 @@ class SequenceState(enum.IntEnum):
 
 
 class FreeSlots(NamedTuple):
-    """How many more sequences of a model version a worker can admit at once."""
+    """How many more sequences of a model version a worker can admit now (each takes a slot), as its sequence page says."""
 
     #: A number that changes each time the slots are published.
     edition: int
@@ -130,7 +130,7 @@ class SequencePage:
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 
     def slots(self, key: Key) -> FreeSlots | None:
-        """Returns the free slots of a model version; None: the worker has published none for it."""
+        """Returns how many slots for sequences a model version has free; None: the worker has published none for it."""
         value = self.value(key)
         return FreeSlots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
 
@@ -186,9 +186,9 @@ class SequencePage:
         return since_ns
 
     def begin(self, key: Key, since_ns: int) -> None:
-        """Changes the state of a sequence to BEGUN.
+        """Changes the state of a sequence from WAITING to BEGUN.
 
-        ``since_ns``: its time of admission; ignored if a later sequence with the same key has replaced it.
+        ``since_ns``: its time of admission; if a later sequence with the same key has replaced it, nothing changes.
         """
         if self.value(key) == since_ns << 2 | SequenceState.WAITING:
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
@@ -196,7 +196,7 @@ class SequencePage:
     def end(self, key: Key, since_ns: int) -> None:
         """Changes the state of a sequence to ENDED; ``settle`` removes it from the page.
 
-        ``since_ns``: its time of admission; ignored if a later sequence with the same key has replaced it.
+        ``since_ns``: its time of admission; if a later sequence with the same key has replaced it, nothing changes.
         """
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)
@@ -216,7 +216,7 @@ class SequencePage:
             self._sequences -= 1
 
     def publish_slots(self, key: Key, free: int, backlog: int) -> None:
-        """Publishes how many slots for sequences a model version has free, and how many sequences wait for one (``backlog``)."""
+        """Writes to the page how many slots for sequences a model version has free, and how many sequences wait (``backlog``)."""
         self._edition = self._edition % _MOST_SLOTS + 1
         if self._models < _MOST_MODELS or self.value(key):
             free, backlog = min(free, _MOST_SLOTS), min(backlog, _MOST_SLOTS)
