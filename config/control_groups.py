@@ -17,7 +17,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class _Names(NamedTuple):
-    """Names of a group's files, and of the lines of ``memory.stat`` that count the page cache and the shared memory in it."""
+    """Names of a memory control group's files, and of the lines of its ``memory.stat`` counting page cache and shared memory."""
 
     limit: str
     used: str
@@ -43,7 +43,7 @@ class MemoryGroup:
     def limit(self) -> int | None:
         """Returns how many bytes the processes of this group may use together; None: there is no limit.
 
-        In version 1 a group without a limit has one beyond all memory.
+        In version 1 a group without a limit has a number beyond all memory instead of None.
         """
         return self._number(_NAMES[self.version].limit)
 
@@ -51,7 +51,7 @@ class MemoryGroup:
     def left(self) -> int | None:
         """Returns how many bytes the processes of this group may still use; None: there is no limit.
 
-        The kernel gives up the page cache first, so that counts as left; shared memory, which is counted with it, does not.
+        The page cache counts as left, because the kernel frees it when memory gets short, but not the shared memory in it.
         """
         names = _NAMES[self.version]
         limit, used = self.limit, self._number(names.used)
@@ -62,7 +62,7 @@ class MemoryGroup:
 
     @property
     def kills(self) -> int | None:
-        """Returns how many processes of this group the kernel has killed for want of memory; None: it does not count them.
+        """Returns how many processes of this group the kernel has killed for want of memory; None: the group does not count them.
 
         In version 2 those that were killed because the host had no memory left are counted as well.
         """
@@ -74,7 +74,7 @@ class MemoryGroup:
         return None
 
     def _lines(self, name: str) -> dict[str, int]:
-        """Returns the numbers of a file that has a name and a number in each line."""
+        """Returns name -> number from a file of the group that has a name and a number in each line. ``name``: the file's."""
         found: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for line in (self.folder / name).read_text().splitlines():
@@ -85,10 +85,10 @@ class MemoryGroup:
 
 
 def memory_groups() -> list[MemoryGroup]:
-    """Returns the groups that may hold this process, the innermost first, then those around it up to the root.
+    """Returns the memory control groups that may hold this process, the innermost first, then those around it up to the root.
 
-    Within a container the kernel may name the group as the host knows it, which is not there; the container's own group is the
-    root then. A group that is not there has no limit, and counts nothing.
+    Within a container the kernel may give the group's path on the host, which does not exist in the container; the container's
+    own group is the root then. A group that does not exist has no limit, and counts nothing.
     """
     found: list[MemoryGroup] = []
     with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ from tensord.shm.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """An ensemble tensor as one of the models declares it: the ensemble itself or one of its members."""
+    """One of the tensors that an ensemble's steps exchange, as the ensemble or one of its members declares it."""
 
     model: str
     datatype: str
@@ -97,10 +97,13 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Notes in ``known`` how a model declares ensemble tensors; where a model before has declared one, compares the two.
+    """Adds to ``known`` the ensemble tensors that a model declares, or compares each with the declaration that is there already.
 
-    Raises InvalidArgument: the datatypes or shapes of a tensor differ. ``fields``: pairs of an ensemble tensor and the model's
-    input or output.
+    Raises InvalidArgument: the datatypes or shapes of a tensor differ.
+    Args:
+      ensemble: the ensemble's name, for errors.
+      known: ensemble tensor -> how a model has declared it first.
+      fields: pairs of an ensemble tensor and the model's input or output.
     """
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)

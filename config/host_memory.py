@@ -15,12 +15,12 @@ _GIB = 1 << 30
 
 
 def arena_byte_size() -> int:
-    """Returns the most bytes of one arena: a 64th of the host's memory, between 1 and 16 GiB."""
+    """Returns the default limit of all bytes of one arena: a 64th of the host's memory, between 1 and 16 GiB."""
     return min(max(host_byte_size() // 64, _GIB), 16 * _GIB)
 
 
 def pinned_byte_size() -> int:
-    """Returns the most bytes that one GPU worker page-locks: a 16th of the host's memory, between 1 and 64 GiB.
+    """Returns the most bytes of host memory that one GPU worker page-locks: a 16th of the host's, between 1 and 64 GiB.
 
     Eight workers then lock at most half of it.
     """

@@ -13,12 +13,12 @@ TOGETHER = "tensord_together"
 
 
 def is_wanted(message: ModelConfig) -> bool:
-    """Returns whether a model is to have a worker process to itself. Raises InvalidArgument: neither true nor false is given."""
+    """Returns whether a model is to have a worker to itself. Raises InvalidArgument: its parameter is neither true nor false."""
     return wants(message, PARAMETER)
 
 
 def memory_fraction(message: ModelConfig, default: float) -> float:
-    """Returns the fraction of a GPU's memory that XLA takes in an isolated model's process.
+    """Returns the fraction of a GPU's memory that XLA takes in the process of an isolated model (one with a worker to itself).
 
     Args:
       default: the operator's value (``workers.isolated_memory_fraction``), for models that name none.
@@ -39,7 +39,7 @@ def memory_fraction(message: ModelConfig, default: float) -> float:
 
 
 def check(message: ModelConfig) -> None:
-    """Raises InvalidArgument if a model's parameters about isolation are wrong or contradict the rest of its configuration."""
+    """Raises InvalidArgument if a model's parameters for a worker to itself are malformed or contradict its other settings."""
     memory_fraction(message, 1.0)
     if not is_wanted(message):
         return

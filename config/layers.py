@@ -80,7 +80,7 @@ def read(
 
     Args:
       file: the operator's file; None: there is none.
-      environment: usually ``os.environ``; only variables that begin with ``TENSORD_`` are read.
+      environment: usually ``os.environ``; only variables that begin with ``TENSORD_`` are read. None: there are none.
       flags: settings from the command line.
     Raises: ConfigurationError: something is wrong; the message is about the first mistake found.
     """
@@ -92,9 +92,10 @@ def read(
 def load(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Options:
-    """Merges the defaults, the file, the environment and the flags (later ones win) into options, as ``read`` does.
+    """Merges the defaults, the file, the environment and the flags (later ones win) into options.
 
-    Raises ConfigurationError: something is wrong; the message is about the first mistake found.
+    ``file``, ``environment``: None: there is none. Raises ConfigurationError: something is wrong; the message is about the first
+    mistake found.
     """
     return read(file, environment, flags).options
 
@@ -114,7 +115,7 @@ def described_type(key: str) -> msgspec.inspect.Type:
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """Returns the words that a key's value may be, in the order of their declaration; (): any value of its type."""
+    """Returns the words that a key's value (or each item of it) may be, in the order of their declaration; (): no fixed words."""
     words = typing.get_args(known_keys()[key])
     if words and words[-1] is Ellipsis:  # a list of them
         words = typing.get_args(words[0])
@@ -263,9 +264,9 @@ _PATHS = (
 
 
 def _at_home(setting: Setting, value: Any) -> Any:
-    """Replaces ``~`` at the start of a path by the home directory, as a shell does for flags but not in files or variables.
+    """Returns a path, or each of several, with ``~`` at the start replaced by the home directory, as a shell does for flags only.
 
-    Raises ConfigurationError: no home directory is known for the user that is named.
+    ``setting``: where the path comes from. Raises ConfigurationError: no home directory is known for the user that is named.
     """
     if not isinstance(value, str):
         return tuple(_at_home(setting, each) for each in value)
@@ -367,7 +368,7 @@ def _check(options: Options) -> None:
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
-    """Raises ConfigurationError for ``key`` if ``reader`` refuses its value with a ValueError, whose message is kept."""
+    """Calls ``reader`` with a key's value. If that raises ValueError, raises ConfigurationError with the key and its message."""
     try:
         reader(value)
     except ValueError as error:
@@ -410,7 +411,7 @@ _SHOWN = 3
 def _service_names(environment: Mapping[str, str], prefix: str, keys: Container[str]) -> frozenset[str]:
     """Returns the variables with this prefix that a container platform sets to describe a service.
 
-    ``keys``: the variables of our own keys, which must not be taken for a link's ``..._NAME``.
+    ``keys``: the variables of our own keys, none of which is taken for the ``..._NAME`` that Docker sets for a linked container.
     """
     ours = {name: value for name, value in environment.items() if name.startswith(prefix)}
     aliases = {

@@ -50,7 +50,7 @@ def configure(options: Log, name: str, environment: Mapping[str, str] | None = N
 
     Args:
       name: the process's name in each line: "supervisor", "http-0", "worker-1".
-      environment: has JOURNAL_STREAM if standard error goes to the journal; None: ``os.environ``.
+      environment: has JOURNAL_STREAM if standard error goes to systemd's journal; None: ``os.environ``.
     """
     journal = not options.file and "JOURNAL_STREAM" in (os.environ if environment is None else environment)
     handler = LogFile(options.file) if options.file else _StandardError(sys.stderr)
@@ -130,7 +130,10 @@ class Seldom:
         self._next: dict[str, float] = {}
 
     def is_due(self, what: str = "") -> bool:
-        """Returns whether the caller should log the failure now. ``what``: which failure, if the caller has several."""
+        """Returns whether the caller should log the failure now: not if this returned True for it less than a minute ago.
+
+        ``what``: which failure, if the caller has several.
+        """
         now = self._clock()
         if now < self._next.get(what, now):
             return False
@@ -161,7 +164,10 @@ def _note_trace(record: logging.LogRecord) -> bool:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats log lines as text, in the formats default and ISO8601. ``journal``: as the journal reads them, without the time."""
+    """Formats log lines as text, in the formats default and ISO8601.
+
+    ``journal``: for systemd's journal: each line with its priority and without the time.
+    """
 
     def __init__(self, name: str, options: Log, journal: bool) -> None:
         super().__init__()
@@ -183,7 +189,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each log message as one JSON object on a line. ``journal``: preceded by its priority, as journald reads it."""
+    """Formats each log message as one JSON object on a line.
+
+    ``journal``: for systemd's journal: each line begins with its priority.
+    """
 
     def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()
@@ -225,6 +234,6 @@ def _time(record: logging.LogRecord) -> str:
 def _escaped(text: str, *, keep_lines: bool) -> str:
     """Writes control characters as ``\\x1b``, so that no client can forge a log line.
 
-    ``keep_lines``: except line ends, which tracebacks have.
+    ``keep_lines``: whether line ends, as tracebacks have them, stay as they are.
     """
     return _CONTROL.sub(lambda found: found[0] if keep_lines and found[0] == "\n" else f"\\x{ord(found[0]):02x}", text)

@@ -224,7 +224,7 @@ class Workers(Section, frozen=True):
 
 
 class Arenas(Section, frozen=True):
-    """The shared memory for tensors of requests and answers that is not a client's: its sizes and who may use how much."""
+    """The daemon's shared memory for tensors of requests and answers (not clients' regions): its sizes, who may use how much."""
 
     #: The first segment of each arena; large tensors get segments of their own.
     byte_size: ArenaSize = 32 << 20

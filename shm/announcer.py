@@ -14,7 +14,10 @@ from tensord.shm.messages import SegmentClosed, SegmentOpened
 
 
 class Announcer:
-    """Queues records about an arena's segments for a lane's other end: of each before its first use, and when it is closed."""
+    """Tells the process at the other end of a lane (a connection to a worker) which segments an arena has.
+
+    SegmentOpened is queued for a segment before its first use, SegmentClosed once it is closed.
+    """
 
     def __init__(self, channel: Channel, arena: Arena, writable: bool) -> None:
         self._channel = channel
@@ -50,7 +53,7 @@ class Announcer:
         return self.closures != self._arena.closures
 
     def withdraw_closed(self) -> None:
-        """Queues a SegmentClosed for each closed segment that the peer knows: a mapping there would keep its pages in memory."""
+        """Queues a SegmentClosed for each closed segment that the peer knows, so that the peer unmaps it and frees its memory."""
         self.closures = self._arena.closures
         for gone in self.announced - self._arena.segments.keys():
             self._channel.put(SegmentClosed(gone))

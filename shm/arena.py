@@ -114,14 +114,14 @@ class Budget:
 
 
 class Arena:
-    """An arena as its owner uses it. The owner is the only process that allocates in the arena.
+    """Shared memory for tensors, in segments, in the only process that allocates there (the owner); others only read it.
 
     Args:
       byte_size: the size of segment 0; rounded up to a power of two.
       max_byte_size: the limit of all segments together.
       keep_byte_size: how many bytes of free large segments are kept for reuse; their pages stay warm.
       on_segment: called with every segment once it is made.
-      lazy: segment 0 is made only when it is first needed. For arenas of which there are many, most of them empty.
+      lazy: whether to make segment 0 only when it is first needed; for arenas of which there are many, most of them empty.
       budget: limits this and other arenas together; only with ``lazy``.
     """
 
@@ -417,7 +417,7 @@ class ArenaMap:
 
         Args:
           on_segment: called with every segment once it is mapped.
-          writable: whether to map segments writable, to page-lock them (``Segment.attach``).
+          writable: whether to map segments writable, as page-locking them for a GPU needs; views are read-only nevertheless.
         """
         self._segments: dict[int, Segment] = {}
         #: Announced segments that could not be mapped; they will be announced again.
@@ -426,7 +426,7 @@ class ArenaMap:
         self._on_segment = on_segment
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
-        """Maps a segment that the owner has announced, and takes the descriptor over.
+        """Maps a segment that the owner has announced. Takes the descriptor over; if it raises, it closes the descriptor.
 
         Raises: InvalidArgument: the segment is announced twice, is one of more than ``MAX_SEGMENTS``, is not sealed, or has
           another size.  Unavailable: the segment cannot be mapped now.
@@ -441,7 +441,7 @@ class ArenaMap:
             self._on_segment(attached)
 
     def refuse(self, segment: int) -> None:
-        """Notes that an announced segment could not be mapped: ``view`` refuses it until it is announced again.
+        """Notes that an announced segment could not be mapped: ``view`` raises Unavailable for it until it is announced again.
 
         Raises: InvalidArgument: more than ``MAX_SEGMENTS`` segments could not be mapped.
         """

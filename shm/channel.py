@@ -76,9 +76,9 @@ def new_buffer() -> bytearray:
 
 
 class Channel:
-    """One end of a connection that carries records. It takes the socket over and makes it non-blocking.
+    """One end of a connection between two processes: it sends and receives records, and file descriptors with them.
 
-    ``incoming`` decodes a list of the records that this end may receive; anything else is malformed.
+    A received datagram that ``incoming`` (a decoder of lists of records) cannot decode is refused as malformed.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Channel:
             self._queue.append(encoded)
 
     def put_apart(self, *records: Record) -> None:
-        """Queues records without descriptors, so that they share a datagram with each other, if they fit, and with nothing else.
+        """Queues records without descriptors as one datagram that carries nothing else. If too large, each goes to ``put``.
 
         Raises InvalidArgument: a record is larger than the peer accepts.
         """
@@ -152,7 +152,7 @@ class Channel:
         self._alone += 1
 
     def put_encoded(self, records: list[bytes]) -> None:
-        """Queues small records, without descriptors, that the caller has already encoded."""
+        """Queues records, without descriptors, that the caller has already encoded; each must fit into one datagram."""
         self._queue.extend(records)
 
     def _put_alone(self, encoded: bytes, fds: tuple[int, ...]) -> None:
@@ -231,9 +231,9 @@ class Channel:
         self._unsent = (datagram, ())
 
     def receive(self) -> tuple[list[Any], list[int]] | None:
-        """Returns the records of the next datagram (none, if it is part of a record) and its descriptors; None: none is waiting.
+        """Receives the next datagram. Returns its records and its descriptors, which the caller then owns; None: none is waiting.
 
-        The caller owns the descriptors.
+        There are no records if the datagram is one part of a large record that is not complete yet.
         Raises: ChannelClosed: the peer is gone.  InvalidArgument: the datagram is malformed; its descriptors are closed.
           DescriptorsLost: this process has no descriptor left for those that were sent.
         """
@@ -257,7 +257,9 @@ class Channel:
         return self.read(bytes(received[:size]), _descriptors(ancillary) if ancillary else [], flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
-        """Decodes a datagram that the caller has received. Returns its records (none, if it is part of one) and ``fds``.
+        """Decodes a datagram that the caller has received. Returns its records and ``fds``.
+
+        There are no records if the datagram is one part of a large record that is not complete yet.
 
         Args:
           fds: the descriptors that came with it; they are closed if this raises.
@@ -348,7 +350,7 @@ class Channel:
 
 
 def _is_shortage(error: OSError) -> bool:
-    """Returns whether a failed send may succeed later; otherwise the peer is gone."""
+    """Returns whether a send failed only because the socket or the host has no room now; otherwise the peer is gone."""
     return isinstance(error, BlockingIOError) or error.errno in _SHORTAGES
 
 

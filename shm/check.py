@@ -9,7 +9,7 @@ from tensord.shm.record import Record
 
 
 class CheckLoads(Record, frozen=True, tag="check"):
-    """Asks a checking process (``tensord.workers.check``) to load the model versions that a worker would load."""
+    """Asks a checking process (``tensord.workers.check``) to load model versions one by one, as a worker would, and to report."""
 
     #: The daemon's ``tensord.config.options.Options`` as msgpack.
     options: msgspec.Raw
@@ -18,13 +18,13 @@ class CheckLoads(Record, frozen=True, tag="check"):
 
 
 class LoadStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="at"):
-    """Tells, as a line of JSON, which step the checking process is at, in the words of ``tensord.shm.progress.Loading``."""
+    """A line of JSON in which a checking process (``tensord.workers.check``) says what it does, such as ``loading digits``."""
 
     at: str
 
 
 class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="of"):
-    """Tells, as a line of JSON, whether one model version could be loaded."""
+    """A line of JSON in which a checking process (``tensord.workers.check``) says whether one model version could be loaded."""
 
     name: str
     version: int

@@ -16,9 +16,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def die_with_parent() -> None:
     """Asks the kernel to kill this process when its parent dies. Call it first of all, from the main thread.
 
-    This is one of two independent safeguards, because each has a gap (measured): the signal comes within milliseconds, but when
-    the parent's thread that started this process ends; end-of-file on the control channel works for every death, but only while
-    this process's loop runs.
+    This is one of two independent safeguards, because each has a gap (measured). The kernel's signal comes within milliseconds,
+    but also when only the parent's thread that started this process ends. End-of-file on the control channel comes with every
+    death, but is noticed only while this process's loop runs.
 
     Raises: SystemExit: the parent was gone already.  OSError: the kernel refused.
     """

@@ -50,7 +50,7 @@ class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Start(Record, frozen=True, tag="start"):
-    """The first record to a child process: its identity and the whole configuration.
+    """The first record to a child process: its incarnation (the number of this start), its name and the whole configuration.
 
     ``options`` are ``tensord.config.options.Options`` as msgpack.
     """
@@ -86,7 +86,7 @@ class ChildReady(Record, frozen=True, tag="ready"):
 
 
 class StatePublished(Record, frozen=True, tag="published"):
-    """Tells a front that it was sent all records up to this edition of the published state (models, workers, readiness).
+    """Tells a front that it was sent all records of the published state (models, workers, readiness) up to number ``edition``.
 
     The front answers with StateAcknowledged.
     """
@@ -95,7 +95,7 @@ class StatePublished(Record, frozen=True, tag="published"):
 
 
 class StateAcknowledged(Record, frozen=True, tag="acknowledged"):
-    """Tells the supervisor that the front acts upon all published state up to this edition."""
+    """Tells the supervisor that the front acts upon all published state up to number ``edition``, as StatePublished named it."""
 
     edition: int
 
@@ -105,7 +105,7 @@ class Serve(Record, frozen=True, tag="serve"):
 
 
 class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits what one client may use of one worker through its lane. Sizes are bytes."""
+    """Limits what one client may use of one worker through its lane (its own connection to that worker). Sizes are bytes."""
 
     #: Requests whose final answer has not left; one more is answered UNAVAILABLE.
     in_flight: int
@@ -119,7 +119,7 @@ class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Identifies the client that a lane belongs to, and says what the client may use."""
+    """Identifies the client that a lane (a client's own connection to a worker) belongs to, and says what the client may use."""
 
     #: The client as the kernel tells it; of kind "unix".
     peer: Peer
@@ -127,11 +127,11 @@ class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class LaneOpened(Record, frozen=True, tag="lane"):
-    """Hands the receiver one end of a new lane: a SEQPACKET socket, as a descriptor.
+    """Hands the receiver one end of a new lane (a connection of a front or client to a worker): a SEQPACKET socket's descriptor.
 
-    To a front: ``peer`` is the worker's incarnation, ``device`` the name of the worker's device ("cpu:0", "cuda:1"), and two
-    further descriptors are that worker's status page (``tensord.shm.status_page``) and its sequence page. To a worker: ``peer``
-    is the submitter's number, which is a front's incarnation or the number of a client's lane; both come from the same counter.
+    To a front: ``peer`` is the worker's incarnation (the number of its start), ``device`` the name of its device ("cpu:0",
+    "cuda:1"), and two further descriptors are that worker's status page (``tensord.shm.status_page``) and its sequence page. To a
+    worker: ``peer`` is a front's incarnation or the number of a client's lane; both come from the same counter.
     """
 
     peer: int
@@ -143,17 +143,17 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 
 
 class LaneClosed(Record, frozen=True, tag="unlane"):
-    """Ends a client's lane, which ``peer`` names by its number.
+    """Ends a client's lane (its own connection to a worker), which ``peer`` names by its number.
 
-    To a worker: the client has gone or needs the lane no more; an unknown number is ignored. From a worker: the lane has ended,
-    whoever ended it. A worker sends this once for each client's lane, even if it could not receive the lane's descriptor.
+    To a worker: the client is gone or does not need the lane any more; an unknown number is ignored. From a worker: the lane has
+    ended, whoever ended it. A worker sends this once for each client's lane, even if it could not receive the lane's descriptor.
     """
 
     peer: int
 
 
 class LogChanged(Record, frozen=True, tag="log"):
-    """Changes the receiver's log settings.
+    """Changes the log settings of the process that receives it.
 
     ``options``: ``tensord.config.options.Log`` as msgpack; ``name``: the process's name in the log, as in Start.
     """
@@ -163,7 +163,7 @@ class LogChanged(Record, frozen=True, tag="log"):
 
 
 class TraceChanged(Record, frozen=True, tag="trace"):
-    """Changes how requests for a model are sampled for tracing; model "": all models without settings of their own.
+    """Changes how a front samples requests for a model for tracing; model "": for all models without settings of their own.
 
     If anything is traced, descriptors come with it: one of the shared counters for sampling and, if the number of traces is
     limited, one of the number that may still be taken (``tensord.daemon.tracing.trace_counters``).
@@ -179,7 +179,7 @@ class TraceChanged(Record, frozen=True, tag="trace"):
 
 
 class TraceCleared(Record, frozen=True, tag="untrace"):
-    """Removes a model's own trace settings: the settings for all models hold for it again."""
+    """Has a front drop a model's own trace settings: the settings for all models hold for it again."""
 
     model: str
 
@@ -204,7 +204,7 @@ class EndedTrace(Record, frozen=True, tag="ended"):
 
 
 class TracesEnded(Record, frozen=True, tag="traces"):
-    """Sends the supervisor the traces that it is to forward to a collector."""
+    """Hands the supervisor traces of answered requests, for it to forward to an OpenTelemetry collector."""
 
     traces: tuple[EndedTrace, ...]
 
@@ -258,9 +258,10 @@ class RequestsRefused(Record, frozen=True, tag="refused"):
 
 
 class RegionPlace(Record, frozen=True, tag="place"):
-    """Tells a front which GPU's memory a region lies in, so that requests which use the region prefer that GPU. "": it is gone.
+    """Tells a front in which GPU's memory a region lies, so that it prefers that GPU for requests that use the region.
 
-    Sent for CUDA regions where there are several workers; every other region is equally near to all workers.
+    Device "": the region is gone. Sent for CUDA regions where there are several workers; every other region is equally near to
+    all workers.
     """
 
     region: str
@@ -290,14 +291,14 @@ class Load(Record, frozen=True, tag="load"):
 
 
 class ServeLoaded(Record, frozen=True, tag="serve-loaded"):
-    """Lets requests find a version whose Load said that none may until now (``held``); ignored for any other version."""
+    """Has a worker let requests find a version that its Load (``held``) has kept from them so far; otherwise ignored."""
 
     name: str
     version: int
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):
-    """Cancels the loads of a version that a worker has not finished, because the version is not wanted any more.
+    """Has a worker cancel the loads of a version that it has not finished, because the version is not wanted any more.
 
     The worker ends each load as soon as it can, and answers it with Loaded.
     """
@@ -307,7 +308,7 @@ class CancelLoad(Record, frozen=True, tag="cancel-load"):
 
 
 class Loaded(Record, frozen=True, tag="loaded"):
-    """Tells the supervisor that a version is ready, or has failed to load with ``reason`` (one calm sentence)."""
+    """Tells the supervisor that a worker has loaded a version (``reason`` is ""), or why it has not (one calm sentence)."""
 
     name: str
     version: int
@@ -338,7 +339,7 @@ class Unload(Record, frozen=True, tag="unload"):
 
 
 class Unloaded(Record, frozen=True, tag="unloaded"):
-    """Tells the supervisor that a version is gone from the worker."""
+    """Tells the supervisor that the worker has dropped a version, as an Unload record asked."""
 
     name: str
     version: int

@@ -26,7 +26,7 @@ class Marker:
 
     @property
     def reached(self) -> bool:
-        """Returns whether the device has done all work that was queued before the event.
+        """Returns whether the device has done all work that was queued before the last ``set``.
 
         Raises: CudaError: the driver refused the call.  DeviceLost: the device failed, in this thread's work or in any other.
         """

@@ -73,7 +73,7 @@ class LastingCalls:
         self._allocate = self._function(library.cuMemAlloc_v2, c_void_p, c_size_t)
 
     def allocate(self, byte_size: int) -> tuple[Any, int]:
-        """Allocates device memory. Returns the driver's result code and the address, 0 if the call failed."""
+        """Allocates device memory in the current context. Returns the driver's result code and the address; 0: it failed."""
         pointer = c_uint64(0)
         (code,) = self._allocate(byref(pointer), byte_size)
         return code, pointer.value
@@ -193,7 +193,7 @@ class Context:
             raise NoCuda(f"GPU {ordinal} has failed ({owner.lost})") from error
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Calls a driver function and returns its result, or a tuple where it has several.
+        """Calls a driver function. Returns its result, or a tuple if it has several or none.
 
         Raises CudaError: this call failed; DeviceLost: the device failed, and every later call will.
         """
@@ -207,7 +207,7 @@ class Context:
         return results[0] if len(results) == 1 else tuple(results)
 
     def enter(self) -> None:
-        """Makes this the calling thread's current context. The methods for copies, ``synchronize`` and ``stream`` need that."""
+        """Makes this the calling thread's current context: call it before copies, ``clear``, ``synchronize`` and ``stream``."""
         self.call(self.driver.cuCtxSetCurrent, self._handle)
 
     def stream(self) -> int:
@@ -380,7 +380,7 @@ class _Guarded:
 class CudaRegion:
     """A registered allocation of a client's GPU memory, opened in this worker; its bytes can only be reached by copies.
 
-    It is closed only when ``leases`` is 0: each tensor of a request in the region holds one until the request has ended.
+    It must not be closed before ``leases`` is 0: each tensor of a request in the region counts until the request has ended.
     """
 
     #: Always 0: no page of GPU memory can be missing here.
@@ -394,9 +394,9 @@ class CudaRegion:
         Args:
           raw_handle: the cudaIpcMemHandle_t, 64 bytes.
           byte_size: how many bytes of the allocation, from its start, are registered.
-          elsewhere: (number of the GPU that has the memory, number of the context's GPU) if these are two, as the daemon counts
-            them. The driver then maps the memory, if these GPUs have access to each other; it is copied from there, never used in
-            place.
+          elsewhere: if another GPU than the context's has the memory: the numbers of that GPU and of the context's, as the daemon
+            counts them. The driver then maps the memory, if these GPUs have access to each other; it is copied from there, never
+            used in place. None: the context's GPU has it.
         Raises: InvalidArgument: the handle opens no allocation, or one with fewer than ``byte_size`` bytes.
         """
         try:
@@ -484,7 +484,7 @@ class CudaRegion:
         return _Guarded(self.name)
 
     def lease(self) -> None:
-        """Counts one more use of the region, such as a request's tensor in it: the region stays open until ``unlease``."""
+        """Counts one more use of the region, such as a tensor of a request: the region stays open until ``unlease``."""
         self.leases += 1
 
     def unlease(self) -> None:

@@ -30,18 +30,18 @@ def close(fds: Iterable[int]) -> None:
 
 
 def raise_limit() -> int:
-    """Raises this process's limit of open files to the most that the system allows. Returns that; children inherit it."""
+    """Raises this process's limit of open files to the most that the system allows, and returns it; children inherit it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
 
 
 def check_reserve(fd: int, what: str) -> None:
-    """Checks that the descriptors reserved for requests are still free after ``fd`` was opened for ``what``.
+    """Checks that the descriptors reserved for requests are still free after ``fd`` was opened for ``what`` (for the error).
 
     The system always gives out the lowest free number, so all descriptors below ``fd`` are in use.
 
-    Raises: Unavailable: the reserve has been touched; the caller still owns ``fd`` and closes it.
+    Raises: Unavailable: part of the reserve is in use; the caller still owns ``fd`` and closes it.
     """
     most = limit()
     room = most - min(_RESERVE, most // 4)
@@ -54,7 +54,10 @@ def check_reserve(fd: int, what: str) -> None:
 
 @contextlib.contextmanager
 def needed(what: str) -> Iterator[None]:
-    """Turns an OSError inside the block into Unavailable if this process or the system has reached its limit of open files."""
+    """Turns an OSError inside the ``with`` block into Unavailable if it says that no more files may be opened; others pass.
+
+    ``what``: what a file descriptor is needed for, for the message.
+    """
     try:
         yield
     except OSError as error:

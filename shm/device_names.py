@@ -25,12 +25,12 @@ def number_of(gpu: str) -> int:
 
 
 def name(gpu: int, share: int = 0) -> str:
-    """Returns the device name of one of a GPU's workers; ``share`` counts the workers of this GPU from 0."""
+    """Returns the device name of one of a GPU's workers: "cuda:1" for the first one (``share`` 0), "cuda:1/2" for ``share`` 2."""
     return f"cuda:{gpu}/{share}" if share else f"cuda:{gpu}"
 
 
 def alone(device: str, model: str) -> str:
-    """Returns the device name of a worker that serves only ``model``, an isolated model.
+    """Returns the device name of a worker that serves only ``model``, an isolated model: "cuda:1#m" for model "m" on "cuda:1".
 
     ``device``: the device of the worker that all other models share.
     """
@@ -43,5 +43,5 @@ def model_of(device: str) -> str:
 
 
 def shared(device: str) -> str:
-    """Returns the device name without an isolated model: "cpu:0" for "cpu:0#m". That is the shared worker's device."""
+    """Returns the device of the worker beside an isolated model's, which other models share: "cpu:0" for "cpu:0#m" or "cpu:0"."""
     return device.partition(_ALONE)[0]

@@ -23,7 +23,9 @@ Counted = Mapping[str, tuple[int, ...]]
 
 
 class Durations:
-    """Histograms of how long one model version's requests took on one worker. Only the worker's main loop may use them.
+    """Histograms of how long one model version's requests took on one worker: one for each protocol and kind of duration.
+
+    Only the worker's main loop may use them.
 
     Args:
       buckets: the upper bounds of the buckets in seconds, ascending.
@@ -45,10 +47,9 @@ class Durations:
         counts[at + self._row - 1] += ns
 
     def ran(self, protocol: int, request_ns: int, queue_ns: int, compute_ns: int) -> None:
-        """Counts an answered request in the histograms of the kinds request, queue and compute.
+        """Counts an answered request in the histograms of the kinds request, queue and compute. No duration may be negative.
 
-        One function does all three, because every request comes here. ``protocol``: position in PROTOCOLS; no duration is
-        negative.
+        One function does all three, because every request comes here. ``protocol``: position in PROTOCOLS.
         """
         counts, bounds, row, at = self.counts, self.bounds, self._row, protocol * len(KINDS) * self._row
         counts[at + bisect_left(bounds, request_ns)] += 1
@@ -61,9 +62,9 @@ class Durations:
         counts[at + row - 1] += compute_ns
 
     def counted(self) -> Counted:
-        """Returns protocol -> for each of KINDS the count of each bucket and then the sum in ns, all in one tuple.
+        """Returns protocol -> a tuple that has, for each of KINDS in turn, the count of each bucket and then the sum in ns.
 
-        Protocols without requests are left out.
+        Behind the last bound there is one more bucket, without limit. Protocols without requests are left out.
         """
         size = len(KINDS) * self._row
         found: dict[str, tuple[int, ...]] = {}
@@ -78,7 +79,7 @@ class Durations:
 
 
 def total(one: Counted, other: Counted) -> Counted:
-    """Returns the sums of the counts of two workers, or models, whose histograms have the same buckets."""
+    """Adds up two results of ``Durations.counted`` with the same buckets, such as those of two workers, and returns the sums."""
     found = dict(one)
     for protocol, counts in other.items():
         before = found.get(protocol)

@@ -25,12 +25,12 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether a page of any mapping that is guarded now was missing when touched; cheaper than asking each mapping."""
+    """Returns whether a page of any mapping that is guarded now was ever missing when touched; cheaper than asking each one."""
     return available and _guard.any()
 
 
 def may_be_missing(address: int) -> bool:
-    """Returns whether this address is in a guarded mapping whose pages no driver has locked, so that pages may vanish."""
+    """Returns whether an address lies in a mapping whose pages may vanish: one that is guarded and that no driver has locked."""
     return available and _guard.may_be_missing(address)
 
 

@@ -21,7 +21,7 @@ OTHER = os.EX_CONFIG
 def end_if_other() -> None:
     """Exits this process if its version is not that of the daemon that started it. Call it before anything else.
 
-    Raises: SystemExit: the versions differ; the status is OTHER, and a sentence about it is on standard error.
+    Raises: SystemExit: the versions differ; the exit status is ``OTHER``, by which the daemon knows, and standard error says so.
     """
     wanted = os.environ.get(VARIABLE, __version__)
     if wanted != __version__:

@@ -71,7 +71,7 @@ Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | EndSeque
 
 
 class SubmitterLane:
-    """The submitter's end of a lane: it sends requests to one worker and receives the worker's answers.
+    """The end of a lane at its submitter, a front or a client, which sends requests to one worker and receives their answers.
 
     ``arena`` holds the tensors of requests; all lanes of the submitter share it, and closing a lane does not close it.
     """
@@ -130,7 +130,7 @@ class SubmitterLane:
     def submit_traced(
         self, context: TraceContext, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None
     ) -> None:
-        """Queues a request as ``submit`` does, preceded by the trace that it belongs to (``context``).
+        """Queues a request for the worker, as ``submit`` does, preceded by the trace that it belongs to (``context``).
 
         For a step of a sequence both records get a datagram of their own: a worker reads a datagram with a traced step in Python,
         and all other records in that datagram with it.
@@ -146,7 +146,8 @@ class SubmitterLane:
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
         """Sends a request at once if nothing is queued before it. Returns False if the request was queued and needs a flush.
 
-        The arguments are those of ``submit``.
+        ``numbered``: the prepared request (the part that many requests share) that ``record`` names by number; None: the record
+        carries its prepared request itself.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -175,8 +176,9 @@ class SubmitterLane:
         return self._channel.flush()
 
     def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
-        """Returns the answers in the next datagram (possibly none), each with its prepared answer; None: no datagram is waiting.
+        """Returns the answers in the next datagram (possibly none), each behind its prepared answer; None: no datagram waits.
 
+        A prepared answer is the part that many answers share.
         Raises: ChannelClosed: the worker has closed its end or exited; its requests may be run again only once the process is
           certainly gone.  InvalidArgument: the datagram is malformed or of another version, or an answer names a number that was
           never prepared, or carries more or fewer tensors than were prepared for it.
@@ -220,9 +222,10 @@ class SubmitterLane:
         return answers
 
     def _first(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the first datagram and checks its WireVersion. Returns the records behind that, or the next datagram's.
+        """Receives the first datagram and checks the WireVersion in it. Returns its other records, and its descriptors.
 
-        Returns None when no datagram is waiting. Raises InvalidArgument: the worker uses another version of the records.
+        If it has no other records, the next datagram is received and returned in its place. None: no datagram is waiting.
+        Raises InvalidArgument: the worker uses another version of the records.
         """
         received = self._channel.receive()
         if received is None:
@@ -263,7 +266,7 @@ class SubmitterLane:
 
 
 class WorkerLane:
-    """The worker's end of a lane: it receives requests from one submitter and sends answers.
+    """The worker's end of a lane: it receives requests from one submitter, a front or a client, and sends answers.
 
     It owns the response arena. The arena's first segment is made at once for a front's lane, on first use for a client's.
     """
@@ -286,7 +289,7 @@ class WorkerLane:
           byte_size, max_byte_size, keep_byte_size: sizes of the response arena (``Arena``).
           on_segment: called with every segment of both arenas.
           writable: whether to map the submitter's segments writable, so that they can be page-locked (``tensord.shm.segment``).
-          segments: holds the segments of a client, and makes this a client's lane; None: a front's.
+          segments: for a client's lane, the map that gets the segments which the client opens; None: this is a front's lane.
           buffer: the receive buffer, if several channels of this thread share one (``Channel``).
           budget: limits the response arenas of all lanes of one client's user together; None: no such limit.
         """
@@ -345,7 +348,9 @@ class WorkerLane:
         return self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
-        """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` has received. Returns the same list as ``receive``.
+        """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` has received.
+
+        Returns the requests and other records for the dispatcher in it, in order, as ``receive`` does.
 
         Args:
           fds: the descriptors that came with it.
@@ -503,7 +508,7 @@ def _segment_of(lost: DescriptorsLost) -> int:
 def _apply_segment(record: object, fds: list[int], segments: ArenaMap) -> None:
     """Maps or unmaps a segment of the other end, as a SegmentOpened or SegmentClosed says.
 
-    Raises Unavailable: the segment cannot be mapped now; InvalidArgument: the record is malformed or of another kind.
+    Raises Unavailable: the segment cannot be mapped now; InvalidArgument: the record is malformed, or neither of these two.
     """
     if type(record) is SegmentOpened and len(fds) == 1:
         segments.open(record.segment, record.byte_size, fds[0])

@@ -84,9 +84,9 @@ def send(found: Found, number: int) -> bool:
 
 
 def kill_all(variable: bytes) -> int:
-    """Kills all processes that have this variable (NAME=value) in their environment, until none is left (20 looks at most).
+    """Kills all processes that have this variable (NAME=value) in their environment. Returns how many were killed.
 
-    Returns how many were killed.
+    It looks for them again after each round until none is left, up to 20 times.
     """
     killed: set[int] = set()
     for _ in range(_MAX_LOOKS):

@@ -48,7 +48,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Slice(Record, frozen=True, tag="a"):
-    """Names bytes in one of the lane's arenas: ``[offset, offset + byte_size)`` of segment ``segment``."""
+    """Names bytes in the arena of the process that sends the record: ``[offset, offset + byte_size)`` of segment ``segment``."""
 
     segment: int
     offset: int
@@ -81,7 +81,7 @@ class PreparedTensor(Record, frozen=True, tag="t"):
 
 
 class RequestedOutput(Record, frozen=True, tag="o"):
-    """Names an output that the client asked for. ``region`` is where it goes; None: into the response arena."""
+    """Names an output that the client asked for. ``region`` is where it is written; None: it comes with the answer."""
 
     name: str
     region: RegionSlice | None = None
@@ -175,14 +175,14 @@ class PreparedRequest(Record, frozen=True, tag="P"):
 
 
 class Prepare(Record, frozen=True, tag="Q+"):
-    """Tells the worker that from now on, on this lane, ``number`` stands for this prepared request."""
+    """Tells the worker that from now on, on this lane, ``number`` stands for this prepared request: what many requests share."""
 
     number: int
     prepared: PreparedRequest
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Says which trace the next request on this lane belongs to; ignored if that has another id. Only fronts send it."""
+    """Says which trace the next request on this lane belongs to; ignored if its ``request_id`` differs. Only fronts send it."""
 
     request_id: int
     #: In hexadecimal digits as W3C Trace Context has it, or the number of the trace in its file.
@@ -248,9 +248,10 @@ class Cancel(Record, frozen=True, tag="X"):
 
 
 class EndSequence(Record, frozen=True, tag="E"):
-    """Tells the worker that a client sends no further request of a sequence, the last of which came on its own lane.
+    """Tells the worker that a client sends no further request of a sequence. Only a client with a lane of its own may send it.
 
-    The sequence ends once its waiting requests have run. The record is not answered.
+    The sequence ends once its waiting requests have run; one whose last request came in another way goes on. The record is not
+    answered.
     """
 
     model: str
@@ -268,7 +269,7 @@ class PreparedAnswer(Record, frozen=True, tag="A"):
 
 
 class PrepareAnswer(Record, frozen=True, tag="C+"):
-    """Tells the submitter that from now on, on this lane, ``number`` stands for this prepared answer."""
+    """Tells the submitter that from now on, on this lane, ``number`` stands for this prepared answer: what many answers share."""
 
     number: int
     prepared: PreparedAnswer
@@ -305,7 +306,7 @@ def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
 
 
 def set_named(parameters: Mapping[str, Parameter]) -> tuple[dict[str, Parameter], str]:
-    """Separates the name of a parameter set from the other parameters of a request; "": they name none.
+    """Returns the parameters of a request without the name of a parameter set, and that name; "": none is given.
 
     Raises InvalidArgument: the value cannot be the name of a set.
     """
@@ -321,7 +322,7 @@ def set_named(parameters: Mapping[str, Parameter]) -> tuple[dict[str, Parameter]
 
 
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:
-    """Returns the parameters of a request as its client gave them, but for those that schedule it."""
+    """Returns the parameters that a client gave with a request, without those that schedule it, such as priority and timeout."""
     return {**prepared.parameters, SET_PARAMETER: own.parameter_set} if own.parameter_set else prepared.parameters
 
 
@@ -342,9 +343,9 @@ ToSubmitter = WireVersion | SegmentOpened | SegmentClosed | SegmentRefused | Pre
 
 
 def placed(tensors: tuple[PreparedTensor, ...], contents: tuple[Content, ...]) -> list[tuple[PreparedTensor, Place]]:
-    """Returns each tensor with the place of its bytes: its region, or the next of the record's contents.
+    """Returns each tensor with the place of its bytes: its region or, for a tensor in no region, the next of ``contents``.
 
-    Raises InvalidArgument: the record has too many contents, or too few.
+    Raises InvalidArgument: there are more or fewer contents than tensors that lie in no region.
     """
     rest = iter(contents)
     found: list[tuple[PreparedTensor, Place]] = []
@@ -363,7 +364,7 @@ _RESPONSE_BYTE_SIZE = 256
 
 
 def response_byte_size(contents: tuple[Content, ...]) -> int:
-    """Returns how many bytes a response counts against the limit of responses that a client has not yet taken.
+    """Returns how many bytes a response counts against the limit of responses that were sent and not yet taken by the client.
 
     Submitter and worker both compute it from the same contents, so they agree.
     """

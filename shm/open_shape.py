@@ -19,7 +19,10 @@ def is_open(shape: Sequence[int]) -> bool:
 
 
 def check(shape: Sequence[int], what: str) -> None:
-    """Raises InvalidArgument if more than one dimension is open, or the other dimensions are not a valid shape."""
+    """Raises InvalidArgument if more than one dimension is open (-1), or the other dimensions are not a valid shape.
+
+    ``what`` names the shape in errors.
+    """
     if shape.count(OPEN) > 1:
         raise InvalidArgument(
             f"{what} {_shown(shape)} has {shape.count(OPEN)} dimensions of -1, at most 1 can be found from the data"
@@ -28,7 +31,7 @@ def check(shape: Sequence[int], what: str) -> None:
 
 
 def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """Returns the shape with its open dimension replaced so that it has ``count`` elements.
+    """Returns the shape with its open dimension (-1) replaced by the size that gives the shape ``count`` elements.
 
     ``what`` names the shape in errors. Raises InvalidArgument: no size of the open dimension gives ``count`` elements.
     """
@@ -42,7 +45,7 @@ def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
 def elements(datatype: str, content: bytes | memoryview, what: str) -> int:
     """Returns how many elements a tensor's content holds, as it came over the protocol; ``what`` names the tensor in errors.
 
-    Raises InvalidArgument: the content ends within an element of fixed size.
+    A last element of BYTES that is cut short counts. Raises InvalidArgument: the content ends within an element of fixed size.
     """
     size = ELEMENT_SIZES[datatype]
     if size is not None:

@@ -54,7 +54,7 @@ class RepositoryIndex(Record, frozen=True, tag="c.index"):
 
 
 class ModelStatistics(Record, frozen=True, tag="c.stats"):
-    """Asks for statistics of a model version; name "" means all models, version 0 all versions.
+    """Asks the supervisor or a worker for statistics of a model version; name "": of all models, version 0: of all versions.
 
     Reply: JSON {"model_stats": [...]}. Each worker replies with its own statistics; the supervisor adds them up.
     """
@@ -131,10 +131,10 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
 
 
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
-    """Unregisters a region of a kind, "system" or "cuda": no later request finds it.
+    """Unregisters a region of a kind, "system", "cuda" or "" (any): no later request finds it.
 
-    Name "", to the supervisor only: every region that this client may unregister. A worker replies with JSON, the number of
-    tensors of requests that lie in the region now.
+    Name "", to the supervisor only: every region of the kind that this client may unregister. A worker replies with JSON, the
+    number of tensors of requests that lie in the region now.
     """
 
     kind: str
@@ -142,7 +142,7 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
 
 class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
-    """Has a worker reply once no request uses a former region of this name, and all these are closed. Reply: empty."""
+    """Has a worker reply once no request uses a region that had this name before, and all those are closed. Reply: empty."""
 
     name: str
 
@@ -225,9 +225,9 @@ class MakeParameters(Record, frozen=True, tag="c.makeparams"):
 class StageParameters(Record, frozen=True, tag="c.stageparams"):
     """Has a worker validate new parameters of a set and copy them to the device, next to those in use.
 
-    The memory that comes with the call holds all parameters in safetensors format. Without memory, the worker takes what it has
-    kept of this set under this ``number``; number 0 of the set main is what the repository holds. Reply: JSON {"byte_size"}, or
-    the error that says why they do not fit; then nothing has changed.
+    The memory that comes with the call holds all parameters in safetensors format. Without memory, the worker takes version
+    ``number`` of this set, which it has kept; number 0 of the set main is what the repository holds. Reply: JSON {"byte_size"},
+    or the error that says why they do not fit; then nothing has changed.
     """
 
     #: The supervisor's number of the push, by which it is committed or aborted.
@@ -242,7 +242,10 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
 
 
 class CommitParameters(Record, frozen=True, tag="c.commitparams"):
-    """Has a worker use the staged parameters of a push for every batch that begins from now on. Reply: JSON {}."""
+    """Has a worker use the parameters of a push that it has staged (StageParameters) for every batch that begins from now on.
+
+    Reply: JSON {}.
+    """
 
     push: int
     #: Whether sequences and stepped requests that have begun go on with it, too.
@@ -250,7 +253,7 @@ class CommitParameters(Record, frozen=True, tag="c.commitparams"):
 
 
 class AbortParameters(Record, frozen=True, tag="c.abortparams"):
-    """Has a worker drop the staged parameters of a push, if there are any. Reply: JSON {}."""
+    """Has a worker drop the parameters of a push that it has staged (StageParameters), if there are any. Reply: JSON {}."""
 
     push: int
 
@@ -265,7 +268,7 @@ class DropParameters(Record, frozen=True, tag="c.dropparams"):
 
 
 class PushParameters(Record, frozen=True, tag="c.push"):
-    """Sends a new version (``number``) of a parameter set to every worker that has the model version, or to none.
+    """Has every worker that has the model version use a new version (``number``) of a parameter set; if one refuses, none does.
 
     Reply: JSON {"model", "version", "set", "number", "byte_size"}.
     """
@@ -297,7 +300,7 @@ class ListParameters(Record, frozen=True, tag="c.listparams"):
 
 
 class RevertParameters(Record, frozen=True, tag="c.revertparams"):
-    """Asks the supervisor to use the parameters again that a set had before its last push. Reply: as for PushParameters."""
+    """Has all workers use the parameters again that a set had before its last push. Reply: JSON, as to PushParameters."""
 
     model: str
     #: 0: the newest that serves.
@@ -316,15 +319,18 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Has the supervisor reply once every front acts upon all changes that it sent to the asking front before. Reply: empty."""
+    """Has the supervisor reply once every front acts upon all changes that the asking front was sent before. Reply: empty."""
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
-    """Has a front reply once none of its clients waits for an answer, or for the rest of one. Reply: empty."""
+    """Has a front reply once none of its clients waits for an answer, or for the rest of an answer. Reply: empty."""
 
 
 class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
-    """Has a worker close the clients' lanes that have no request in flight. Reply: JSON, the number of lanes that stay open."""
+    """Has a worker close the lanes (direct connections) of clients that have no request in flight.
+
+    Reply: JSON, the number of clients' lanes that stay open.
+    """
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
@@ -335,15 +341,15 @@ class TakeProfile(Record, frozen=True, tag="c.profile"):
 
 
 class SequenceRecords(Record, frozen=True, tag="c.seqrec"):
-    """Asks a worker for the sequences that it has. Reply: JSON array, at most 1,000 of each model version."""
+    """Asks a worker for its live sequences. Reply: JSON array with an object for each, at most 1,000 of each model version."""
 
 
 class ConnectionRecords(Record, frozen=True, tag="c.connrec"):
-    """Asks a front for its clients' connections. Reply: JSON array, at most 1,000."""
+    """Asks a front for its clients' connections. Reply: JSON array with an object for each, at most 1,000."""
 
 
 class RecentErrors(Record, frozen=True, tag="c.errors"):
-    """Asks a front (or, for its lanes, a worker) for the last errors that clients got.
+    """Asks a front, or a worker for the clients that are connected to it directly, for the last errors that clients got.
 
     Reply: JSON array, at most 100, the latest last.
     """

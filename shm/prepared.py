@@ -52,7 +52,7 @@ OnNumber = Callable[[int, int], object]
 class Numbers(Generic[T]):
     """Assigns numbers to the prepared requests or answers of one sender; equal ones get the same number.
 
-    (Prepared is the part that many requests or answers share: it is sent once, and afterwards its number instead.)
+    (A prepared request or answer is the part that many share: it is sent once, and afterwards its number instead.)
     """
 
     def __init__(self, on_number: OnNumber | None = None, count: int = MAX_NUMBERS) -> None:
@@ -73,12 +73,12 @@ class Numbers(Generic[T]):
         self.evicted = 0
 
     def number(self, prepared: T) -> Numbered[T]:
-        """Returns the prepared request or answer with its number, which is assigned now if it has none."""
+        """Returns a prepared request or answer (what many share) with its number, which is assigned now if it has none."""
         key = encoder.encode(prepared)
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns the prepared request or answer with its number, which is assigned when it comes for the second time.
+        """Returns a prepared request or answer (what many share) with its number, which is assigned when it comes a second time.
 
         Returns None when it comes for the first time: many never come again.
         """
@@ -113,7 +113,10 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The prepared requests or answers that the other end of a lane knows by their numbers, as those were last sent."""
+    """The prepared requests or answers (what many share) for which the other end of a lane knows the number that stands for them.
+
+    A number that is sent with a new meaning no longer stands for the former one, which leaves this set.
+    """
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
         """Begins with none published on this channel. ``record``: the class to send them with, Prepare or PrepareAnswer."""
@@ -138,7 +141,7 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Maps each number that the other end of a lane has sent to what it stands for: a prepared request or answer, once read.
+    """Maps each number that the other end of a lane has sent to what this end keeps of the prepared request or answer behind it.
 
     Looking up a number that was never sent raises InvalidArgument.
     """
@@ -146,7 +149,10 @@ class ReceivedNumbers(dict[int, R]):
     __slots__ = ()
 
     def learn(self, number: int, meaning: R) -> None:
-        """Notes what a number stands for from now on. Raises InvalidArgument: the number is out of range."""
+        """Notes that from now on a number, which the other end has sent, stands for ``meaning``.
+
+        Raises InvalidArgument: the number is out of range.
+        """
         if not 0 <= number < MAX_NUMBERS:
             raise InvalidArgument(f"number {number} was prepared, numbers are below {MAX_NUMBERS}")
         self[number] = meaning

@@ -48,7 +48,7 @@ class Refusal(enum.Enum):
 class RefusalLog:
     """Counts the requests that one process has refused, and writes the counts to the log, at most one line a minute.
 
-    It belongs to the process's loop, which calls ``settle`` when ``due_ns`` has come.
+    Only the process's main loop uses it, and calls ``settle`` when ``due_ns`` has come.
     """
 
     def __init__(self, what: str = "refused with 503") -> None:
@@ -68,7 +68,7 @@ class RefusalLog:
           model: the name of the model; "" if it was not known yet.
           why: the reason, a value of ``Refusal``, or an error's code.
           now_ns: the time (CLOCK_MONOTONIC).
-          example: the message that the request was answered with; the log line shows the one of the first refusal.
+          example: the message that the request was answered with; a log line shows that of the first request that it counts.
         """
         if not self._counts:
             self._began_ns = now_ns
@@ -80,11 +80,11 @@ class RefusalLog:
 
     @property
     def due_ns(self) -> int | None:
-        """Returns when the next log line is to be written (CLOCK_MONOTONIC ns); None if nothing was refused."""
+        """Returns when the next log line is to be written (CLOCK_MONOTONIC ns); None: nothing was refused since the last one."""
         return max(self._began_ns + _GATHER_NS, self._last_ns + _INTERVAL_NS) if self._counts else None
 
     def settle(self, now_ns: int) -> None:
-        """Writes the log line if it is due at ``now_ns``, and begins to count anew."""
+        """If the log line is due at ``now_ns``, writes it and begins to count anew; otherwise does nothing."""
         due_ns = self.due_ns
         if due_ns is None or now_ns < due_ns:
             return

@@ -115,7 +115,7 @@ def _shm_open(bare: str) -> int:
 
 
 def check_sealed(name: str, fd: int) -> None:
-    """Checks that a descriptor is a memfd whose size nobody can change any more, not even its owner.
+    """Checks that a descriptor is a memfd whose size nobody can change any more, not even its owner. ``name``: the region's.
 
     Raises: InvalidArgument: it is no memfd, lacks one of the seals, or has pages of another size than the ordinary one.
     """
@@ -139,7 +139,7 @@ def check_sealed(name: str, fd: int) -> None:
 
 
 def check_object_range(name: str, fd: int, offset: int, byte_size: int) -> os.stat_result:
-    """Checks that a range of an object can be registered as region ``name``. Returns the object's ``os.fstat``.
+    """Checks that a range of a shared-memory object (``fd``) can be registered as region ``name``. Returns its ``os.fstat``.
 
     Raises InvalidArgument: the range is empty, or not inside the object.
     """
@@ -155,8 +155,8 @@ def check_object_range(name: str, fd: int, offset: int, byte_size: int) -> os.st
 class Region:
     """A registered range of a client's shared-memory object, mapped read-write in this worker.
 
-    It is closed only when ``leases`` is 0: each tensor of a request in the region holds one until the request has ended.
-    Used for the accesses "guarded" and "sealed"; for "snapshot" there is ``SnapshotRegion``.
+    It must not be closed before ``leases`` is 0: each tensor of a request in the region counts until the request has ended.
+    Used where an object that shrinks does no harm: for the accesses "guarded" and "sealed". ``SnapshotRegion`` is for "snapshot".
     """
 
     def __init__(
@@ -165,6 +165,7 @@ class Region:
         """Maps the range and takes the descriptor over; if it raises, it closes the descriptor.
 
         Args:
+          name, key: of the region, and of the shared-memory object.
           populate: a region of up to so many bytes gets its existing pages mapped at once; of a larger one the first request maps
             them.
         Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object, or cannot be mapped.
@@ -239,7 +240,7 @@ class Region:
         return bytes(self.view(offset, byte_size))
 
     def lease(self) -> None:
-        """Counts one more use of the region, such as a request's tensor in it: the region stays open until ``unlease``."""
+        """Counts one more use of the region, such as a tensor of a request: the region stays open until ``unlease``."""
         self.leases += 1
 
     def unlease(self) -> None:

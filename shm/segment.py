@@ -68,7 +68,7 @@ class Segment:
         """Returns the descriptor to send to a peer, and seals the segment at the first call.
 
         Args:
-          writable: whether peers may map the segment writable, to page-lock it. The first call decides for all peers.
+          writable: whether peers may map the segment writable, as page-locking for a GPU needs. The first call decides for all.
         """
         if not self._shared:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | (0 if writable else F_SEAL_FUTURE_WRITE))
@@ -80,7 +80,7 @@ class Segment:
         """Maps a segment that a peer has created. Takes the descriptor over; if it raises, it closes the descriptor.
 
         Args:
-          writable: whether to map the segment writable, to page-lock it. The view is read-only nevertheless.
+          writable: whether to map the segment writable, as page-locking it for a GPU needs. The view is read-only nevertheless.
         Raises: InvalidArgument: it is not sealed against resizing, has another size than announced, or may not be mapped
           writable. Unavailable: it cannot be mapped now.
         """

@@ -21,7 +21,7 @@ _MOST_KNOWN = 4096
 class SequenceKeys:
     """Makes the keys of 128 bits by which a sequence page lists one model version's sequences.
 
-    The keys stay the same when the version is loaded again, because a sequence goes on in the load that it began in.
+    Every loading of the version has the same keys: when it is loaded again, its sequences go on in the loading they began in.
     """
 
     __slots__ = ("_digest", "_known", "slots")

@@ -52,7 +52,7 @@ class SequenceState(enum.IntEnum):
 
 
 class FreeSlots(NamedTuple):
-    """How many more sequences of a model version a worker can admit at once."""
+    """How many more sequences of a model version a worker can admit now (each takes a slot), as its sequence page says."""
 
     #: A number that changes each time the slots are published.
     edition: int
@@ -62,9 +62,9 @@ class FreeSlots(NamedTuple):
 
 
 class SequencePage:
-    """Shared memory in which a worker lists its sequences and its models' free slots; other processes read it at any time.
+    """Shared memory in which a worker lists its sequences, and how many more each model version can take (its free slots).
 
-    It is writable in the worker that created it, read-only elsewhere.
+    It is writable in the worker that created it; other processes only read it, at any time.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -130,7 +130,7 @@ class SequencePage:
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 
     def slots(self, key: Key) -> FreeSlots | None:
-        """Returns the free slots of a model version; None: the worker has published none for it."""
+        """Returns how many slots for sequences a model version has free; None: the worker has published none for it."""
         value = self.value(key)
         return FreeSlots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
 
@@ -148,9 +148,10 @@ class SequencePage:
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the word stored under a key: a sequence's admission time and state, or a model version's slots; 0: none is.
+        """Returns the word that is stored under a key; 0: there is none. The module's docstring says what its bits mean.
 
-        This module's text has the word's bits. Of two sequences, the one that was admitted later has the larger value.
+        It has a sequence's admission time and state or, under the key of a model version, that version's free slots. Of two
+        sequences, the one that was admitted later has the larger value.
         """
         low, high = key
         words = self._words
@@ -185,9 +186,9 @@ class SequencePage:
         return since_ns
 
     def begin(self, key: Key, since_ns: int) -> None:
-        """Changes the state of a sequence to BEGUN.
+        """Changes the state of a sequence from WAITING to BEGUN.
 
-        ``since_ns``: its time of admission; ignored if a later sequence with the same key has replaced it.
+        ``since_ns``: its time of admission; if a later sequence with the same key has replaced it, nothing changes.
         """
         if self.value(key) == since_ns << 2 | SequenceState.WAITING:
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
@@ -195,7 +196,7 @@ class SequencePage:
     def end(self, key: Key, since_ns: int) -> None:
         """Changes the state of a sequence to ENDED; ``settle`` removes it from the page.
 
-        ``since_ns``: its time of admission; ignored if a later sequence with the same key has replaced it.
+        ``since_ns``: its time of admission; if a later sequence with the same key has replaced it, nothing changes.
         """
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)
@@ -215,7 +216,7 @@ class SequencePage:
             self._sequences -= 1
 
     def publish_slots(self, key: Key, free: int, backlog: int) -> None:
-        """Publishes how many slots for sequences a model version has free, and how many sequences wait for one (``backlog``)."""
+        """Writes to the page how many slots for sequences a model version has free, and how many sequences wait (``backlog``)."""
         self._edition = self._edition % _MOST_SLOTS + 1
         if self._models < _MOST_MODELS or self.value(key):
             free, backlog = min(free, _MOST_SLOTS), min(backlog, _MOST_SLOTS)
@@ -236,14 +237,14 @@ class SequencePage:
         return _HEADER if at + _ENTRY == self._end else at + _ENTRY
 
     def _place(self, key: Key) -> int:
-        """Returns the word at which the entry of a key begins, or the free entry where it would be stored."""
+        """Returns the index of the word at which the entry of a key begins, or of the free entry where it would be stored."""
         words, at = self._words, self._home(key[0])
         while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
             at = self._next(at)
         return at
 
     def _store(self, key: Key, value: int) -> bool:
-        """Stores the value of a key. Returns whether the key was not on the page before."""
+        """Writes a value into the entry of a key, a new one if it has none. Returns True if the key was new."""
         words, at = self._words, self._place(key)
         if words[at]:
             words[at + 2] = value

@@ -18,14 +18,14 @@ from tensord.shm.regions import check_object_range, check_range
 class SnapshotRegion:
     """A registered range of a client's shared-memory object, read and written through its descriptor and never mapped.
 
-    It is closed only when ``leases`` is 0: each tensor of a request in the region holds one until the request has ended.
+    It must not be closed before ``leases`` is 0: each tensor of a request in the region counts until the request has ended.
     """
 
     #: Always 0: no memory is mapped that could go missing, and every call finds out for itself.
     faults = 0
 
     def __init__(self, name: str, key: str, fd: int, offset: int, byte_size: int) -> None:
-        """Takes the descriptor over; if it raises, it closes the descriptor.
+        """Takes the descriptor over; if it raises, it closes the descriptor. ``key``: the name of the shared-memory object.
 
         Raises InvalidArgument: the range is empty, or not inside the object.
         """
@@ -103,7 +103,7 @@ class SnapshotRegion:
         )
 
     def lease(self) -> None:
-        """Counts one more use of the region, such as a request's tensor in it: the region stays open until ``unlease``."""
+        """Counts one more use of the region, such as a tensor of a request: the region stays open until ``unlease``."""
         self.leases += 1
 
     def unlease(self) -> None:

@@ -14,7 +14,10 @@ from time import monotonic_ns
 
 
 class Spin:
-    """Decides whether to poll before sleeping, from the lengths of earlier waits. ``limit_ns``: how long to poll; 0: never."""
+    """Decides whether a loop that waits for records polls before it sleeps: only if its last wait was short.
+
+    ``limit_ns``: how long to poll; 0: never.
+    """
 
     __slots__ = ("_limit_ns", "_since_ns", "_worth")
 
@@ -39,7 +42,7 @@ class Spin:
         return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
-        """Ends a wait, whether or not a record came: only after a wait shorter than the limit will the next ``begin`` poll."""
+        """Ends a wait, whether or not a record came: the next ``begin`` polls only if this wait was shorter than ``limit_ns``."""
         self._worth = now_ns - self._since_ns < self._limit_ns
 
     def __repr__(self) -> str:

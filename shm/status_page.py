@@ -46,7 +46,7 @@ class WorkerState(enum.IntEnum):
 
 
 class Outputs(enum.IntEnum):
-    """Whether XLA writes a worker's large outputs into the client's region or the arena itself, or they are copied there."""
+    """Whether XLA writes a worker's large outputs directly where clients or fronts read them, or they are copied there."""
 
     #: Nothing is decided: the worker starts.
     UNKNOWN = 0
@@ -66,7 +66,7 @@ class Running(NamedTuple):
 
 
 def model_key(name: str, version: int) -> int:
-    """Returns a hash of a model version that fits into one word; whoever knows all models can find the version by it."""
+    """Returns a hash of a model version that fits into one word; a process that knows all models can find the version by it."""
     return int.from_bytes(hashlib.blake2b(f"{name}/{version}".encode(), digest_size=8).digest(), "little")
 
 
@@ -107,7 +107,7 @@ class StatusPage:
         self._words[2] = now_ns
 
     def beat(self, now_ns: int) -> None:
-        """Writes the time ``now_ns`` to the page as the last turn of the main loop, which the supervisor checks."""
+        """Writes ``now_ns`` to the page as the time of the main loop's last iteration; the supervisor checks how old it is."""
         self._words[2] = now_ns
 
     @property
