@@ -72,8 +72,7 @@ class Submitter:
         """Begins without workers, and creates the request arena.
 
         Args:
-          incarnation: the number of this front's process, which is never used again for another.
-          row: this front's index among the fronts of its protocol.
+          incarnation, row: the number of this front's process, never used again; its index among its protocol's fronts.
           counted: called for every request that is refused.
           on_number: called for every prepared request (the constant part of many requests) that gets a number.
         """
@@ -175,8 +174,7 @@ class Submitter:
     def _route(self, request: InFlight) -> None:
         """Sends a request to the worker that ``routing`` chooses, or makes it wait for a worker.
 
-        If no worker can be chosen because of an error, that becomes the request's answer later. Any other exception is raised,
-        and the request is not sent.
+        An error of the choice becomes the request's answer later. Any other exception is raised, and the request is not sent.
         """
         try:
             worker = self._routing.find(request)
@@ -427,8 +425,7 @@ class Submitter:
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
         """Counts an answer's arena bytes (lease ``key``) for its connection and client until ``release``.
 
-        If one of these then holds its share of response memory, its requests are withdrawn and throttled. ``request`` None:
-        nobody waits for the answer.
+        Withdraws and throttles their requests if they then hold their share. ``request`` None: nobody waits for the answer.
         """
         size = 0
         for content in own.contents:
