@@ -12,7 +12,7 @@ S = TypeVar("S")
 
 
 def ahead(make: Callable[[S], tuple[T, bool]], wanted: Iterable[S], threads: int) -> Iterator[tuple[T, bool]]:
-    """Calls ``make`` for each wanted program in up to ``threads`` threads, and yields the results in order.
+    """Calls ``make`` for each wanted program in up to ``threads`` threads, and yields its results in the order of ``wanted``.
 
     Raises what a call of ``make`` raised.
 
@@ -21,7 +21,7 @@ def ahead(make: Callable[[S], tuple[T, bool]], wanted: Iterable[S], threads: int
     when the caller asks for it.
 
     Args:
-      make: returns a program and whether it had to be compiled.
+      make: makes a program, or takes it from the cache; returns it, and whether it had to be compiled.
     """
     rest = iter(wanted)
     for first in rest:

@@ -38,7 +38,8 @@ class Carry:
     """
 
     def __init__(self, signature: Signature, initial: InitialState, device: jax.Device | None = None) -> None:
-        """
+        """Makes a carry that has no arrays yet: the first run makes them.
+
         Args:
           signature: says how many slots an instance has, and the shape of the state in each.
           initial: the state with which a sequence begins.
@@ -55,10 +56,11 @@ class Carry:
     def run(self, step: Step, inputs: dict[str, Any], rows: int, requests: Sequence[Request]) -> dict[str, Any]:
         """Launches a batch on the device. Returns its outputs, which may not be computed yet.
 
-        If waiting for the outputs fails, the caller calls ``failed``.
+        The caller must call ``failed`` if waiting for the outputs fails.
 
         Args:
-          step: the program with its parameters: (inputs, INT32[2, rows] for the slots and starts, carry) -> (outputs, carry).
+          step: the program with its parameters: (inputs, INT32[2, rows], carry) -> (outputs, carry). The second argument says for
+            each row its slot, and whether its sequence starts.
           rows: the batch size.
           requests: one for each of the first rows; none for a test run.
         Raises StateLost: the run failed and the state of all sequences is lost. After any other error all state is as before.
@@ -67,9 +69,12 @@ class Carry:
         return self.run_rows(step, inputs, rows_argument(self._signature, rows, used))
 
     def run_rows(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
-        """Launches a batch whose slots are given. Returns its outputs, which may not be computed yet, and raises as ``run`` does.
+        """Launches a batch whose slots are given. Returns its outputs, which may not be computed yet.
 
-        ``argument``: INT32[2, rows], the slot of each row, and 1 where its sequence begins (``state_program.rows_argument``).
+        Args:
+          step: the program with its parameters: (inputs, ``argument``, carry) -> (outputs, carry).
+          argument: INT32[2, rows], the slot of each row, and 1 where its sequence begins (``state_program.rows_argument``).
+        Raises StateLost: the run failed and the state of all sequences is lost. After any other error all state is as before.
         """
         with precision(self._signature):
             carry = self._open()
@@ -84,7 +89,7 @@ class Carry:
         return made
 
     def failed(self) -> StateLost:
-        """Drops the state of all sequences after a run has failed; the next run makes a new carry. Returns the error to raise."""
+        """Drops the state of all sequences after a run has failed; the next run makes new state. Returns the error to raise."""
         self._arrays = None
         self.losses += 1
         return StateLost()

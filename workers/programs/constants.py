@@ -20,7 +20,7 @@ def constant_byte_size(traced: jax.stages.Traced) -> int:
 
 
 def warn_of_constants(model: str, byte_size: int, programs: int) -> None:
-    """Logs a warning if a model's constants are large: what they cost, and that they should be parameters.
+    """Logs a warning if constant arrays in a model's programs are large: what they cost, and that they should be parameters.
 
     Args:
       byte_size: of the constants in one program.

@@ -119,7 +119,7 @@ class Executable(ABC):
 
     @functools.cached_property
     def memory_needed(self) -> int | None:
-        """The bytes that a run takes besides the parameters (``run_errors.memory_needed``); None: not known."""
+        """The bytes of a run's outputs and temporary memory together, without parameters and inputs; None: not known."""
         return memory_needed(self.program)
 
     # -------------------------------------------------------------------------------- gathered by whoever likes, in the host
@@ -188,8 +188,8 @@ class Executable(ABC):
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
         """Copies the inputs of a batch side by side. Returns them as arguments for ``compute``, and how many bytes were copied.
 
-        A single request's inputs may be used where they lie. Raises, on a GPU, Unavailable: it has no memory left; DeviceLost:
-        it has failed.
+        A single request's inputs may be used where they lie. Raises, on a GPU, Unavailable: it has no memory left for
+        the inputs; DeviceLost: it has failed.
         """
 
     def compute(
@@ -213,9 +213,9 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
     ) -> RunOutputs:
-        """Runs the program on a processor or a GPU, with the arguments and result of ``compute``, which only calls it.
+        """Does the work of ``compute`` on a processor or a GPU, with the same arguments and result.
 
-        JAX's 64-bit mode is already as the model needs it.
+        The caller must have set JAX's 64-bit mode as the model needs it.
         """
 
     @abstractmethod
@@ -253,7 +253,7 @@ class Executable(ABC):
     def settle(self, places: Places) -> None:
         """Makes sure that no later run writes to the memory that ``offer`` has noted in ``places``.
 
-        Called once the answer was sent or given up, and no code here uses the outputs any more.
+        The caller must have sent the answer or given it up, and must not use the outputs any more.
         """
 
     @abstractmethod
@@ -265,8 +265,8 @@ class Executable(ABC):
         None: that is not possible for these requests.
 
         Args:
-          execution: a run of a request that used the prepared request.
-          preparation: the prepared request.
+          execution: a run that has ended, of one request that used the prepared request.
+          preparation: the prepared request, with the results of validating it.
           regions: the regions that the prepared request names, by name.
         """
 

@@ -119,7 +119,7 @@ class ExecutableCache:
         Of several workers that share the directory only one makes a program; the others wait for it and then find it.
 
         Args:
-          usual: where the program runs, unless it was stored for the single-thread device.
+          usual: where the program runs, unless it was stored for the single-thread device (a CPU device for small programs).
           small: opens the single-thread device; None: no program runs there.
           what: names the program in the log.
           make: compiles the program.
@@ -177,7 +177,7 @@ class ExecutableCache:
         Returns None if there is none, or if it runs on the single-thread device and ``small`` cannot open that device.
 
         Args:
-          usual: where the program runs, unless it was stored for the single-thread device.
+          usual: where the program runs, unless it was stored for the single-thread device (a CPU device for small programs).
           small: opens the single-thread device; None: no program runs there.
         """
         found = self._found(key, usual, small)
@@ -214,7 +214,7 @@ class ExecutableCache:
         """Stores an executable in the cache. Returns it with its size there, or unchanged if that failed, which is logged.
 
         Args:
-          known: XLA executables that other processes have compiled, each with its bytes.
+          known: XLA executables that other processes have compiled, each with its bytes: these cannot be serialised again here.
           what: names the program in the log.
         """
         if self._directory is None:

@@ -48,7 +48,10 @@ Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 class Executables:
-    """Holds the executables of one model version: makes one for each bucket at load, adds others later, and evicts the latter."""
+    """Holds the executables of one model version: one for each bucket, made at load, and a few for other shapes, made later.
+
+    When there are too many of the latter, the least recently used one is evicted.
+    """
 
     def __init__(
         self,
@@ -161,8 +164,10 @@ class Executables:
     ) -> tuple[CompiledProgram, bool]:
         """Returns a program from the cache, or made by ``make``, and whether it was made.
 
-        ``parts``: what distinguishes the program from the other programs of this version, in the cache's key. ``what``: names
-        the program in the log. Raises Cancelled: the load was given up; or whatever ``make`` raises.
+        Args:
+          parts: what distinguishes the program from the other programs of this version, in the cache's key.
+          what: names the program in the log.
+        Raises Cancelled: the loading of the version was given up; or whatever ``make`` raises.
         """
         key = self._cache.key((*self._identity, *parts, f"{self._small} {self._usual.several}"))
         what = f"model '{self._signature.model}', {what}"
@@ -174,7 +179,9 @@ class Executables:
         """Returns the function by which ``GroupedCalls`` gets its programs: from the cache, or else compiled and stored there.
 
         The function takes the shapes of a request's inputs, the number of requests in a call (None: any number), and a function
-        that compiles the program for that number. It raises Cancelled: the load was given up; or whatever compiling raises.
+        that compiles the program for that number. It raises Cancelled: the loading of the version was given up; or whatever
+        compiling
+        raises.
         """
 
         def make(
@@ -190,6 +197,8 @@ class Executables:
         """Chooses one device for all programs, because they share sequence state or a stack of parameter sets.
 
         It is the single-thread device if the program of the largest bucket is small and can run there, otherwise the worker's.
+
+        ``planned``: the shapes of the programs for all buckets, the largest last.
         """
         small, self._small = self._small, None
         if small is None or not planned or not small.suits(self._lowering.lower(*planned[-1], self._usual)):
@@ -203,7 +212,7 @@ class Executables:
                 self._usual = placement
 
     def _open(self, stack: SetStack) -> None:
-        """Makes the arrays of a stack of parameter sets on the programs' device, and compiles what writes a set into them.
+        """Makes the arrays of a stack of parameter sets on the programs' device, and compiles the program that fills them.
 
         Raises Internal: the device has no memory for the arrays.
         """
@@ -248,7 +257,7 @@ class Executables:
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:
-        """Compiles an executable for a shape without a bucket and returns it; ``add`` then makes it known to ``find``.
+        """Compiles an executable for a shape without a bucket and returns it; ``find`` returns it only once ``add`` has added it.
 
         Raises Internal: the model's outputs are not as declared; or whatever tracing raises.
         """

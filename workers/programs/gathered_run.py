@@ -16,7 +16,10 @@ from tensord.workers.tensors.signature import Signature
 
 
 class GatheredRun:
-    """Runs one program with state again and again, on inputs that are already in its memory; used only by its carry's thread."""
+    """Runs one program of a model with sequence state, a batch with each call, on inputs that were put into the program's memory.
+
+    Used only by the thread that runs the instance's batches, which also uses its carry (the state of its sequences).
+    """
 
     def __init__(self, executable: Executable, carry: Carry, signature: Signature) -> None:
         self._executable = executable
@@ -28,7 +31,7 @@ class GatheredRun:
         self._used = 0
 
     def __call__(self, slots: Sequence[int], starts: Sequence[bool]) -> list[Content]:
-        """Runs the batch that was gathered in the executable's memory. Returns the contents of the outputs in host memory.
+        """Runs the batch whose inputs lie in the executable's ``memory``. Returns the contents of the outputs in host memory.
 
         Args:
           slots: the slot of the sequence of each of the first rows; no request fills the other rows.

@@ -80,7 +80,7 @@ class GroupedCalls:
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether the caller should have programs made for grouped calls of an executable's shape.
+        """Returns whether the caller should have programs made for grouped calls (of several requests) of an executable's shape.
 
         Returns True only once for each shape, and only if its program has little work and small inputs.
         """
@@ -102,11 +102,12 @@ class GroupedCalls:
         make: Make = lambda _, number, compile_it: compile_it(number),
         lengths: Sequence[int] = LENGTHS,
     ) -> list[GroupedProgram]:
-        """Makes the programs for grouped calls of an executable's shape, and returns them; for any thread.
+        """Makes the programs for grouped calls (of several requests) of an executable's shape, and returns them; for any thread.
 
         Returns an empty list if a grouped call might compute other results than single runs, or there is no memory for it.
 
         Args:
+          single: the executable for one request.
           make: makes a program or takes it from the cache, as for ``prepare``; by default compiles it.
           lengths: the numbers of requests in a call for which a program is made.
         Raises whatever tracing the model raises.

@@ -96,9 +96,10 @@ class GroupedMemory:
         return self._inputs.arrays[_COUNT]
 
     def send(self, count: int) -> dict[str, Any]:
-        """Returns this memory as the program's arguments, with ``count``; a GPU gets it in one transfer first.
+        """Returns as the program's arguments the inputs in this memory and ``count``; a GPU gets them in one transfer first.
 
-        The program computes the first ``count`` requests; what later rows hold does not matter.
+        ``count``: the program computes the first ``count`` requests; what later rows hold does not matter.
+
         Raises Unavailable: the GPU has no memory left; DeviceLost: the GPU has failed.
         """
         self._count[...] = count
@@ -144,7 +145,7 @@ class GroupedProgram:
 
     @property
     def memory_needed(self) -> int | None:
-        """The bytes that a run takes besides its parameters (``run_errors.memory_needed``); None: not known."""
+        """The bytes of a run's outputs and temporary memory together, without parameters and inputs; None: not known."""
         return memory_needed(self._program.call)
 
     #: Rows of earlier requests behind the present ones are not read.
@@ -154,7 +155,7 @@ class GroupedProgram:
     def share(self) -> float:
         """The estimated work of a call as a fraction of an iteration of the worker's loop.
 
-        It is a fixed upper bound, because XLA does not count the loop in the program, so ``weight.share_of`` would not know it.
+        It is a fixed bound for each request, because XLA does not count the rounds of the program's loop over the requests.
         """
         return self.rows / 64
 
@@ -231,7 +232,10 @@ class GroupedProgramMaker:
     """Compiles the programs for grouped calls of requests with one shape; any thread may use it."""
 
     def __init__(self, single: Executable, signature: Signature, apply: Apply) -> None:
-        """``single``: the executable for one request. Its placement is used, because another device might round differently."""
+        """``single``: the executable for one request.
+
+        The programs get its placement (its device, and the parameters there), because another device might round differently.
+        """
         self._single = single
         self._signature = signature
         self._apply = apply
@@ -244,9 +248,9 @@ class GroupedProgramMaker:
         self._inputs = Packing(given)
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns number of requests in a call -> the number to pass to ``compile``: the same on a GPU, None on a processor.
+        """Returns, for each number of requests in a call (``lengths``), the number with which ``compile`` must be called.
 
-        None: one program serves all numbers.
+        On a GPU that is the same number. On a processor it is None: one program serves all numbers.
         """
         return {length: length if self._one_for_each else None for length in lengths}
 
@@ -335,7 +339,7 @@ class GroupedProgramMaker:
 def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Applies the model to tensors so that XLA does not fuse its operations with other operations of the program.
 
-    ``alone``: the jitted function of the model: (parameters, tensors) -> outputs.
+    Returns the model's outputs by name. ``alone``: the jitted function of the model: (parameters, tensors) -> outputs.
     """
     if jax.default_backend() == "cpu":
         with set_xla_metadata(inlineable="false"):

@@ -35,7 +35,7 @@ class JaxCache:
 
     @contextlib.contextmanager
     def passed_over(self) -> Iterator[None]:
-        """Bypasses the cache for programs that the calling thread compiles in the ``with`` block."""
+        """Bypasses this cache during the ``with`` block: what the calling thread compiles is neither looked up nor stored."""
         self._thread.passed_over = True
         try:
             yield

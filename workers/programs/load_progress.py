@@ -25,7 +25,10 @@ def nobody(number: int, total: int, compiled: int) -> None:
 
 
 class LoadProgress:
-    """Reports the progress of one model's load, and sums up what its programs take; used by the loading thread only."""
+    """Reports the progress of one model's load, and sums up number, bytes and time of its programs.
+
+    Used by the loading thread only.
+    """
 
     def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
         """

@@ -66,7 +66,7 @@ class Lowering:
             raise LookupError(f"apply failed with {error!r}; the inputs of the model are: {names}") from error
 
     def _jitted(self) -> Any:
-        """Returns a new jitted function for one program. Not reused, because JAX keeps megabytes while it lives (measured)."""
+        """Returns a new jitted function for one program. Not reused, because JAX holds megabytes while it lives (measured)."""
 
         @functools.wraps(self._apply)
         def apply(*arguments: Any) -> Any:

@@ -27,7 +27,7 @@ _LINE = 64
 def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
     """Wraps a model's function so that it also returns ``PACKED``: one array with the bytes of all its declared outputs.
 
-    It does so only if there are several outputs, and they are small in sum. The outputs themselves are returned unchanged.
+    There is no such array if the model has one output, or large ones. The outputs themselves are returned unchanged.
     """
 
     @functools.wraps(apply, updated=())

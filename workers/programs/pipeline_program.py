@@ -63,6 +63,7 @@ class PipelineProgram:
         """
         Args:
           signature: inputs and outputs of the pipeline, as if it were one model.
+          links: the programs in the order in which they run, with their inputs and outputs.
           outputs: names of the pipeline's tensors that are its outputs.
           rows: the batch size of the bucket.
           wide: whether any of the programs has 64-bit elements.
@@ -137,7 +138,7 @@ class PipelineProgram:
     def run(self) -> list[Content]:
         """Runs the pipeline on the inputs that lie in ``memory``. Returns the outputs in host memory.
 
-        Afterwards ``memory`` may be written again.
+        Raises what a program raises. Afterwards ``memory`` may be written again.
         """
         return self.contents_of(self.compute(self._sent()))
 

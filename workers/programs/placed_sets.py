@@ -64,7 +64,7 @@ def placed_sets(
     fixed = [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
 
     def lay(host: Sequence[Array | None]) -> Any:
-        """Returns a tree of parameters from host arrays; None in ``host``: the model's leaf, which cannot be pushed.
+        """Returns a tree of parameters from host arrays. None in ``host``: the model's own leaf is used, which cannot be pushed.
 
         Copies arrays that are not aligned or have another datatype, because XLA's own copy takes three times as long.
         """
@@ -101,7 +101,10 @@ def placed_sets(
             return jax.tree.unflatten(structure, jax.block_until_ready(placed))
 
     def lying(host: Sequence[Array | None]) -> int:
-        """Returns the bytes of the arrays that XLA uses without a copy: on a processor, if aligned and of the right datatype."""
+        """Returns the bytes of the arrays that XLA uses without a copy; 0 if the device is no processor.
+
+        Those are the arrays that are aligned and have the right datatype.
+        """
         if not on_processor:
             return 0
         pairs = zip(host, described, strict=True)
@@ -153,7 +156,7 @@ def _lies(array: Array, dtype: Any) -> bool:
 
 
 def _aligned(array: Array, dtype: Any) -> Array:
-    """Returns an array that XLA uses without a copy: the given array, or an aligned copy of it."""
+    """Returns an array of this dtype that XLA uses without a copy: the given array, or an aligned copy of it."""
     if _lies(array, dtype) and array.flags.c_contiguous:
         return array
     made = aligned(array.shape, np.dtype(dtype))

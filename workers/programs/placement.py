@@ -36,12 +36,12 @@ class Placement(NamedTuple):
 
     @property
     def at(self) -> int:
-        """The number of this placement's device for ``ParameterSet.on``: 1 for the single-thread device, otherwise 0."""
+        """The number of this placement's device, as ``ParameterSet.on`` takes it: 1: the single-thread device; 0: any other."""
         return int(self.is_single_thread)
 
     @property
     def parameters(self) -> Any:
-        """The arrays of the main parameter set, which requests get that name no set."""
+        """The arrays, on this placement's device, of the main parameter set: the one that requests use that name no set."""
         return self.sets.main.on(self.at)
 
     @property

@@ -34,7 +34,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_needed(program: Any) -> int | None:
-    """Returns the bytes of a ``jax.stages.Compiled``'s outputs and temporary memory together; None: not known."""
+    """Returns the bytes of a program's outputs and temporary memory together; None: not known.
+
+    ``program``: a ``jax.stages.Compiled``.
+    """
     try:
         found: Any = program.memory_analysis()
         return int(found.temp_size_in_bytes + found.output_size_in_bytes)
@@ -60,7 +63,9 @@ def out_of_memory(error: BaseException, requests: Sequence[Request], program: in
 def compile_error(error: Exception, requests: Sequence[Request], version: int) -> ServingError:
     """Makes the error for requests whose program could not be compiled: Unavailable if memory ran out, otherwise Internal.
 
-    A ServingError is returned as it is. The cause of an Internal error is logged.
+    If ``error`` is a ServingError it is returned as it is. The cause of an Internal error is logged.
+
+    ``version``: number of the model version, for the log.
     """
     if isinstance(error, ServingError):
         return error

@@ -32,8 +32,8 @@ def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, boo
     """Returns the argument that tells a program the slot of each row, and whether its sequence begins: INT32[2, rows].
 
     Args:
-      rows: of the batch.
-      used: (slot, start) of the first rows; no request fills the others.
+      rows: how many rows the batch has.
+      used: for each of the first rows its slot, and whether its sequence begins; no request fills the other rows.
     """
     nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
     return np.array(
@@ -42,7 +42,7 @@ def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, boo
 
 
 def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shape and dtype of each array of the carry, by the state's name."""
+    """Returns the shape and dtype of each array of the carry (the state of all sequences of an instance), by the state's name."""
     return {spec.name: jax.ShapeDtypeStruct((signature.slots + 1, *spec.dims), spec.dtype) for spec in signature.states}
 
 

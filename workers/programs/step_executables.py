@@ -37,7 +37,7 @@ DeviceCall = Callable[..., Any]
 
 
 class _Wanted(NamedTuple):
-    """Identifies one program of a stepped model: its function (``name``), and the slots or input shapes it is compiled for."""
+    """Identifies a program of a stepped model (one whose requests share each step): its function, and slots or input shapes."""
 
     name: str
     #: Number of slots that a step is for.
@@ -72,10 +72,10 @@ class StepExecutables:
     ) -> None:
         """
         Args:
-          buckets: the input shapes that ``insert`` is compiled for.
+          buckets: the input shapes that the model's function ``insert`` is compiled for.
           programs: the functions to compile.
-          slots: how many requests the carry has room for.
-          step_slots: numbers of slots that ``step`` is compiled for, ascending; the last is ``slots``.
+          slots: how many requests the carry (the state of all requests on the device) has room for.
+          step_slots: numbers of slots that the function ``step`` is compiled for, ascending; the last is ``slots``.
           insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
           source: the model's source code, part of the cache's keys.
           device: the object for the device that belongs to the running thread.
@@ -115,7 +115,7 @@ class StepExecutables:
         return self._place.device
 
     def check_size(self, limit: int) -> None:
-        """Checks the size of the carry, by tracing ``init``.
+        """Checks the size of the carry (the state of all requests on the device), by tracing the model's function ``init``.
 
         Raises InvalidArgument: the carry would have more than ``limit`` bytes; or whatever ``init`` raises.
         """
@@ -129,7 +129,7 @@ class StepExecutables:
             )
 
     def warm(self, progress: LoadProgress) -> None:
-        """Makes all programs and runs each of them once. Raises Internal: a function does not return what is declared."""
+        """Makes all programs and runs each once. Raises Internal: a function of the model does not return what is declared."""
         step = self._lower(_Wanted("step", self._slots), self._place)
         if self._small is not None and self._small.suits(step) and (placement := self._small.open()) is not None:
             try:
@@ -183,7 +183,7 @@ class StepExecutables:
             self.inserts[what.shapes] = call
 
     def _lower(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
-        """Lowers one program; only one thread at a time traces the model's functions. Raises whatever tracing raises."""
+        """Lowers one program for a placement; only one thread at a time traces the model. Raises whatever tracing raises."""
         with self._tracing:
             return self._traced(what, place)
 
@@ -207,9 +207,10 @@ class StepExecutables:
         return lowered
 
     def zeros(self, shapes: Shapes) -> tuple[dict[str, Array], Array]:
-        """Returns the arguments for a test run of ``insert`` that changes no slot: the inputs by name, and the slots.
+        """Returns the arguments for a test run of the model's ``insert`` that changes no slot: the inputs by name, and the slots.
 
-        Inputs and sizes of named axes are zeros; the slots are a number behind the last slot.
+        Inputs and sizes of named axes are zeros; the slots are a number behind the last slot. ``shapes``: of one request's
+        inputs.
         """
         lead = (self._insert_rows,) if self._insert_rows else ()
         arrays: dict[str, Array] = {}

@@ -30,7 +30,10 @@ INSERT_CARRY, STEP_CARRY = 3, 2
 
 
 class StepFunctions(NamedTuple):
-    """The functions that ``create`` of a stepped model returns: to make its state, to insert requests, to run a step."""
+    """The functions that ``create`` of a stepped model (one whose requests share each step on the device) returns.
+
+    ``init`` makes the state, ``insert`` adds requests to it, ``step`` computes a step of all requests.
+    """
 
     init: Callable[..., Any]
     insert: Callable[..., Any]
@@ -38,7 +41,7 @@ class StepFunctions(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The place of an output in a row: bytes ``start`` to ``stop``, without ``stop``."""
+    """The place of an output in a row of results: bytes ``start`` to ``stop``, without ``stop``."""
 
     spec: TensorSpec
     start: int
@@ -46,7 +49,11 @@ class _Part(NamedTuple):
 
 
 class Rows:
-    """The layout of a row of results: the bytes of all outputs side by side, and then one byte of flags."""
+    """The layout of a row of results, which a step or an insertion makes for one request of a stepped model.
+
+    A row is the bytes of all outputs side by side, and then one byte of flags: whether they are sent, and whether the request
+    ends.
+    """
 
     def __init__(self, signature: Signature) -> None:
         self._parts: list[_Part] = []
@@ -62,7 +69,12 @@ class Rows:
         self.byte_size = at + 1
 
     def pack(self, outputs: dict[str, Any], emits: Any, finished: Any) -> Any:
-        """Packs outputs and flags, whose first axis is rows, as UINT8[rows, size]. Called while JAX traces a program."""
+        """Packs outputs and flags as rows of results: UINT8[rows, size]. Called while JAX traces a program.
+
+        Args:
+          outputs: by name; their first axis is rows.
+          emits, finished: BOOL[rows], whether a row's outputs are sent to the client, and whether its request ends.
+        """
         says = (emits * jnp.uint8(EMITS) | finished * jnp.uint8(FINISHED)).astype(jnp.uint8)
         return jnp.concatenate([*(_bytes(outputs[part.spec.name]) for part in self._parts), says[:, None]], axis=1)
 
@@ -78,15 +90,15 @@ def _bytes(array: Any) -> Any:
 
 
 class StepPrograms:
-    """The functions that are compiled for a stepped model: they call the author's functions and check what these return."""
+    """The functions that are compiled for a stepped model: they call the model author's functions and check the results."""
 
     def __init__(
         self, functions: StepFunctions, signature: Signature, slots: int, rows: Rows, insert_rows: int
     ) -> None:
         """
         Args:
-          functions: the author's.
-          slots: how many requests the carry has room for.
+          functions: those that the model's author wrote.
+          slots: how many requests the carry (the state of all requests on the device) has room for.
           rows: the layout of a row of results.
           insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
         """
@@ -97,7 +109,7 @@ class StepPrograms:
         self._insert_rows = insert_rows
 
     def init(self, parameters: Any) -> Any:
-        """Calls the author's ``init`` and returns the carry: the state that it has made, and for each slot whether it is in use.
+        """Calls the model author's ``init``. Returns the carry: the state that it makes, and for each slot whether it is in use.
 
         Raises Internal: an array of the state does not have one row for each slot.
         """
@@ -112,9 +124,9 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Calls the author's ``insert`` for new requests. Returns a row of results (``Rows``) for each of them, and the carry.
+        """Calls the model author's ``insert`` for new requests. Returns a row of results (``Rows``) for each, and the carry.
 
-        ``slots``: where each request is inserted. ``carry``: the state of all slots, as ``init`` returns it.
+        ``slots``: the slot into which each request is inserted. ``carry``: the state of all slots, as ``init`` returns it.
 
         Raises Internal: the function did not return what is declared.
         """
@@ -136,7 +148,7 @@ class StepPrograms:
         return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Calls the author's ``step`` for the first slots. Returns a row of results (``Rows``) for each of these, and the carry.
+        """Calls the model author's ``step`` for the first slots. Returns a row of results (``Rows``) for each, and the carry.
 
         Args:
           unmasked: BOOL, one for each slot of the step: whether the slot's request takes part.
@@ -171,9 +183,12 @@ class StepPrograms:
         return Internal(f"model '{self._signature.model}': {which} returned {what}, {expected} expected")
 
     def _check_carry(self, which: str, given: Any, made: Any) -> None:
-        """Checks a returned carry. Raises Internal: its structure, shapes or datatypes differ from the carry that was passed.
+        """Checks the state that a function of the model's author has returned.
 
-        ``which``: names the author's function in the error.
+        Args:
+          which: names the function in the error.
+          given, made: the state that was passed to the function, and the state that it has returned.
+        Raises Internal: their structures, shapes or datatypes differ.
         """
         what = f"model '{self._signature.model}': {which} returned"
         before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
@@ -188,7 +203,7 @@ class StepPrograms:
                 raise Internal(f"{what} {_named(path)} as {_kind(new_leaf)}, init made it as {_kind(old)}")
 
     def _checked(self, which: str, outputs: Any, lead: tuple[int, ...]) -> dict[str, Any]:
-        """Returns the outputs as arrays. Raises Internal: their names, shapes or datatypes are not the declared ones.
+        """Returns a function's outputs as arrays. Raises Internal: their names, shapes or datatypes are not the declared ones.
 
         ``which``: names the author's function in the error. ``lead``: the dimensions before the declared ones.
         """
@@ -209,7 +224,7 @@ class StepPrograms:
         return made
 
     def _flags(self, which: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns flags as an array. Raises Internal: they are not BOOL with one element for each row.
+        """Returns a function's flags as an array. Raises Internal: they are not BOOL with one element for each row.
 
         ``which``, ``name``: name the author's function and the flags in the error. ``lead``: the expected shape.
         """
