@@ -113,11 +113,11 @@ class HostExecutable(Executable):
         return outputs
 
     def computed(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program, and learns how XLA allocates its outputs if that is not known.
+        """Runs the program. Returns its outputs by name, which may not be computed yet.
 
-        Returns outputs that may still be computed.
+        Learns from the run how XLA allocates the outputs, if that is not known.
 
-        ``addresses``: output name -> address of the memory that XLA should write the output to.
+        ``addresses``: output name -> address of the memory that XLA should write the output to; not heeded by a run that learns.
         """
         learned = self.memory_of_outputs
         if learned is None and self.placement.several is None and output_memory.attached():
@@ -129,7 +129,7 @@ class HostExecutable(Executable):
         return self.call(parameters, arguments)
 
     def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
-        """Waits until all outputs are computed and returns them. Only afterwards may the inputs' memory be changed."""
+        """Waits until all outputs are computed and returns them. Only then may the memory of the run's inputs be changed."""
         arrays = {name: np.asarray(made[name]) for name in self._signature.outputs}
         return RunOutputs(arrays, [*arrays.values()])
 
@@ -138,7 +138,8 @@ class HostExecutable(Executable):
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
         """Returns output name -> bytes if the program can write an output straight to its place and one is large enough for that.
 
-        None: the outputs are copied to their places. ``whole``: whether a single request gets the program's outputs as they are.
+        None: the outputs are copied to their places. ``whole``: whether there is a single request, which gets all rows of the
+        program's outputs.
         """
         if self.memory_of_outputs is None or not whole:
             return None
@@ -173,8 +174,9 @@ class HostExecutable(Executable):
     def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
         """Returns the names of the outputs that XLA has written to the addresses that it should write them to.
 
-        ``addresses``: output name -> address. If an output lies elsewhere, the next run learns again how XLA allocates the
-        outputs.
+        Args:
+          outputs: the outputs of the run.
+          addresses: output name -> address. If an output lies elsewhere, the next run learns again how XLA allocates the outputs.
         """
         found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
         if len(found) < len(addresses):
@@ -182,9 +184,10 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """After the answer, gives up the memory that XLA was to write outputs to, so that it can be used for something else.
+        """Gives up the memory in ``places`` that XLA was to write outputs to, so that it can be used for something else.
 
-        If an array still lies there, that memory is never unmapped, and the outputs of later runs are copied.
+        Called after the answer. If an array still lies there, that memory is never unmapped, and the outputs of later runs are
+        copied to their places.
         """
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
@@ -193,7 +196,8 @@ class HostExecutable(Executable):
     def give_up(self, address: int, memory: memoryview) -> None:
         """Checks that no array lies any more in memory that XLA was to write an output to.
 
-        If one does, the memory is never unmapped, and outputs of later runs are copied. ``address``: of ``memory``.
+        If one does, the memory is never unmapped, and outputs of later runs are copied to their places. ``address``: of
+        ``memory``.
         """
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()

@@ -138,7 +138,7 @@ class OutputMemory:
     def offerable(self) -> frozenset[str]:
         """The names of the outputs that XLA can be made to write to given memory.
 
-        An output is missing if XLA did not allocate it separately.
+        An output is missing if XLA did not allocate it separately, or if there are too many outputs.
         """
         return frozenset(self._skips)
 
@@ -147,9 +147,11 @@ class OutputMemory:
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program and has XLA write outputs to given memory (output name -> address). Returns what ``call`` returns.
+        """Runs the program with ``call``, and has XLA write outputs to given memory. Returns what ``call`` returns.
 
-        XLA may write an output elsewhere nevertheless; the caller compares the addresses.
+        ``addresses``: output name -> address of that memory. XLA may write an output elsewhere nevertheless; the caller must
+        compare
+        the addresses.
         """
         try:
             for name, address in addresses.items():

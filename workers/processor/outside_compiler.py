@@ -84,7 +84,7 @@ class OutsideCompiler:
         devices: Any,
         options: Any,
     ) -> Any:
-        """Has a compile process compile one module. Returns the loaded executable, or None: compile it in this process.
+        """Has a compile process compile one module. Returns the loaded executable; None: the caller must compile it itself.
 
         Args:
           made: gets the executable and its bytes.
@@ -131,7 +131,10 @@ class OutsideCompiler:
 def outside_compiler(processes: int | Literal["auto"], long_seconds: float = 0.0) -> OutsideCompiler | None:
     """Makes a compiler that uses ``processes`` compile processes; "auto": one for every two cores, at most four.
 
-    Returns None for 0 processes: the worker compiles its programs itself. ``long_seconds``: passed to ``Compilers``.
+    Returns None for 0 processes: the worker compiles its programs itself.
+
+    ``long_seconds``: a program that has been compiled for so long does not count any more, and another one may begin; 0: all
+    count.
     """
     # XLA compiles with more than one thread itself.
     count = min(_MOST, max(1, len(os.sched_getaffinity(0)) // 2)) if processes == "auto" else processes
@@ -140,10 +143,10 @@ def outside_compiler(processes: int | Literal["auto"], long_seconds: float = 0.0
 
 @functools.cache
 def _hook() -> threading.local | None:
-    """Replaces JAX's compile function, once in a process, by one that first calls a function of the calling thread.
+    """Replaces JAX's compile function, once in a process, by one that first calls a function that the calling thread has set.
 
-    Returns thread-local storage: a thread sets that function as its attribute ``compile``. None: this JAX lacks the interfaces
-    for it.
+    Returns thread-local storage: a thread sets its function there as the attribute ``compile``. None: this JAX lacks the
+    interfaces for it.
     """
     try:
         compiler = COMPILER.find()

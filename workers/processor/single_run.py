@@ -40,9 +40,15 @@ _LEASED = -1
 
 
 def plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Returns the plan by which a prepared request, alone in its run, was answered, and content index -> output name.
+    """Returns the plan by which a prepared request, alone in its run, was answered, and the output names to which it refers.
 
-    A prepared request is the constant part of many requests. None: there can be no plan, and repeats are run as batches.
+    A prepared request is the constant part of many requests. The names: ``PlannedOutput.content`` -> output name.
+
+    None: there can be no plan, and repeats are run as batches.
+
+    Args:
+      execution: a run that has ended, of one request that used the prepared request.
+      preparation: the prepared request, with the plans of its answers.
     """
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
@@ -90,7 +96,7 @@ class SingleRun:
           inputs: the inputs that the prepared request describes.
           sizes: how many bytes each input has.
           plan: how the requests are answered.
-          names: content index in the plan -> output name.
+          names: ``PlannedOutput.content`` in the plan -> output name.
           rows: of each request.
           regions: the regions that the prepared request names, by name.
         """
@@ -140,14 +146,14 @@ class SingleRun:
         return not [array for array in self._fixed.values() if array.ctypes.data % ALIGNMENT]
 
     def __call__(self, places: Sequence[Place], chosen: ParameterSet | None = None) -> Outcome | None:
-        """Runs one request and returns where its outputs are.
+        """Runs one request. Returns segment (-1: no lease), offset and generation of its lease, and outputs that are not in it.
 
-        None: the request must be run as a batch instead; no lease is held then.
+        The latter go into the answer's record; outputs in regions are written there already. None: the request must be run as a
+        batch instead; no lease is held then.
 
         Args:
-          places: for each input that is not in a region its place in the arena, or its bytes.
+          places: for each input that is not in a region: its segment and offset in the submitter's arena, or its bytes.
           chosen: the parameter set; None: the main set.
-
         Raises InvalidArgument: a place is outside the arena; LookupError: XLA can no longer be made to write the outputs to their
         places; or whatever the program raises.
         """
@@ -176,7 +182,9 @@ class SingleRun:
     def _run_placed(self, arguments: dict[str, Array], chosen: ParameterSet | None) -> Outcome | None:
         """Runs the program and has XLA write its large outputs straight to their places, in a lease or in regions.
 
-        Returns where all outputs are; None: the request must be run as a batch instead.
+        Returns what ``__call__`` returns: the lease's segment (-1: no lease), offset and generation, and the other outputs. None:
+        the
+        request must be run as a batch instead.
 
         Raises LookupError: XLA can no longer be made to write outputs to their places.
         """
@@ -204,7 +212,7 @@ class SingleRun:
     def _run_into(
         self, arguments: dict[str, Array], chosen: ParameterSet | None, memories: Mapping[str, memoryview]
     ) -> list[Array] | None:
-        """Runs the program and has it write outputs to given memory. Returns the other outputs.
+        """Runs the program and has XLA write outputs to given memory. Returns the outputs that go into the answer's record.
 
         Returns None if an output was not written to its memory.
 
@@ -225,5 +233,5 @@ class SingleRun:
 
 
 def _waited_for(made: Mapping[str, Any]) -> dict[str, Array]:
-    """Waits until all outputs of a run are computed and returns them. Only afterwards may the inputs' memory be changed."""
+    """Waits until all outputs of a run are computed and returns them. Only afterwards may the memory of its inputs be changed."""
     return {name: np.asarray(array) for name, array in made.items()}

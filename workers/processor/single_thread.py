@@ -57,7 +57,7 @@ class SingleThreadDevice:
 
 @functools.cache
 def _opened() -> jax.Device:
-    """Opens the device, only once in a process even for several workers, because its threads end only with the process."""
+    """Opens the device with one thread, once in a process even for several workers: its threads end only with the process."""
     known = os.environ.get(THREADS_VARIABLE)
     os.environ[THREADS_VARIABLE] = "1"
     try:
