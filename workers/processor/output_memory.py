@@ -150,8 +150,7 @@ class OutputMemory:
         """Runs the program with ``call``, and has XLA write outputs to given memory. Returns what ``call`` returns.
 
         ``addresses``: output name -> address of that memory. XLA may write an output elsewhere nevertheless; the caller must
-        compare
-        the addresses.
+        compare the addresses.
         """
         try:
             for name, address in addresses.items():

@@ -60,11 +60,11 @@ class SmallPrograms:
             return self._placement
 
     def suits(self, lowered: jax.stages.Lowered) -> bool:
-        """Returns whether a lowered program is known to be small; False also if only its compilation would show that."""
+        """Returns whether a lowered program is known to be small (one thread is enough); False also if only compiling tells."""
         return self._is_small(lowered) is True
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
-        """Returns whether a lowered program is small.
+        """Returns whether a lowered program is small: one thread is enough for its work.
 
         None: only its compilation shows that, because its sizes are not known now.
         """
@@ -108,7 +108,7 @@ class SmallPrograms:
         return CompiledProgram(made, placement)
 
     def give_up(self, error: Exception) -> None:
-        """Has all further programs use all threads, because of an error, which it logs.
+        """Has all programs that this version compiles from now on use all threads, because of an error, which it logs.
 
         Programs that use one thread already stay.
         """
@@ -121,11 +121,11 @@ class SmallPrograms:
 
 
 def placed(sets: ParameterSets, device: jax.Device, signature: Signature | None = None) -> Placement:
-    """Returns a placement (device, parameters, options) on a CPU device that uses the parameters of the worker's device in place.
+    """Returns a placement on a CPU device ``device``, whose programs use the parameters in the memory of the worker's device.
 
     ``signature``: of a model, whose precision (JAX's 64-bit mode) is used; None: the default.
 
-    Raises ValueError: a parameter would have to be copied; or what else ``share`` raises.
+    Raises ValueError: a parameter would have to be copied; or what numpy raises for a dtype that it does not know.
     """
 
     def shared(parameters: Any) -> Any:
