@@ -36,7 +36,7 @@ class _Resident(NamedTuple):
 
 
 class DeviceRoom:
-    """Tracks the parameter sets on a device and evicts sets when the memory for them is used up; any thread may use it.
+    """Counts the memory that parameter sets take on a device, and evicts sets when it is used up; any thread may use it.
 
     ``lock`` is held while sets are brought to the device or leave it.
     """
@@ -103,7 +103,7 @@ class DeviceRoom:
     def admit(self, parameters: ParameterSet) -> None:
         """Counts the bytes of a set that is about to be copied to the device, and first evicts other sets if there is no room.
 
-        The caller holds ``lock``. Raises Unavailable: the sets that cannot leave the device take too much memory.
+        The caller must hold ``lock``. Raises Unavailable: the sets that cannot leave the device take too much memory.
         """
         self._forget_gone()
         self.left(parameters)
@@ -143,13 +143,13 @@ class DeviceRoom:
             heapq.heappush(self._order, entry)
 
     def may_keep(self, parameters: ParameterSet) -> bool:
-        """Returns whether a set is small enough to be kept in host memory after a newer version has replaced it."""
+        """Returns whether a set is small enough for ``keep``, which keeps it in host memory once a newer version replaces it."""
         return parameters.byte_size <= self._limit
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps a set that a newer version has replaced, in host memory, for a roll-back.
+        """Keeps a set that a newer version has replaced in host memory, so that it can be put into use again (roll-back).
 
-        The oldest of the sets kept so are forgotten where all together have more bytes than sets may take on the device.
+        The oldest of the replaced sets are forgotten while all of them have more bytes than sets may take on the device.
         """
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
@@ -161,7 +161,10 @@ class DeviceRoom:
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:
-        """Removes a set from the sets on the device: it has left the device or could not be placed. The caller holds ``lock``."""
+        """Removes a set from the sets on the device: it has left the device or could not be placed.
+
+        The caller must hold ``lock``.
+        """
         self._forget(weakref.ref(parameters))
 
     def _forget(self, resident: weakref.ref[ParameterSet]) -> None:

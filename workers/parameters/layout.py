@@ -87,7 +87,7 @@ class LaidLeaf(NamedTuple):
 
     @property
     def byte_size(self) -> int:
-        """The bytes that the leaf needs in memory."""
+        """The bytes that the leaf's elements need in memory."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
@@ -128,7 +128,9 @@ def read(content: memoryview, what: str) -> dict[str, Array]:
 
 
 def _header(content: memoryview, what: str) -> tuple[int, dict[str, _Entry]]:
-    """Reads the header of safetensors' layout. Returns the offset at which the tensors begin, and leaf name -> entry.
+    """Reads the header of parameters in safetensors' layout. Returns where the tensors begin, and leaf name -> entry.
+
+    The former is an offset in ``content``. An entry says dtype, shape, and the bytes of the leaf, counted from that offset.
 
     ``content``: the complete parameters. ``what``: names them in errors.
 
@@ -174,7 +176,7 @@ def _written(fd: int, content: memoryview, at: int) -> int:
 
 
 def padding(head: bytes, byte_size: int) -> int:
-    """Returns how many spaces have to follow the header so that the tensors begin at a multiple of ``ALIGNMENT``.
+    """Returns how many spaces have to follow safetensors' header so that the tensors begin at a multiple of ``ALIGNMENT``.
 
     Returns 0 for content that is not in safetensors' layout, which is reported later.
 
@@ -224,7 +226,10 @@ def is_sealed(fd: int) -> bool:
 
 
 class NewMemory:
-    """New memory that parameters are written to and that is then sealed. Its owner calls ``sealed``, and always ``close``."""
+    """New memory that parameters are written to and that is then sealed: nobody can change it any more.
+
+    Its owner calls ``sealed`` once the parameters are complete, and in any case ``close``.
+    """
 
     def __init__(self, byte_size: int, parts: Sequence[memoryview] = ()) -> None:
         """Allocates memory. Raises Unavailable: the host has no memory left, or the process no file descriptor.
@@ -316,7 +321,7 @@ class NewMemory:
             self._mapping = None
 
     def close(self) -> None:
-        """Frees the memory, unless it was sealed. May be called more than once."""
+        """Frees the memory if ``sealed`` was not called. May be called more than once."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

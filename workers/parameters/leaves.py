@@ -45,7 +45,7 @@ class Leaves:
     def __init__(
         self, model: str, names: Sequence[str], made: Sequence[Any], shared: Callable[[str], bool] = lambda _: False
     ) -> None:
-        """Describes leaves. The caller has set JAX's 64-bit mode as the model needs it.
+        """Describes leaves. The caller must have set JAX's 64-bit mode as the model needs it.
 
         Args:
           model: its name, for errors.
@@ -111,13 +111,16 @@ class Leaves:
         return fitting
 
     def check_known(self, found: Mapping[str, Any], what: str) -> None:
-        """Checks the names of pushed arrays, called ``what`` in errors. Raises InvalidArgument: the model has no such leaf."""
+        """Checks the names of pushed arrays (the keys of ``found``). Raises InvalidArgument: the model has no such leaf.
+
+        ``what``: names the pushed parameters in the error.
+        """
         known = {leaf.name for leaf in self._leaves}
         if unknown := sorted(name for name in found if name not in known):
             raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")
 
     def check(self, leaf: Leaf, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> None:
-        """Checks one pushed array, named ``what`` in errors. Raises InvalidArgument: its dtype or shape is not the leaf's."""
+        """Checks a pushed array. Raises InvalidArgument: dtype or shape are not the leaf's. ``what``: names it in the error."""
         if dtype not in (leaf.placed, leaf.made) or shape != leaf.shape:
             raise InvalidArgument(
                 f"{what}: leaf '{leaf.name}' is {_kind(dtype, shape)}, model '{self.model}' has "

@@ -127,9 +127,9 @@ class ParameterSet:
         return any(tree is not _ABSENT for tree in self._trees)
 
     def _placed(self, placement: int) -> Any:
-        """Copies the leaves to a device, and returns their tree there.
+        """Copies the leaves to a device, and returns their tree there. Raises whatever copying raises.
 
-        ``placement``: 0: the worker's device; 1: the device for small programs, only where ``sets.lay`` is set (asserted).
+        ``placement``: 0: the worker's device; 1: the device for small programs, only if the worker's device is a processor.
         """
         if placement:
             assert self.sets.share is not None
@@ -138,7 +138,10 @@ class ParameterSet:
         return self.sets.place(self.hosted() if self._pinned is None else self._pinned)
 
     def _shared(self, placement: int) -> Any:
-        """Returns the parameters on device 0 (the worker's) or 1 (for small programs) in the memory of the other: not a copy."""
+        """Returns the tree of parameters for one device, whose arrays lie in the memory of the other one: nothing is copied.
+
+        ``placement``: the first device: 0: the worker's; 1: the one for small programs. They are on the second device already.
+        """
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
@@ -152,22 +155,23 @@ class ParameterSet:
 
     @property
     def is_newest(self) -> bool:
-        """True while new requests that name this set get this version of it."""
+        """True while this is the version in use of its set: new requests that name the set get it."""
         return self.sets.newest(self.name) is self
 
     @property
     def may_leave(self) -> bool:
         """True if the set may leave the device to make room for others.
 
-        It must be in host memory, and not be waiting to be put into use. ``main`` stays unless ``sets.on_demand`` is set.
+        It must be in host memory, and not be waiting to be put into use. The main set stays, unless the model's parameters are
+        loaded on demand.
         """
         moves = self._host is not None and self.placed_byte_size > 0
         return moves and (self.sets.main is not self or self.sets.on_demand) and self not in self.sets.staged
 
     def hosted(self) -> Sequence[Array | None]:
-        """Returns the leaves in host memory, fetched from the device if they are only there; None for those that have no copy.
+        """Returns the leaves in host memory; fetches them from the device if they are only there.
 
-        Random keys have none, nor do the leaves of main that a set shares.
+        In place of a leaf is None if it cannot be pushed (a random key), or if the set shares it with the main set.
         """
         if self._host is None:
             leaves = zip(jax.tree.leaves(self._trees[0]), self.sets.leaves, strict=True)
@@ -175,7 +179,7 @@ class ParameterSet:
         return self._host
 
     def leave(self) -> object:
-        """Removes the parameters from the device, if they are also in host memory. Runs that use them already are not affected.
+        """Removes the parameters from the device; does nothing if they are not in host memory. Running programs keep them.
 
         Returns what was on the device: the memory is freed when the caller drops the result.
         """
@@ -191,7 +195,7 @@ class ParameterSet:
     def evict(self) -> None:
         """Removes the parameters from the device to make room for others, after a copy to page-locked memory if that is allowed.
 
-        The caller holds the lock of ``sets.room``.
+        The caller must hold the lock of ``sets.room``, the object that counts the device memory of all sets.
         """
         pin, pinned, tree = self.sets.pin, self.sets.room.pinned, self._trees[0]
         kept = self.sets.keeps(self) and self._pinned is None and tree is not _ABSENT
@@ -209,14 +213,18 @@ class ParameterSet:
                 self.sets.room.pinned.give_back(self.placed_byte_size)
 
     def fill(self, host: Sequence[Array | None]) -> None:
-        """Gives the set its leaves, in host memory, before it is put into use; ``prepare`` brings them to the device."""
+        """Gives the set its leaves, in host memory, before it is put into use. ``prepare`` then brings them to the device.
+
+        ``host``: in the order of the model's tree; None in place of a leaf that cannot be pushed, or that all sets share.
+        """
         self._host = host
         self.placed_byte_size -= self.sets.lying(host)
 
     def prepare(self) -> None:
-        """Brings the parameters to the device, also for small programs, before they are in use. Copies without holding a lock.
+        """Brings the parameters to the device, also for small programs, before the set is put into use.
 
-        Raises Unavailable: there is no room for them on the device; or whatever placing them raises.
+        Holds no lock while it copies. Raises Unavailable: there is no room for them on the device; or whatever placing them
+        raises.
         """
         room = self.sets.room
         if not self._is_placed:
@@ -232,7 +240,7 @@ class ParameterSet:
             self.on(1)
 
     def moved(self, tree: Any) -> None:
-        """While the model loads: replaces the arrays by equal ones that lie on the devices where the first program needs them."""
+        """Replaces the arrays, while the model loads, by equal ones (``tree``) on the devices that its first program uses."""
         self._trees = [tree, _ABSENT]
 
     def said(self) -> dict[str, Parameter]:
@@ -330,7 +338,7 @@ class ParameterSets:
         return self.main if name == MAIN_SET else self.named.get(name)
 
     def find(self, name: str) -> ParameterSet:
-        """Returns the set with a name, and marks it as just used, so that it is evicted late.
+        """Returns the set with a name, and marks it (but not main) as just used, so that it is evicted late.
 
         Raises NotFound: there is no set with that name.
         """
@@ -345,7 +353,7 @@ class ParameterSets:
     def chosen_by(self, requests: Sequence[Asking]) -> ParameterSet:
         """Returns the set that a batch is to be computed with: the one that its first request names, main if it names none.
 
-        Notes it in the requests whose answers say which set they were computed with.
+        Notes the set in those of the requests whose answers have to say which set they were computed with.
 
         Raises: NotFound: there is no set with that name any more.
         """
@@ -360,7 +368,8 @@ class ParameterSets:
     def each_chosen_by(self, requests: Sequence[Asking]) -> BatchSets:
         """Returns the set that each request of a batch names; for models whose batches mix sets.
 
-        Notes it in the requests whose answers say which set they were computed with. Raises NotFound: a set is gone.
+        Notes the sets in those of the requests whose answers have to say which set they were computed with. Raises NotFound: a
+        set that a request names does not exist any more.
         """
         return BatchSets({request: self.chosen_by([request]) for request in requests})
 
@@ -418,7 +427,7 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Forgets ``before`` if it is its set's version before the newest one; does nothing for None and for other versions."""
+        """Forgets ``before`` if it is the version of its set before the newest one; otherwise, or for None, does nothing."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()
@@ -442,9 +451,9 @@ class ParameterSets:
             self.room.leave_stack(self.stack)
 
     def kept(self, name: str, number: int) -> ParameterSet:
-        """Returns version ``number`` of the set with a name, which is the newest or the one before.
+        """Returns version ``number`` of the set with a name: the newest, or the one that was in use before it.
 
-        Raises NotFound: that version is not kept.
+        Raises NotFound: it is neither of these.
         """
         for found in (self.newest(name), self._before.get(name)):
             if found is not None and found.number == number:

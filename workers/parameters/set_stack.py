@@ -101,9 +101,10 @@ class SetStack:
     """Holds parameter sets of one loaded model version side by side on the device, so that the rows of a batch can mix them."""
 
     def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
-        """Prepares a stack; the first batch makes its arrays.
+        """Makes a stack without arrays; the first batch makes them, once ``open`` was called.
 
         Args:
+          leaves: describes the model's parameters, and says which leaves all sets share.
           structure: the structure of the model's tree of parameters.
           slots: how many sets have room; a batch has at most as many rows.
         """
@@ -136,7 +137,7 @@ class SetStack:
         self._at, self._open, self._put = at, open, put
 
     def specs(self, spec: Callable[[tuple[int, ...], Any], Any], rows: int) -> tuple[Any, Any]:
-        """Describes what a program with ``rows`` rows takes as parameters: the tree, and the slot of each row.
+        """Describes what a program for ``rows`` rows takes as parameters: the tree with stacked leaves, and the slot of each row.
 
         ``spec``: makes the description of an array from its shape and dtype.
         """
@@ -165,7 +166,8 @@ class SetStack:
         Sets without a slot get one. The result is valid only for the next call of a program.
 
         Args:
-          chosen: one set for all rows, or the set of each request or row; None: main. Other rows get the set of the first.
+          sets: the parameter sets of the model version.
+          chosen: one set for all rows, or the set of each request or row; None: main. Further rows get the set of the first row.
           rows: the batch size of the program.
         Raises: whatever the device raises; then no set has a slot any more.
         """

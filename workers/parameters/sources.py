@@ -73,9 +73,9 @@ class _Crc32:
 
 
 class Making:
-    """Copies the parameters of one push into memory that is then sealed: no process can change it any more.
+    """Copies the parameters of one push into new memory and seals it: no process can change them any more.
 
-    Its owner calls ``close`` at the end, in the worker's loop.
+    Its owner calls ``make``, and ``close`` at the end, in the worker's loop.
     """
 
     def __init__(self, operation: MakeParameters, limit: int, base: ParameterSet | None) -> None:
@@ -216,7 +216,7 @@ class Making:
         return found
 
     def check_sum(self, contents: Iterable[Any]) -> None:
-        """Compares the checksum of the source with that in the push, if it has one. Raises InvalidArgument: they differ.
+        """Compares the checksum of ``contents`` with that in the push, if it has one. Raises InvalidArgument: they differ.
 
         ``contents``: the bytes of the source, in their order.
         """
@@ -328,6 +328,8 @@ def _from_file(making: Making, path: Path, limit: int) -> Mapping[str, Array] | 
 def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
     """Returns a new file descriptor of sealed memory with the content of ``fd``: a copy, or the same memory if it is sealed.
 
+    ``making``: the push, which names the parameters in errors, and has their checksum and the limit of their size.
+
     Raises InvalidArgument: the memory has another size than ``source`` says, is too large, or its checksum is wrong; Unavailable:
     there is no memory.
     """
@@ -359,7 +361,9 @@ def _reading(fd: int, what: str) -> Copy:
 
 
 def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) -> tuple[LaidLeaf, Copy]:
-    """Finds a leaf in a region, which is leased. Returns the leaf, and ``copy(at, target)``, which fills an array with its bytes.
+    """Finds one leaf of a push in a region, and leases the region until the push (``making``) is closed.
+
+    Returns the leaf, and a function ``copy(at, target)``, which fills an array with the leaf's bytes from offset ``at`` on.
 
     Raises InvalidArgument: the leaf's datatype, shape or range is not valid; NotFound: there is no such region.
     """
@@ -378,9 +382,11 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
 
 
 def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> Copy:
-    """Leases a region for ``making``. Returns ``copy(at, target)``, which fills an array from offset ``at`` in a range of it on.
+    """Leases a region until the push (``making``) is closed, and returns a function that copies from a range of the region.
 
-    Raises InvalidArgument: the range is not inside the region.
+    The function is ``copy(at, target)``: it fills an array with the range's bytes from offset ``at`` on.
+
+    ``offset``, ``byte_size``: the range. Raises InvalidArgument: it is not inside the region.
     """
     check_range(offset, byte_size, region.byte_size, region.name)
     making.lease(region)
