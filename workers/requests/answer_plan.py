@@ -38,9 +38,10 @@ _ID, _OTHER_ID = 0x8000000000000000, 0xFF00000000000000
 
 
 class PlannedOutput(NamedTuple):
-    """Says where the bytes of one output are in the buffers of a run, and where they go. Row n begins at ``start + n * step``.
+    """Says where the bytes of one output are in the results of a run, and where an answer's part of them goes.
 
-    An output in a lease of the response arena begins at ``start`` of the lease; its program writes all its rows there.
+    Row n of the batch begins at ``start + n * step`` in the results. An output in a lease of the response arena begins at
+    ``start`` of the lease; its program writes all its rows there.
     """
 
     #: Which of the run's contents.
@@ -72,11 +73,14 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of the plan whose answers name their constant part by its number (``numbered``), and do not carry it."""
+        """Returns a copy of the plan whose answers do not carry their constant part, but name it by its number.
+
+        ``numbered``: that part (the prepared answer), with its number.
+        """
         return self._replace(said=numbered.number, numbered=numbered)
 
     def write(self, request: Request, made: BatchOutputs, row: int) -> AnswerRecord | None:
-        """Makes the answer to a request, and writes the outputs that go to regions. The returned record carries the others.
+        """Makes the answer to a request, and writes the outputs that go to regions. The returned record has the other outputs.
 
         Args:
           made: the outputs of the request's batch.
@@ -108,8 +112,11 @@ class AnswerPlan(NamedTuple):
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
     """Plans how requests like this one are answered: each output goes into the record, or into a region that the request names.
 
-    Returns: None if the outputs are too large for a record, if one is wanted as class labels
-    (classification), or if one does not fit into its region.
+    ``layout``: where each output is in a run's results. ``inline_byte_size``: the most bytes that all outputs of an answer may
+    have.
+
+    Returns: None if they have more bytes, if one is wanted as class labels (classification), or if one does not fit into its
+    region.
     """
     rows, wishes = request.rows, request.outputs
     if rows * layout.row_byte_size > inline_byte_size:

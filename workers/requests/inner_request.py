@@ -45,9 +45,11 @@ class InnerRequest(Request):
     ) -> None:
         """
         Args:
-          prepared, own: what the request has in common with others, and what it says of itself.
+          prepared: what the request has in common with others: model, parameters.
+          own: what it says of itself: id, priority, timeout, sequence.
           key: requests with equal keys may share a batch.
           rows: the batch size of the request.
+          arrays: the inputs by name.
           outputs: names of the wanted outputs; empty: all.
           sink: takes the responses.
           origin: the request for whose sake this one is made; None: there is none.
@@ -78,11 +80,12 @@ class InnerRequest(Request):
 
 
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
-    """Passes a response to a request made inside the worker to its sink, the function that takes its responses.
+    """Passes a response to the sink of a request that was made inside the worker: the function that takes its responses.
 
-    Does nothing after the last response.
+    Does nothing once the request had its last response.
 
     Args:
+      request: an ``InnerRequest`` (asserted).
       result: the response; None: only the mark that there is no further one.
       moments: when the run began, had its inputs, had computed, in ns; None: the request did not run.
       final: whether this is the last response.

@@ -53,7 +53,7 @@ class LaneOwner(Budget):
         return False
 
     def describe_full(self, byte_size: int) -> str:
-        """Returns the error message for an answer that found no room in this user's response arenas before its time was up."""
+        """Returns the error message for an answer of ``byte_size`` bytes that found no room in this user's arenas in time."""
         return (
             f"no room for an answer of {byte_size} bytes in the response arenas of this user: {self.used} of "
             f"{self.max_byte_size} are in use (clients.max_owner_response_byte_size)"

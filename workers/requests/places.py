@@ -49,7 +49,7 @@ class Places:
 
     @classmethod
     def find(cls, request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
-        """Finds places for outputs of these sizes in bytes. Returns None while the response arena is full.
+        """Finds places for outputs of these sizes in bytes, and leases response memory if needed. None: the arena is full now.
 
         Args:
           inline_byte_size: the most bytes of an output that goes into the answer's record.
@@ -92,7 +92,7 @@ class Places:
         return region.view(place.offset, size) if place is not None and type(region) is Region else None
 
     def reached(self) -> dict[str, memoryview | tuple[CudaRegion, int]]:
-        """Returns the places to which a GPU can copy outputs by itself: host memory, or a CUDA region and an offset.
+        """Returns the places to which a GPU can copy outputs by itself, by output name: host memory, or CUDA region and offset.
 
         Raises InvalidArgument: a place is not wholly inside its region.
         """
@@ -108,15 +108,15 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Leaves the lease to the submitter, who is sent its key in the answer and gives it back later. Returns the key.
+        """Leaves leased response memory to the submitter. Returns the lease's key, which the answer must name; None: no lease.
 
-        None: there is no lease.
+        The submitter gives the lease back later, by this key.
         """
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 
     def release(self) -> None:
-        """Releases the lease, because no output was written to it. Idempotent."""
+        """Gives the leased response memory back, because no output was written to it. Idempotent."""
         if self.lease is not None:
             self.lease.release()
 

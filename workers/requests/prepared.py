@@ -95,9 +95,7 @@ class Checked(NamedTuple):
 class CheckedInputs(dict[Inputs, Checked]):
     """A bounded cache of inputs that were checked for one load (one loading) of a model version.
 
-    The object also stands for this load.
-
-    Belongs to the worker's loop.
+    Other code compares the object's identity to learn whether a result holds for this load. Belongs to the worker's loop.
     """
 
     __slots__ = ()
@@ -112,8 +110,8 @@ class CheckedInputs(dict[Inputs, Checked]):
 class Preparation:
     """A prepared request (the constant part of many requests) of one submitter, with the results of validating it.
 
-    It also has the plans of its answers. Results and plans hold for one load (one loading) of a model version. They are found
-    anew once the model is loaded again.
+    It also has the plans of its answers. Results and plans hold for one load (one loading) of a model version: after another load
+    they are made anew.
     """
 
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
@@ -140,11 +138,11 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Stores the results of validating a request that uses this preparation, for later ones, and forgets its plans.
+        """Stores the results of validating a request that uses this preparation, for later ones, and drops the answer plans.
 
         Args:
           load: the load (one loading) of the model version that the results hold for.
-          checked: the result of checking the inputs; None: it differs from request to request.
+          checked: the result of checking the inputs; None: shapes differ from request to request.
           outputs: the requested outputs by name.
         """
         self.load, self.checked = load, checked
@@ -273,8 +271,8 @@ def _chosen(own: RequestRecord, version: ModelVersion) -> str | None:
 def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion) -> bool:
     """Returns whether a request's answers shall name their parameter set; never of a model that has no parameter sets.
 
-    Raises InvalidArgument: the parameter by which a request asks for this is no boolean, or the name of the set came as a
-    parameter.
+    Raises InvalidArgument: the request parameter that asks for this is no boolean, or the name of a set was given as a request
+    parameter: it has a field of its own.
     """
     sets, tells = version.sets, prepared.parameters.get(TELLING_PARAMETER)
     if sets is None:
@@ -291,7 +289,7 @@ def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion)
 
 
 def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
-    """Returns the batch key of a request that names a parameter set.
+    """Returns the batch key of a request that names a parameter set: requests with equal keys may share a batch.
 
     That is ``key``, the key of its shapes, and also ``name``, that of the set, where requests of different sets cannot share a
     batch.
@@ -303,7 +301,7 @@ def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
 
 
 def _check_replace_key(own: RequestRecord) -> None:
-    """Raises InvalidArgument if the request's replace key is too long, or if the request belongs to a sequence."""
+    """Raises InvalidArgument: the replace key (to replace a waiting request) is too long, or the request is of a sequence."""
     size = len(own.replace_key.encode())
     if size > MAX_REPLACE_KEY:
         raise InvalidArgument(
@@ -329,7 +327,7 @@ def validate_inner(
     """Makes a validated request that comes from inside the worker. Its tensors are arrays that nobody writes to: none is copied.
 
     Args:
-      prepared, own: model, parameters and such; id, priority, timeout, sequence: all but inputs and outputs.
+      prepared, own: all but inputs and outputs: model, parameters and such; and id, priority, timeout, sequence.
       arrays: the inputs, in the shapes that a client would send (``fitting`` reshapes them).
       outputs: names of the wanted outputs; empty: all.
       sink: the function that takes the responses to the request.
@@ -580,7 +578,7 @@ def _contents(
 def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Content]) -> PreparedRequest:
     """Returns the prepared request (the constant part of many) with each dimension that the client left open filled in.
 
-    It is computed from the size of the input in ``contents``.
+    It is computed from the input's size in ``contents``, the bytes of each input.
 
     Raises: InvalidArgument: no dimension fits the size. ``own``: names the request in the error.
     """

@@ -156,11 +156,11 @@ class Request(Sequenced):
         return self._arrays
 
     def keep(self, arrays: dict[str, Array]) -> None:
-        """Replaces the request's input tensors with these arrays."""
+        """Replaces the request's input tensors by these arrays (input name -> array, in the model's shapes)."""
         self._arrays, self.contents = arrays, None
 
     def add(self, inputs: Mapping[str, Array]) -> None:
-        """Adds inputs that the server makes to those that the client sent."""
+        """Adds inputs that the server makes (name -> array), such as sequence controls, to those that the client sent."""
         if self.contents is None or any(array.dtype == np.object_ for array in inputs.values()):
             self._arrays, self.contents = {**self.arrays, **inputs}, None
             return
@@ -189,7 +189,7 @@ class Request(Sequenced):
         return label(self.client_id)
 
     def ran_in(self, began_ns: int, computed_ns: int, gathered: int) -> None:
-        """Notes the times of the request's run for ``timed``; called only where the request asked for its timing.
+        """Notes the times of the request's run, which ``timed`` reports; called only if the client asked for these times.
 
         Args:
           began_ns, computed_ns: when the run began and when it had computed.
@@ -198,14 +198,17 @@ class Request(Sequenced):
         self.ran = max(0, began_ns - self.arrived_ns), computed_ns - began_ns, gathered
 
     def timed(self, answer: AnswerRecord) -> AnswerRecord:
-        """Returns the answer, with times and copied bytes added if the request asked for its timing and has run."""
+        """Returns the answer, with times and copied bytes added if the client asked for them and the request has run."""
         ran = getattr(self, "ran", None)
         if ran is None:
             return answer
         return msgspec.structs.replace(answer, timing=(ran[0], ran[1], ran[2] + self.copied_byte_size))
 
     def leased(self, name: str) -> AnyRegion:
-        """Returns the region that had this name at validation. By now the name may be free, or stand for another region."""
+        """Returns the region that had this name when the request was validated, and that the request has leased since then.
+
+        By now the name may be free, or stand for another region.
+        """
         for region in self.regions:
             if region.name == name:
                 return region

@@ -81,7 +81,7 @@ class Question(NamedTuple):
         return cls(digest.digest(), load, parameters, wanted, tuple(inputs))
 
     def same(self, other: Question) -> bool:
-        """Returns whether two questions have the same answer, because all that the answer depends on is equal."""
+        """Returns whether two questions have the same answer: their load, parameter set, wanted outputs and inputs are equal."""
         if self.load is not other.load or self.parameters is not other.parameters:
             return False
         if self.outputs != other.outputs or len(self.inputs) != len(other.inputs):
@@ -116,7 +116,7 @@ class ResponseCache:
     """
 
     def __init__(self, max_byte_size: int) -> None:
-        """Makes an empty cache for ``max_byte_size`` bytes; 0: there is no cache.
+        """Makes an empty cache for ``max_byte_size`` bytes; 0: it stores nothing.
 
         An entry counts with the bytes of its inputs and outputs, and ``ENTRY_BYTE_SIZE`` on top.
         """

@@ -96,7 +96,10 @@ class ResponsesAlike:
         ]
 
     def join(self, contents: Iterable[bytes]) -> bytes:
-        """Returns the record of a response with outputs of these datatypes and shapes. ``contents``: the bytes of each output."""
+        """Returns the record of a response with outputs of these datatypes and shapes.
+
+        ``contents``: the bytes of each output, in the order of ``ResponseKind.described``.
+        """
         pieces = [self._head]
         for content, (_, _, _, follows) in zip(contents, self._parts, strict=True):
             pieces += (content, follows)
@@ -137,7 +140,7 @@ class EncodedResponses:
     def join(self, record: bytes) -> bool:
         """Adds the record of one more response; called by the sending thread.
 
-        Returns False if the loop may have missed the record, so that these responses have to be put to the loop again.
+        Returns False if the loop may have taken the records before: the caller must then put this object to the loop again.
         """
         self._records.append(record)
         return not self.taken

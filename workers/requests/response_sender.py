@@ -56,7 +56,7 @@ class Taker(Protocol):
         """
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Receives a response of a sender, in the order in which it sends them, from any thread.
+        """Receives a response of a sender, in the order in which the sender sends them, from any thread.
 
         Args:
           result: the response; None: only the mark that no response follows.
@@ -155,11 +155,11 @@ class ResponseSender:
 
     @property
     def is_waited_for(self) -> bool:
-        """True while the model waits for the client to take responses."""
+        """True while the model waits, in ``send`` or for ``when_room``, for the client to take responses."""
         return bool(self._on_room)
 
     def begin(self, now_ns: int) -> None:
-        """Notes when the model has begun with the request.
+        """Notes that the model has begun to work on the request at ``now_ns``.
 
         Only the first call counts: a request may be given to its model repeatedly.
         """
@@ -171,7 +171,8 @@ class ResponseSender:
         """Sends a response; ``final``: it is the last. None with ``final``: only the mark that there is no further one.
 
         Args:
-          result: the outputs in the client's shapes, a dict that may be changed from now on; or an error; more may follow.
+          result: the outputs in the client's shapes, a dict that the caller gives away; or an error, after which more responses
+            may follow.
           wait: whether to wait while the client is slow; None: wait unless this thread runs an event loop. If ``send`` does not
             wait, a client that is far too slow has its request ended with an error.
         Raises: SenderClosed: the final mark was sent before.
@@ -220,7 +221,7 @@ class ResponseSender:
                 self._taker.put(self, None, True, 0, wake)
 
     def hold(self) -> None:
-        """Counts one more holder: somebody who may answer the request until it calls ``let_go``."""
+        """Counts one more holder: a part of the model's code that may answer the request until it calls ``let_go``."""
         with self._lock:
             self._holders += 1
 
@@ -234,6 +235,8 @@ class ResponseSender:
 
     def released(self, again: bool) -> bool:
         """Notes that the model's function has returned. Returns whether a caller of ``hold`` may still answer the request.
+
+        That is one who has not called ``let_go`` yet.
 
         Args:
           again: whether the model is to run on the request again.
@@ -262,7 +265,7 @@ class ResponseSender:
         return record
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
-        """Waits until the client has taken enough, or until nobody waits for the request.
+        """Waits until the client has taken enough responses for more to be sent, or until nobody waits for the request.
 
         Args:
           wait: whether to wait at all; None: wait unless this thread runs an event loop.
@@ -283,7 +286,7 @@ class ResponseSender:
         )
 
     def when_room(self, call: Callable[[], None]) -> bool:
-        """Has ``call`` called once, on the loop, when the client has taken enough responses for more to be sent.
+        """Has the loop call ``call`` one time: when the client has taken enough for more to be sent, or when the request ends.
 
         Returns: False if more can be sent now; ``call`` is then not called.
         """
@@ -326,7 +329,7 @@ class ResponseSender:
         return self._posted - self._settled
 
     def catch_up(self) -> None:
-        """Counts responses that were sent together with those of other requests and are not counted here yet."""
+        """Counts responses that were sent together with those of other requests, and that this sender has not counted yet."""
         if self.counted is not None:
             self.counted()
 
@@ -355,7 +358,7 @@ class ResponseSender:
 
 
 def _own(result: dict[str, Array]) -> int:
-    """Replaces arrays that the model may still write to by copies, as they are sent later. Returns the bytes of all arrays."""
+    """Replaces arrays in ``result`` that the model may still write to by copies, to be sent later. Returns the bytes of all."""
     size = 0
     for name, array in result.items():
         size += array.nbytes

@@ -90,7 +90,8 @@ class SubmitterLink(Generic[R]):
 
         Args:
           peer: the number that the supervisor gave this submitter.
-          due: the loop's list of submitters whose lanes are to be flushed.
+          lane: the worker's end of the channel to the submitter.
+          due: the loop's list of submitters whose lanes are to be flushed; None: a list that nobody looks at.
           segments: the segments of a client that has a lane; None: the submitter is a front, which is trusted.
           protocol: the protocol that a front serves, one of ``durations.PROTOCOLS``; ignored for clients.
           owner: the user whose client has the lane; None: the submitter is a front.
@@ -154,11 +155,11 @@ class SubmitterLink(Generic[R]):
 
     @property
     def returns(self) -> int:
-        """How many leases were given back so far to this lane's response arena; for a client, to any arena of the same user."""
+        """How many leases on this lane's response arena were given back so far; for a client, on all arenas of the same user."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     def count_waiting(self) -> None:
-        """Updates, in the count of this client's user, the bytes of answers that wait for the client.
+        """Updates, in the account of this client's user (``owner``), the bytes of answers that wait for the client.
 
         Does nothing for a front.
         """
@@ -168,7 +169,7 @@ class SubmitterLink(Generic[R]):
             self._waiting_byte_size = waiting
 
     def flush_soon(self) -> None:
-        """Has the loop flush the lane once in this iteration."""
+        """Has the loop flush the lane, which sends what is queued there, in this iteration; once however often this is called."""
         if not self.unflushed:
             self.unflushed = True
             self._due.append(self)
@@ -196,7 +197,7 @@ class SubmitterLink(Generic[R]):
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer to the submitter; the loop flushes the lane once in an iteration.
+        """Queues an answer to the submitter; the loop sends what is queued once in an iteration. A closed link does nothing.
 
         Args:
           numbered: the prepared answer (constant part of many answers) that the record names by its number; None: it names none.

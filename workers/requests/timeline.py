@@ -104,9 +104,9 @@ class RequestTimeline:
         return True
 
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
-        """Adds a run of the request to the timeline, whose outputs are not written yet; at level TENSORS also inputs and outputs.
+        """Adds a run of the request to the timeline, before its outputs are written to their places.
 
-        ``moments``: when the run began, had its inputs, had computed; in ns.
+        Trace level TENSORS: also inputs and outputs. ``moments``: when the run began, had its inputs, had computed; in ns.
         """
         names = (trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_INPUT_END, trace_stamps.COMPUTE_OUTPUT_START)
         self._moments += zip(names, moments, strict=True)
@@ -122,14 +122,14 @@ class RequestTimeline:
             self._moments.append((trace_stamps.RESPONSE_START, now_ns))
 
     def attach(self, answer: AnswerRecord) -> AnswerRecord:
-        """Returns the answer, whose outputs are placed, with this timeline added."""
+        """Returns the answer with this timeline added. The outputs must be at their places: the timeline ends then."""
         return msgspec.structs.replace(answer, trace=self._timeline())
 
     def add(self, model: str, version: int, child: RequestTimeline) -> None:
         """Adds the timeline of a request that was made for this one and has ended.
 
         Args:
-          model, version: what the ended request asked.
+          model, version: the model, and number of its version, that the ended request was for.
           child: its timeline.
         """
         self._count += 1 + child._count
