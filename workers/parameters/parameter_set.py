@@ -140,7 +140,8 @@ class ParameterSet:
     def _shared(self, placement: int) -> Any:
         """Returns the tree of parameters for one device, whose arrays lie in the memory of the other one: nothing is copied.
 
-        ``placement``: the first device: 0: the worker's; 1: the one for small programs. They are on the second device already.
+        ``placement``: the device that the tree is for: 0: the worker's; 1: the one for small programs. The parameters must be on
+        the other one.
         """
         if placement:
             assert self.sets.share is not None
@@ -171,7 +172,7 @@ class ParameterSet:
     def hosted(self) -> Sequence[Array | None]:
         """Returns the leaves in host memory; fetches them from the device if they are only there.
 
-        In place of a leaf is None if it cannot be pushed (a random key), or if the set shares it with the main set.
+        A leaf is None there if it cannot be pushed (a random key), or if the set shares it with the main set.
         """
         if self._host is None:
             leaves = zip(jax.tree.leaves(self._trees[0]), self.sets.leaves, strict=True)

@@ -131,8 +131,8 @@ class SetStack:
 
         Args:
           at: the device: 0: the worker's; 1: the one for small programs.
-          open: makes the arrays there.
-          put: writes a set into a slot of the arrays.
+          open: brings arrays of zeros, one for each stacked leaf, to the device.
+          put: returns the arrays with a set's leaves in a slot.
         """
         self._at, self._open, self._put = at, open, put
 

@@ -217,7 +217,7 @@ class HostExecutable(Executable):
 
 
 def _ranges(request: Request, places: Places) -> list[_Range]:
-    """Returns the file ranges of host regions that a request reads (inputs) and writes (outputs)."""
+    """Returns the ranges (file, start, end) of host regions that a request reads (inputs) and writes (outputs)."""
     files = {region.name: region for region in request.regions if not isinstance(region, CudaRegion)}
     read = [tensor.region for tensor in request.prepared.inputs if tensor.region is not None]
     used = [(place.region, place.offset, place.byte_size) for place in read]

@@ -31,12 +31,15 @@ _OPTIONS: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
 
 
 class SmallPrograms:
-    """Decides for one model version which programs run on the single-thread device, and compiles them; for any thread."""
+    """Decides for one model version which programs run on the single-thread device (a CPU device for small programs).
+
+    Compiles these programs. For any thread.
+    """
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:
         """
         Args:
-          device: the single-thread device.
+          device: the single-thread device (a CPU device with one thread).
           sets: the version's parameter sets, which are on the worker's device.
         """
         self._signature = signature

@@ -28,7 +28,7 @@ Step = Callable[..., Any]
 
 
 class StateLost(Exception):
-    """Raised if a failed run has lost the state of all sequences of an instance; ``__cause__`` is the error of the run."""
+    """Raised if a failed run has lost the state of all sequences of a model's instance; ``__cause__`` is the error of the run."""
 
 
 class Carry:

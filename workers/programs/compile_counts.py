@@ -29,7 +29,7 @@ class CompileCounts:
                 self._ns += time.monotonic_ns() - began_ns
 
     def found(self) -> None:
-        """Counts a program that was found in the cache."""
+        """Counts a program that was found in the cache, so that it was not compiled."""
         with self._lock:
             self._cache_hits += 1
 

@@ -233,7 +233,7 @@ class Executables:
         stack.open(usual.at, made, written)
 
     def carry(self) -> Carry | None:
-        """Returns a new carry for an instance (the state of its sequences on the device), or None if the model keeps no state."""
+        """Returns a new carry (the state of an instance's sequences on the device); None: the model keeps no state."""
         if self._initial is None:
             return None
         return Carry(self._signature, self._initial, self._usual.device)

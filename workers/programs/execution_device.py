@@ -54,7 +54,7 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:
-        """Makes an executable from a compiled program, with buffers for its batches, to be run by this thread."""
+        """Makes an executable from a compiled program, with buffers for its batches, to be run by this object's thread."""
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:

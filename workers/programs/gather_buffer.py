@@ -73,7 +73,10 @@ class GatherBuffer:
         self._bytes = self._slots.reshape(-1).view(np.uint8).data
 
     def fill(self, requests: Sequence[Request]) -> int:
-        """Copies the requests' tensors into the slots, one slot for each row, and zeros the rest. Returns the bytes copied."""
+        """Copies the requests' tensors for this input into the slots, one for each row, and zeros the rest.
+
+        Returns the bytes copied.
+        """
         name, size, flat = self._name, self._slot_byte_size, self._bytes
         row = at = copied = 0
         for request in requests:
@@ -108,7 +111,10 @@ class RaggedBuffer:
         self.array = aligned(shape, dtype)
 
     def fill(self, requests: Sequence[Request]) -> int:
-        """Copies the requests' elements into the buffer, one after the other, and zeros the rest. Returns the bytes copied."""
+        """Copies each request's elements for this input into the buffer, one request after the other, and zeros the rest.
+
+        Returns the bytes copied.
+        """
         at = 0
         for request in requests:
             array = flat(request.arrays[self._name])
@@ -124,7 +130,7 @@ class RaggedBuffer:
 def copy_into(part: Array, array: Array) -> None:
     """Copies an array into part of a buffer, and zeros the elements of the part that the array does not cover.
 
-    An array without a batch dimension goes into the part's first slot.
+    An array without a batch dimension goes into the part's first slot (the memory of one row).
     """
     if len(array.shape) < part.ndim:
         part = part[0, ...]  # a view, also of a single number

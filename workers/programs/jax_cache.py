@@ -25,7 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 class JaxCache:
-    """Stores and returns compiled programs by JAX's keys (``jax._src.compilation_cache_interface``); for any thread."""
+    """A cache directory in which JAX stores and finds compiled programs by its own keys; any thread may use it.
+
+    It has the methods of ``jax._src.compilation_cache_interface``.
+    """
 
     def __init__(self, directory: CacheDirectory) -> None:
         self._directory = directory

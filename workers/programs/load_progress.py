@@ -55,7 +55,7 @@ class LoadProgress:
         self._largest: tuple[int, float, str] = (0, -1.0, "")
 
     def through(self, wanted: Sequence[T]) -> Iterator[T]:
-        """Yields the executables that are to be made, one by one; reports each before, and logs a summary at the end.
+        """Yields the programs of ``wanted``, for the caller to make them; reports each before, and logs a summary at the end.
 
         Raises Cancelled: the load was given up.
         """

@@ -125,7 +125,7 @@ class Places:
 
 
 def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSlice, AnyRegion]]:
-    """Returns the places of the outputs that go to regions, after checking that all of them fit.
+    """Returns, for each output that goes to a region, its place there and the region (by output name); checks that all fit.
 
     Raises: Internal: an output is larger than its place.  InvalidArgument: a place is not inside its region.
     """

@@ -359,8 +359,8 @@ def validate_inner(
 def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
     """Returns a tensor reshaped for a model whose input has these dims (without batch axis).
 
-    A model that batches gets a tensor without batch axis as a batch of one row; a model that does not gets a batch of one row as
-    its row. Every other tensor is returned as it is.
+    A model that batches gets a tensor without batch axis as a batch of one row; a model that does not gets a batch of one row
+    without its batch axis. Every other tensor is returned as it is.
     """
     shape = array.shape
     if batches and len(shape) == len(dims):

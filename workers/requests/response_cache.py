@@ -141,7 +141,7 @@ class ResponseCache:
     def insert(self, question: Question, answer: Mapping[str, Array]) -> Insertion:
         """Stores a copy of an answer, and removes the least recently used entries until there is room for it.
 
-        Returns KEPT, or why it was not stored: KNOWN (it is there already) or TOO_LARGE (for an empty cache).
+        Returns KEPT, or why it was not stored: KNOWN (it is there already) or TOO_LARGE (it exceeds the whole cache).
         """
         known = self._entries.get(question.digest)
         if known is not None and known.question.same(question):

@@ -122,7 +122,7 @@ class ResponsesAlike:
 
 
 class EncodedResponses:
-    """Encoded responses to one request, on the way from the sending thread to the loop.
+    """Encoded responses to one request, on the way from the sending thread to the worker's loop.
 
     Their outputs all have the same datatypes and shapes.
 

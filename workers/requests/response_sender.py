@@ -81,7 +81,7 @@ class Nobody:
 
 
 class ResponseSender:
-    """Sends the responses to one request.
+    """Sends a model's responses to one request, by way of a ``Taker``, and counts the bytes that the client has not taken yet.
 
     ``send`` and the properties are for any thread; the other methods belong to the loop.
     """
@@ -171,8 +171,8 @@ class ResponseSender:
         """Sends a response; ``final``: it is the last. None with ``final``: only the mark that there is no further one.
 
         Args:
-          result: the outputs in the client's shapes, a dict that the caller gives away; or an error, after which more responses
-            may follow.
+          result: the outputs in the client's shapes, a dict that the caller must not use any more; or an error, after which more
+            responses may follow.
           wait: whether to wait while the client is slow; None: wait unless this thread runs an event loop. If ``send`` does not
             wait, a client that is far too slow has its request ended with an error.
         Raises: SenderClosed: the final mark was sent before.

@@ -190,9 +190,9 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the ``ResponseKind`` of small responses with these outputs that further ones follow; None: none was made yet.
+        """Returns the ``ResponseKind`` of small responses with these outputs that are not a request's last; None: none was made.
 
-        For any thread.
+        For any thread. ``version``: the number of the model version.
         """
         return self._response_kinds.get((version, False, described))
 
