@@ -161,7 +161,7 @@ class ParameterSet:
 
     @property
     def may_leave(self) -> bool:
-        """True if the set may leave the device to make room for others.
+        """True if the set may leave the device to make room for other sets.
 
         It must be in host memory, and not be waiting to be put into use. The main set stays, unless the model's parameters are
         loaded on demand.
@@ -194,9 +194,10 @@ class ParameterSet:
             return trees
 
     def evict(self) -> None:
-        """Removes the parameters from the device to make room for others, after a copy to page-locked memory if that is allowed.
+        """Removes the parameters from the device to make room for other sets.
 
-        The caller must hold the lock of ``sets.room``, the object that counts the device memory of all sets.
+        A GPU's are first copied to page-locked memory if there is room. The caller must hold the lock of ``sets.room``, the
+        object that counts the device memory of all sets.
         """
         pin, pinned, tree = self.sets.pin, self.sets.room.pinned, self._trees[0]
         kept = self.sets.keeps(self) and self._pinned is None and tree is not _ABSENT

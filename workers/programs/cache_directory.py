@@ -58,7 +58,7 @@ class CacheDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the directory, and makes it if it is missing. If others could write to it, removes the cache's files from it.
+        """Opens the directory, or makes it if it is missing. If other users could write to it, removes the cache's files.
 
         Afterwards only this user may enter it (mode 0700).
 
@@ -102,9 +102,9 @@ class CacheDirectory:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file, atomically in place of an earlier one.
+        """Writes a file; an earlier one of this name is replaced atomically.
 
-        Raises OSError: the file cannot be written, or others can change the directory.
+        Raises OSError: the file cannot be written, or other users can change the directory.
         """
         with self._alone() as place:
             head = _MAGIC + _seal(self._secret(place), name, content)
@@ -180,7 +180,7 @@ class CacheDirectory:
     def _alone(self) -> Iterator[int]:
         """Opens the directory and yields its file descriptor; checks first that only this user can change the directory.
 
-        Raises OSError: it cannot be opened, or others can write to it or replace it.
+        Raises OSError: it cannot be opened, or other users can write to it or replace it.
         """
         with self._opened() as (place, mode):
             if mode & _WRITABLE:

@@ -437,7 +437,7 @@ def _check_shapes(prepared: PreparedRequest, own: RequestRecord) -> None:
 def _check_names(
     inputs: Sequence[PreparedTensor], prepared: PreparedRequest, own: RequestRecord, signature: Signature
 ) -> None:
-    """Checks that each input of the model is given once, and no other. Raises InvalidArgument otherwise.
+    """Raises InvalidArgument unless all required inputs of the model are given, none twice, and none that it does not have.
 
     ``prepared``, ``own``: the constant part and the record of the request, for the error message.
     """

@@ -83,7 +83,7 @@ class Nobody:
 class ResponseSender:
     """Sends a model's responses to one request, by way of a ``Taker``, and counts the bytes that the client has not taken yet.
 
-    ``send`` and the properties are for any thread; the other methods belong to the loop.
+    ``send`` and the properties are for any thread; the other methods belong to the worker's loop.
     """
 
     __slots__ = (
@@ -226,7 +226,7 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Undoes one ``hold``. A request without holders ends with an error, unless its model is to run on it again."""
+        """Undoes one ``hold``. Without holders an unfinished request ends with an error, unless its model is to run again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)
