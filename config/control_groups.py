@@ -43,7 +43,7 @@ class MemoryGroup:
     def limit(self) -> int | None:
         """Returns how many bytes the processes of this group may use together; None: there is no limit.
 
-        In version 1 a group without a limit has a number beyond all memory instead of None.
+        For a version 1 group without a limit this returns a number beyond all memory instead of None.
         """
         return self._number(_NAMES[self.version].limit)
 

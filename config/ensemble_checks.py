@@ -22,7 +22,7 @@ def is_ensemble(message: ModelConfig) -> bool:
 
 
 def check(message: ModelConfig) -> None:
-    """Raises InvalidArgument for the first mistake in an ensemble's configuration that can be found without its members' ones."""
+    """Raises InvalidArgument for the first mistake in an ensemble's configuration that shows without those of its members."""
     name, steps = message.name, message.ensemble_scheduling.step
     if not message.HasField("ensemble_scheduling"):
         raise InvalidArgument(f"ensemble scheduling must be set for ensemble {name} whose platform is {PLATFORM}")
@@ -101,7 +101,7 @@ def _check_tensors(message: ModelConfig) -> None:
 
 
 def _reachable(message: ModelConfig, given: list[str]) -> Iterator[str]:
-    """Yields the tensors that an ensemble's steps write if each runs as soon as its inputs exist; at first only ``given`` do."""
+    """Yields the tensors that an ensemble's steps can write if only the tensors ``given`` exist at first."""
     there, waiting = set(given), list(message.ensemble_scheduling.step)
     while ready := [step for step in waiting if there.issuperset(step.input_map.values())]:
         waiting = [step for step in waiting if step not in ready]

@@ -13,7 +13,7 @@ TOGETHER = "tensord_together"
 
 
 def is_wanted(message: ModelConfig) -> bool:
-    """Returns whether a model is to have a worker to itself. Raises InvalidArgument: its parameter is neither true nor false."""
+    """Returns whether a model is to have a worker to itself. Raises InvalidArgument: parameter ``isolated`` is no boolean."""
     return wants(message, PARAMETER)
 
 
@@ -22,7 +22,7 @@ def memory_fraction(message: ModelConfig, default: float) -> float:
 
     Args:
       default: the operator's value (``workers.isolated_memory_fraction``), for models that name none.
-    Raises: InvalidArgument: the model's parameter is not a number above 0 and up to 1.
+    Raises: InvalidArgument: the model's ``isolated_memory_fraction`` is not a number above 0 and up to 1.
     """
     if MEMORY_FRACTION not in message.parameters:
         return default
@@ -39,7 +39,7 @@ def memory_fraction(message: ModelConfig, default: float) -> float:
 
 
 def check(message: ModelConfig) -> None:
-    """Raises InvalidArgument if a model's parameters for a worker to itself are malformed or contradict its other settings."""
+    """Raises InvalidArgument if ``isolated`` or ``isolated_memory_fraction`` is malformed or contradicts a model's settings."""
     memory_fraction(message, 1.0)
     if not is_wanted(message):
         return

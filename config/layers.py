@@ -170,7 +170,7 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
 
 
 def written(configured: Configured) -> str:
-    """Returns options as a TOML file, in the order and with the comments of the file of defaults.
+    """Returns options as the text of a TOML file, in the order and with the comments of the file of defaults.
 
     A value that the operator has set is followed by a comment with its source.
     """
@@ -264,7 +264,7 @@ _PATHS = (
 
 
 def _at_home(setting: Setting, value: Any) -> Any:
-    """Returns a path, or each of several, with ``~`` at the start replaced by the home directory, as a shell does for flags only.
+    """Returns a path, or each of several, with ``~`` at the start replaced by the home directory (shells do so only for flags).
 
     ``setting``: where the path comes from. Raises ConfigurationError: no home directory is known for the user that is named.
     """
@@ -298,7 +298,7 @@ _ACCOUNTS = ("owners", "snapshot_owners", "guarded_owners", "groups")
 
 
 def _check(options: Options) -> None:
-    """Checks values that depend on each other or have a syntax of their own. Raises ConfigurationError: the first mistake."""
+    """Raises ConfigurationError for the first option that contradicts another one or does not follow its own syntax."""
     arenas, expert = options.arenas, options.expert
     if arenas.max_byte_size < arenas.byte_size:
         raise ConfigurationError(
@@ -368,7 +368,7 @@ def _check(options: Options) -> None:
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
-    """Calls ``reader`` with a key's value. If that raises ValueError, raises ConfigurationError with the key and its message."""
+    """Calls ``reader`` with a key's value. If it raises ValueError, raises ConfigurationError with the key and that message."""
     try:
         reader(value)
     except ValueError as error:

@@ -166,7 +166,7 @@ _NEUTRAL = {"optimization.input_pinned_memory.enable": True, "optimization.outpu
 
 
 def refuse(message: ModelConfig) -> None:
-    """Raises Unsupported if a configuration sets a field that is refused (``REFUSED``), with the reason."""
+    """Raises Unsupported, with the reason, if a configuration sets a field that this server refuses (``REFUSED``)."""
     for path in _given(message, ""):
         if path in REFUSED:
             raise Unsupported(f"model '{message.name}': {path}: {REFUSED[path]}")

@@ -16,7 +16,7 @@ from tensord.shm.messages import SegmentClosed, SegmentOpened
 class Announcer:
     """Tells the process at the other end of a lane (a connection to a worker) which segments an arena has.
 
-    SegmentOpened is queued for a segment before its first use, SegmentClosed once it is closed.
+    The record SegmentOpened is queued for that process before a segment's first use, SegmentClosed once it is closed.
     """
 
     def __init__(self, channel: Channel, arena: Arena, writable: bool) -> None:
@@ -40,11 +40,11 @@ class Announcer:
             self.announced.add(segment)
 
     def refused(self, segment: int) -> None:
-        """Notes that the peer could not map a segment: ``announce`` will then announce it again."""
+        """Notes that the peer could not map a segment: the next ``announce`` of it queues a SegmentOpened again."""
         self.announced.discard(segment)
 
     def is_published(self, segment: int) -> bool:
-        """Returns whether the peer knows this segment and was told of all closed ones, so that nothing has to be sent first."""
+        """Returns whether the peer knows this segment and which segments are closed, so that no record on segments is due."""
         return segment in self.announced and self.closures == self._arena.closures
 
     @property

@@ -108,7 +108,7 @@ class Budget:
     def reclaim(self) -> bool:
         """Has one of the arenas close a segment without leases, if there is one. Returns whether one was closed.
 
-        This class knows no arenas and returns False; a subclass that does overrides it.
+        This class knows no arenas and returns False; a subclass that knows its arenas overrides this method.
         """
         return False
 
@@ -119,7 +119,7 @@ class Arena:
     Args:
       byte_size: the size of segment 0; rounded up to a power of two.
       max_byte_size: the limit of all segments together.
-      keep_byte_size: how many bytes of free large segments are kept for reuse; their pages stay warm.
+      keep_byte_size: how many bytes of free large segments (each made for one tensor) are kept for reuse; their pages stay warm.
       on_segment: called with every segment once it is made.
       lazy: whether to make segment 0 only when it is first needed; for arenas of which there are many, most of them empty.
       budget: limits this and other arenas together; only with ``lazy``.
@@ -302,7 +302,7 @@ class Arena:
         return True
 
     def trim(self) -> bool:
-        """Closes the large segment that has been free for longest. Returns False if no large segment is free."""
+        """Closes the large segment (made for one large tensor) that was free for longest. Returns False if none is free."""
         if not self._free_large:
             return False
         self._close_segment(self._free_large.pop(0))
@@ -341,7 +341,7 @@ class Arena:
 class Buddies:
     """A buddy allocator: it hands out blocks of ``BLOCK`` x 2^n bytes inside one power-of-two range.
 
-    A block's buddy is at its offset with the block's own bit flipped. Released blocks are joined with their buddies only when no
+    A block's buddy is at its offset with the bit of its size flipped. Released blocks are joined with their buddies only when no
     other free block is large enough: most often the next block is wanted in the same size, and joining blocks only to split them
     again would be most of the work.
     """
@@ -407,7 +407,7 @@ class Buddies:
 
 
 class ArenaMap:
-    """An arena in the process that only reads it: the segments that the owner has announced, mapped here, as read-only views."""
+    """An arena in a process that only reads it: the owner's segments, mapped once SegmentOpened came, as read-only views."""
 
     #: More segments than any configured arena needs; a peer that announces more is broken or hostile.
     MAX_SEGMENTS = 4096
@@ -426,7 +426,7 @@ class ArenaMap:
         self._on_segment = on_segment
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
-        """Maps a segment that the owner has announced. Takes the descriptor over; if it raises, it closes the descriptor.
+        """Maps a segment, as the owner's SegmentOpened says. Takes the descriptor over; if it raises, it closes the descriptor.
 
         Raises: InvalidArgument: the segment is announced twice, is one of more than ``MAX_SEGMENTS``, is not sealed, or has
           another size.  Unavailable: the segment cannot be mapped now.
@@ -441,7 +441,7 @@ class ArenaMap:
             self._on_segment(attached)
 
     def refuse(self, segment: int) -> None:
-        """Notes that an announced segment could not be mapped: ``view`` raises Unavailable for it until it is announced again.
+        """Notes that a segment could not be mapped: ``view`` raises Unavailable for it until the next SegmentOpened of it.
 
         Raises: InvalidArgument: more than ``MAX_SEGMENTS`` segments could not be mapped.
         """

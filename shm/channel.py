@@ -139,7 +139,7 @@ class Channel:
             self._queue.append(encoded)
 
     def put_apart(self, *records: Record) -> None:
-        """Queues records without descriptors as one datagram that carries nothing else. If too large, each goes to ``put``.
+        """Queues records without descriptors as a datagram of their own; if they do not fit into one, as ``put`` queues each.
 
         Raises InvalidArgument: a record is larger than the peer accepts.
         """

@@ -210,13 +210,13 @@ class TracesEnded(Record, frozen=True, tag="traces"):
 
 
 class WorkerFenced(Record, frozen=True, tag="fenced"):
-    """Tells a front that a worker process has certainly ended (its pidfd says so): its requests may be run elsewhere."""
+    """Tells a front that a worker process has certainly ended (its pidfd says so): other workers may run its requests."""
 
     worker: int
 
 
 class ModelState(Record, frozen=True, tag="model"):
-    """Describes one model version to a front. Sent with all fields on every change; each replaces the one before."""
+    """Describes one model version to a front. Sent with all fields on every change; it replaces the version's earlier record."""
 
     name: str
     version: int
@@ -291,14 +291,17 @@ class Load(Record, frozen=True, tag="load"):
 
 
 class ServeLoaded(Record, frozen=True, tag="serve-loaded"):
-    """Has a worker let requests find a version that its Load (``held``) has kept from them so far; otherwise ignored."""
+    """Has a worker let requests use a version whose Load had ``held`` set: no request could find the version until now.
+
+    Ignored for any other version.
+    """
 
     name: str
     version: int
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):
-    """Has a worker cancel the loads of a version that it has not finished, because the version is not wanted any more.
+    """Has a worker cancel its unfinished loads (loadings) of a version, because the version is not wanted any more.
 
     The worker ends each load as soon as it can, and answers it with Loaded.
     """

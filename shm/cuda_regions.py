@@ -92,7 +92,7 @@ class LastingCalls:
 
 
 class NoCuda(Exception):
-    """Raised when the driver, its binding or the device is missing; the text is for the log."""
+    """Raised when the CUDA driver, its Python bindings or the device is missing; the text is for the log."""
 
 
 class CudaError(Exception):
@@ -355,10 +355,10 @@ class _Stream:
 
 
 class _Guarded:
-    """A context manager that turns a CudaError inside the block into an InvalidArgument that names the region.
+    """A context manager that turns a CudaError inside its block into an InvalidArgument that names a client's region.
 
-    It is a class and no generator: an error raised inside a generator keeps all frames between alive until the next garbage
-    collection, and with them all that these frames hold (Python 3.12 and newer).
+    It is a class and no generator: an error raised inside a generator keeps the frames that it passed through alive until the
+    next garbage collection, and with them all that these frames hold (Python 3.12 and newer).
     """
 
     __slots__ = ("_name",)
@@ -480,7 +480,7 @@ class CudaRegion:
             self.context.synchronize()
 
     def guarded(self) -> _Guarded:
-        """Returns a context manager for copies to and from the region: it turns CudaError into InvalidArgument."""
+        """Returns a context manager for copies to and from the region: it turns a CudaError in its block into InvalidArgument."""
         return _Guarded(self.name)
 
     def lease(self) -> None:
@@ -488,7 +488,7 @@ class CudaRegion:
         self.leases += 1
 
     def unlease(self) -> None:
-        """Counts one use of the region fewer; after the last one an unregistered region can be closed."""
+        """Counts one use of the region fewer; an unregistered region can be closed once no use is left."""
         self.leases -= 1
 
     def close(self) -> None:

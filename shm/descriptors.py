@@ -37,7 +37,7 @@ def raise_limit() -> int:
 
 
 def check_reserve(fd: int, what: str) -> None:
-    """Checks that the descriptors reserved for requests are still free after ``fd`` was opened for ``what`` (for the error).
+    """Checks that the descriptors reserved for requests are still free, now that ``fd`` is open. ``what`` begins the error.
 
     The system always gives out the lowest free number, so all descriptors below ``fd`` are in use.
 
@@ -54,9 +54,9 @@ def check_reserve(fd: int, what: str) -> None:
 
 @contextlib.contextmanager
 def needed(what: str) -> Iterator[None]:
-    """Turns an OSError inside the ``with`` block into Unavailable if it says that no more files may be opened; others pass.
+    """Turns an OSError inside the ``with`` block into Unavailable if no more files may be opened; any other OSError passes.
 
-    ``what``: what a file descriptor is needed for, for the message.
+    ``what``: what a file descriptor is needed for, for the message, such as "sending an arena segment".
     """
     try:
         yield

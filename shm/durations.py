@@ -23,7 +23,7 @@ Counted = Mapping[str, tuple[int, ...]]
 
 
 class Durations:
-    """Histograms of how long one model version's requests took on one worker: one for each protocol and kind of duration.
+    """Histograms of how long a model version's requests took on a worker: one for each protocol ("http") and kind ("queue").
 
     Only the worker's main loop may use them.
 

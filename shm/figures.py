@@ -66,7 +66,7 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class SetFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Describes one parameter set of a model version on one worker."""
+    """One parameter set of a model version on one worker: its number, its size, and whether it is on the device now."""
 
     name: str
     #: 0: what the repository has.
@@ -131,7 +131,7 @@ class OwnMetrics(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class Compiles(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Counts the programs that a worker has compiled since it started, or found in the cache."""
+    """Counts the programs that a worker has compiled since it started, and those that it found in the cache instead."""
 
     #: Compilations, those that failed included, and the time of all of them in ns.
     count: int = 0

@@ -25,12 +25,12 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether a page of any mapping that is guarded now was ever missing when touched; cheaper than asking each one."""
+    """Returns whether ``faults`` of any ``Guarded`` that is not released is above 0; cheaper than asking each of them."""
     return available and _guard.any()
 
 
 def may_be_missing(address: int) -> bool:
-    """Returns whether an address lies in a mapping whose pages may vanish: one that is guarded and that no driver has locked."""
+    """Returns whether an address lies in a mapping whose pages may vanish: it has a ``Guarded``, and no driver has locked it."""
     return available and _guard.may_be_missing(address)
 
 
@@ -46,7 +46,7 @@ def install() -> None:
 class Guarded:
     """Keeps this process alive when a page of one mapping of client memory is missing, until ``release``.
 
-    Such an access reads zeros, or writes nowhere, and is counted in ``faults``; without the guard it kills the process.
+    Such an access reads zeros, or writes nowhere, and is counted in ``faults``. Call ``install`` before making one of these.
     """
 
     __slots__ = ("_slot",)
@@ -56,19 +56,19 @@ class Guarded:
 
     @property
     def faults(self) -> int:
-        """Returns how often a page of the mapping was missing when it was touched, so far."""
+        """Returns how often so far a page of the mapping was missing when it was touched; 0 after ``release``."""
         return 0 if self._slot is None else _guard.faults(self._slot)
 
     def hold(self, held: bool) -> None:
-        """Notes that a GPU's driver has locked the mapping's pages (True), or is about to unlock them. Any thread may call this.
+        """Notes that a GPU's driver has locked the mapping's pages (True), or is about to unlock them (False).
 
-        Locked pages cannot vanish for the driver: ``may_be_missing`` is False for them.
+        Locked pages cannot vanish for the driver: ``may_be_missing`` is False for them. Any thread may call this.
         """
         if self._slot is not None:
             _guard.hold(self._slot, held)
 
     def release(self) -> None:
-        """Ends the guard; call it once nobody touches the mapping any more. Idempotent."""
+        """Stops guarding the mapping; call it once nobody touches the mapping any more. Idempotent."""
         slot, self._slot = self._slot, None
         if slot is not None:
             _guard.remove(slot)

@@ -71,7 +71,7 @@ Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | EndSeque
 
 
 class SubmitterLane:
-    """The end of a lane at its submitter, a front or a client, which sends requests to one worker and receives their answers.
+    """A submitter's end of a lane (connection to a worker): a front or client sends requests on it and receives their answers.
 
     ``arena`` holds the tensors of requests; all lanes of the submitter share it, and closing a lane does not close it.
     """
@@ -118,7 +118,7 @@ class SubmitterLane:
                 self._announcer.announce(lease.place.segment)
 
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
-        """Queues a request for the worker; its inputs must be in place and their segments announced.
+        """Queues a request for the worker; its inputs must be written already, and their segments announced (``announce``).
 
         ``numbered``: the prepared request (the part that many requests share) that ``record`` names by number; it is sent first
         if the worker does not know it. None: the record carries its prepared request itself.
@@ -132,8 +132,8 @@ class SubmitterLane:
     ) -> None:
         """Queues a request for the worker, as ``submit`` does, preceded by the trace that it belongs to (``context``).
 
-        For a step of a sequence both records get a datagram of their own: a worker reads a datagram with a traced step in Python,
-        and all other records in that datagram with it.
+        For a request of a sequence both records get a datagram of their own, because a worker decodes such a datagram in Python
+        (slowly), together with all that is in it.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -266,7 +266,7 @@ class SubmitterLane:
 
 
 class WorkerLane:
-    """The worker's end of a lane: it receives requests from one submitter, a front or a client, and sends answers.
+    """The worker's end of a lane (connection): it receives requests from one submitter, a front or a client, and sends answers.
 
     It owns the response arena. The arena's first segment is made at once for a front's lane, on first use for a client's.
     """
@@ -331,7 +331,7 @@ class WorkerLane:
     def receive(self) -> list[Instruction] | None:
         """Returns the requests and other records for the dispatcher in the next datagram, in order; None: no datagram is waiting.
 
-        The list is empty if the datagram held only leases that come back and segments, which are dealt with here.
+        The list is empty if the datagram held only returned leases and news of segments, which this method has dealt with.
         Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
           another version, or it returns a lease that is not outstanding.
         """
@@ -425,7 +425,7 @@ class WorkerLane:
         return self._numbers.number(prepared)
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer for the submitter; its bytes must be in place. The submitter is told of the segment first, if need be.
+        """Queues an answer for the submitter; its outputs must be written already. SegmentOpened of a new segment goes first.
 
         If this process has no descriptor left for that, an error is queued in place of the answer. ``numbered``: the prepared
         answer (the part that many answers share) that ``record`` names by number; it is sent first if the submitter does not

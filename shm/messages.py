@@ -115,7 +115,7 @@ class SegmentClosed(Record, frozen=True, tag="S-"):
 
 
 class SegmentRefused(Record, frozen=True, tag="S!"):
-    """Tells the owner of an arena that the sender could not map a segment; SegmentOpened is sent again before its next use."""
+    """Tells an arena's owner that the sender could not map a segment; SegmentOpened comes again before its next use."""
 
     segment: int
 
@@ -250,8 +250,8 @@ class Cancel(Record, frozen=True, tag="X"):
 class EndSequence(Record, frozen=True, tag="E"):
     """Tells the worker that a client sends no further request of a sequence. Only a client with a lane of its own may send it.
 
-    The sequence ends once its waiting requests have run; one whose last request came in another way goes on. The record is not
-    answered.
+    The sequence ends once its waiting requests have run, but goes on if its last request did not come on this client's lane. The
+    record is not answered.
     """
 
     model: str
@@ -306,9 +306,9 @@ def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
 
 
 def set_named(parameters: Mapping[str, Parameter]) -> tuple[dict[str, Parameter], str]:
-    """Returns the parameters of a request without the name of a parameter set, and that name; "": none is given.
+    """Returns a request's parameters without ``parameter_set`` (it names a parameter set), and its value; "": not given.
 
-    Raises InvalidArgument: the value cannot be the name of a set.
+    Raises InvalidArgument: the value is no text, or is empty.
     """
     others = dict(parameters)
     name = others.pop(SET_PARAMETER, None)

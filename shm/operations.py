@@ -30,7 +30,10 @@ class LoadModel(Record, frozen=True, tag="c.load"):
 
 
 class UnloadModel(Record, frozen=True, tag="c.unload"):
-    """Has the supervisor begin to unload a model. ``unload_dependents``: also models that only this one used. Reply: empty."""
+    """Has the supervisor begin to unload a model. Reply: empty.
+
+    ``unload_dependents``: if the model is an ensemble, also its members that nothing else uses.
+    """
 
     name: str
     unload_dependents: bool = False
@@ -44,9 +47,9 @@ class ModelReady(Record, frozen=True, tag="c.isready"):
 
 
 class RepositoryIndex(Record, frozen=True, tag="c.index"):
-    """Asks for the repository's index. Reply: JSON array of {name, version?, state?, reason?}.
+    """Asks the supervisor for the index of all models. Reply: JSON array of {name, version?, state?, reason?}.
 
-    ``ready``: only versions that are ready; ``detailed``: with the footprint of each version.
+    ``ready``: only versions that are ready; ``detailed``: with each version's footprint (time and memory of its loading).
     """
 
     ready: bool = False
@@ -95,8 +98,8 @@ ANONYMOUS = Peer()
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
     """Registers part of a POSIX shared-memory object as a region under a name.
 
-    The first worker opens the object and replies with its descriptor and JSON {"access": how it uses the region}; the other
-    workers are sent both.
+    The first worker opens the object and replies with its descriptor and JSON {"access": how it uses the region}; both are sent
+    to the other workers.
     """
 
     name: str
@@ -142,16 +145,16 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
 
 class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
-    """Has a worker reply once no request uses a region that had this name before, and all those are closed. Reply: empty."""
+    """Has a worker reply once all earlier regions of this name are closed, since no request uses them any more. Reply: empty."""
 
     name: str
 
 
 class RegionRecords(Record, frozen=True, tag="c.regrec"):
-    """Asks for all that is known of a region, or of all regions (name ""). Reply: JSON array.
+    """Asks the supervisor for all that is known of a region, or of all regions (name ""). Reply: JSON array.
 
-    A worker replies with a JSON object: name -> [tensors of requests in the region of that name, tensors of requests in earlier
-    regions of the same name].
+    A worker that is asked replies with a JSON object: name -> [tensors of requests in the region of that name, tensors of
+    requests in earlier regions of the same name].
     """
 
     name: str = ""
@@ -227,7 +230,7 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
 
     The memory that comes with the call holds all parameters in safetensors format. Without memory, the worker takes version
     ``number`` of this set, which it has kept; number 0 of the set main is what the repository holds. Reply: JSON {"byte_size"},
-    or the error that says why they do not fit; then nothing has changed.
+    or the error that says why the parameters are refused; then nothing has changed.
     """
 
     #: The supervisor's number of the push, by which it is committed or aborted.
@@ -259,7 +262,10 @@ class AbortParameters(Record, frozen=True, tag="c.abortparams"):
 
 
 class DropParameters(Record, frozen=True, tag="c.dropparams"):
-    """Drops a parameter set, which must not be main: no later request finds the set. Reply: JSON {}."""
+    """Has a worker, or the supervisor all workers, drop a parameter set (never main): no later request finds the set.
+
+    Reply: a worker's JSON {}, the supervisor's empty.
+    """
 
     model: str
     #: To the supervisor 0: the newest that serves.
@@ -289,7 +295,7 @@ class PushParameters(Record, frozen=True, tag="c.push"):
 
 
 class ListParameters(Record, frozen=True, tag="c.listparams"):
-    """Asks for the parameter sets of a model ("": of all models), a version (0: of all) and a name ("": all names).
+    """Asks the supervisor for the parameter sets of a model ("": all models), a version (0: all) and a name ("": all names).
 
     Reply: JSON array with an object for each set: {"model", "version", "set", ...}.
     """
@@ -309,7 +315,7 @@ class RevertParameters(Record, frozen=True, tag="c.revertparams"):
 
 
 class RegionStatus(Record, frozen=True, tag="c.regstat"):
-    """Asks which regions of a kind, "system" or "cuda", are registered: the one of that name, or all (name "").
+    """Asks the supervisor which regions of a kind, "system" or "cuda", are registered: the one of that name, or all (name "").
 
     Reply: JSON array with an object for each region, in the form in which clients get it.
     """
@@ -319,7 +325,7 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Has the supervisor reply once every front acts upon all changes that the asking front was sent before. Reply: empty."""
+    """Has the supervisor reply once every front acts upon all changes that the asking front knew when it asked. Reply: empty."""
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
@@ -363,7 +369,7 @@ class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
 
 
 class ChangeLog(Record, frozen=True, tag="c.log"):
-    """Changes the log settings that are not None. Reply: JSON, all settings that are now in force."""
+    """Has the supervisor change, for all processes, log settings that are not None. Reply: JSON, all settings now in force."""
 
     info: bool | None = None
     warning: bool | None = None
@@ -373,7 +379,7 @@ class ChangeLog(Record, frozen=True, tag="c.log"):
 
 
 class ChangeTrace(Record, frozen=True, tag="c.trace"):
-    """Changes the trace settings that are not None, of a model or of all models ("").
+    """Has the supervisor change trace settings, those that are not None, of a model or of all models (``model`` "").
 
     A model forgets its own value for each setting in ``cleared``. Reply: JSON, the settings of the model that are now in force.
     Fields as in TraceChanged; ``count`` is -1 for no limit.

@@ -59,8 +59,8 @@ class Numbers(Generic[T]):
         """Begins without any numbers assigned.
 
         Args:
-          on_number: called after each assignment, with how many have a number now and how many have just lost theirs.
-          count: how many may have a number at a time; 0: ``number_again`` assigns none.
+          on_number: called after each assignment, with how many requests or answers have a number now, and how many lost theirs.
+          count: how many may have a number at a time; 0: ``number_again`` never assigns one.
         """
         self._on_number = on_number
         self._count = count

@@ -156,7 +156,7 @@ class Region:
     """A registered range of a client's shared-memory object, mapped read-write in this worker.
 
     It must not be closed before ``leases`` is 0: each tensor of a request in the region counts until the request has ended.
-    Used where an object that shrinks does no harm: for the accesses "guarded" and "sealed". ``SnapshotRegion`` is for "snapshot".
+    Used for the accesses "guarded" and "sealed", where an object that shrinks does no harm. ``SnapshotRegion`` is for "snapshot".
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Region:
           populate: a region of up to so many bytes gets its existing pages mapped at once; of a larger one the first request maps
             them.
         Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object, or cannot be mapped.
-          Unavailable: as many mappings are guarded as can be.
+          Unavailable: as many mappings are guarded (``tensord.shm.guard``) as one process can guard.
         """
         guard.install()
         try:
@@ -214,12 +214,15 @@ class Region:
         """Returns how often a page of the region was missing when it was touched.
 
         That happens when the owner truncated the object, or the host had no page for a hole. A request during which this number
-        grew has no valid answer. Without the guard the number is always 0, because such an access kills the process.
+        grew has no valid answer. Where ``tensord.shm.guard.available`` is False, it is 0: such an access kills the process.
         """
         return 0 if self._guard is None else self._guard.faults
 
     def hold(self, held: bool) -> None:
-        """Tells the guard that a GPU's driver has locked the pages (True), or will now unlock them. Any thread may call this."""
+        """Notes that a GPU's driver has locked the region's pages (True), or will now unlock them (False).
+
+        Locked pages cannot vanish for the driver (``tensord.shm.guard.may_be_missing``). Any thread may call this.
+        """
         if self._guard is not None:
             self._guard.hold(held)
 
@@ -244,7 +247,7 @@ class Region:
         self.leases += 1
 
     def unlease(self) -> None:
-        """Counts one use of the region fewer; after the last one an unregistered region can be closed."""
+        """Counts one use of the region fewer; an unregistered region can be closed once no use is left."""
         self.leases -= 1
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class Segment:
 
         Args:
           writable: whether to map the segment writable, as page-locking it for a GPU needs. The view is read-only nevertheless.
-        Raises: InvalidArgument: it is not sealed against resizing, has another size than announced, or may not be mapped
+        Raises: InvalidArgument: it is not sealed against resizing, has not ``byte_size`` bytes, or may not be mapped
           writable. Unavailable: it cannot be mapped now.
         """
         try:

@@ -19,6 +19,7 @@ class SnapshotRegion:
     """A registered range of a client's shared-memory object, read and written through its descriptor and never mapped.
 
     It must not be closed before ``leases`` is 0: each tensor of a request in the region counts until the request has ended.
+    Used for the access "snapshot"; ``tensord.shm.regions.Region`` is for the others.
     """
 
     #: Always 0: no memory is mapped that could go missing, and every call finds out for itself.
@@ -107,7 +108,7 @@ class SnapshotRegion:
         self.leases += 1
 
     def unlease(self) -> None:
-        """Counts one use of the region fewer; after the last one an unregistered region can be closed."""
+        """Counts one use of the region fewer; an unregistered region can be closed once no use is left."""
         self.leases -= 1
 
     def close(self) -> None:

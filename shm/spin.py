@@ -14,9 +14,9 @@ from time import monotonic_ns
 
 
 class Spin:
-    """Decides whether a loop that waits for records polls before it sleeps: only if its last wait was short.
+    """Decides whether a loop that waits for records polls before it sleeps: only if its last wait was shorter than ``limit_ns``.
 
-    ``limit_ns``: how long to poll; 0: never.
+    ``limit_ns``: how long to poll at most; 0: never poll.
     """
 
     __slots__ = ("_limit_ns", "_since_ns", "_worth")

@@ -117,7 +117,7 @@ class StatusPage:
 
     @property
     def outputs(self) -> Outputs:
-        """Returns how large outputs are written; the worker decides that when it starts."""
+        """Returns which way the worker writes outputs that are large; it decides that when it starts."""
         return Outputs(self._words[3])
 
     @outputs.setter
@@ -130,14 +130,14 @@ class StatusPage:
 
     @staticmethod
     def word(slot: int) -> int:
-        """Returns where a slot (the part of the page for one execution thread) begins, in words of 8 bytes."""
+        """Returns the index of the page's word (8 bytes) at which a slot (the part for one execution thread) begins."""
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
-        """Notes on the page that an execution thread (by its ``slot``) starts to run requests: pairs (submitter, request id).
+        """Notes on the page that the execution thread with this ``slot`` starts to run requests.
 
-        ``model``: the ``model_key`` of their model. In the main loop's slot, LOOP_SLOT, this also sets the worker's state to
-        EXECUTING.
+        ``requests``: pairs of a submitter's (front's or client's) number and a request id; ``model``: the ``model_key`` of their
+        model. In the main loop's slot, LOOP_SLOT, this also sets the worker's state to EXECUTING.
         """
         if slot >= SLOTS:
             return
@@ -158,7 +158,7 @@ class StatusPage:
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Notes on the page that an execution thread (by its ``slot``) has finished its run.
+        """Notes on the page that the execution thread with this ``slot`` has finished its run.
 
         In the main loop's slot, LOOP_SLOT, this also sets the worker's state to ``resting``, usually IDLE.
         """
@@ -169,7 +169,7 @@ class StatusPage:
                 words[0], words[1], words[2] = self.resting, now_ns, now_ns
 
     def executing(self) -> set[tuple[int, int]]:
-        """Returns (submitter, request id) of every request that the worker is running, or was running when it died."""
+        """Returns (submitter's number, request id) of the requests that the worker is running, or was running when it died."""
         found: set[tuple[int, int]] = set()
         for slot in range(SLOTS):
             at = self.word(slot)

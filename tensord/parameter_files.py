@@ -64,7 +64,7 @@ def _load(path: Path, sharding: Any) -> Any:
 def flat(tree: Any) -> dict[str, Any]:
     """Returns the leaves of nested mappings and sequences, each under its keys joined by dots, such as ``layers.0.w``.
 
-    None is left out. Raises ValueError: two leaves have the same name.
+    Leaves that are None are left out. Raises ValueError: two leaves have the same name.
     """
     found: dict[str, Any] = {}
 

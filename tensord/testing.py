@@ -255,7 +255,7 @@ class Model:
         """Begins a request and returns a future of its answer, or of its ServingError.
 
         ``outputs``: names of the outputs to return; none: all. ``own``: further fields of the request, such as ``priority``.
-        Raises InvalidArgument: an input cannot be an array, or the model gives several responses; Unavailable: it was closed.
+        Raises InvalidArgument: an input cannot be an array, or the model gives several responses; Unavailable: it is closed.
         """
         answers, copied = self._ask(inputs, outputs, own, streams=False)
         return self._waiters.submit(self._waited, answers, copied)
