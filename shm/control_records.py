@@ -165,8 +165,8 @@ class LogChanged(Record, frozen=True, tag="log"):
 class TraceChanged(Record, frozen=True, tag="trace"):
     """Changes how a front samples requests for a model for tracing; model "": for all models without settings of their own.
 
-    If anything is traced, descriptors come with it: one of the shared counters for sampling and, if the number of traces is
-    limited, one of the number that may still be taken (``tensord.daemon.tracing.trace_counters``).
+    If anything is traced, the descriptor of the shared counters for sampling comes with it and, if the number of traces is
+    limited, that of the count of traces that may still be taken (``tensord.daemon.tracing.trace_counters``).
     """
 
     model: str

@@ -43,5 +43,5 @@ def model_of(device: str) -> str:
 
 
 def shared(device: str) -> str:
-    """Returns the device of the worker that serves all models that are not isolated: "cpu:0" for "cpu:0#m" or "cpu:0"."""
+    """Returns the device of the worker that serves the models that are not isolated: "cpu:0" for "cpu:0#m" or "cpu:0"."""
     return device.partition(_ALONE)[0]

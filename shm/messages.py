@@ -182,7 +182,7 @@ class Prepare(Record, frozen=True, tag="Q+"):
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Says which trace the next request on this lane belongs to; ignored if its ``request_id`` differs. Only fronts send it."""
+    """Says which trace the lane's next request belongs to; ignored if that has another ``request_id``. Only fronts send it."""
 
     request_id: int
     #: In hexadecimal digits as W3C Trace Context has it, or the number of the trace in its file.

@@ -141,7 +141,7 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Maps each number that the other end of a lane has sent to what this end keeps of the prepared request or answer behind it.
+    """Maps each number that the other end of a lane has sent to what this end stores of its prepared request or answer.
 
     Looking up a number that was never sent raises InvalidArgument.
     """

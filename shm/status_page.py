@@ -117,7 +117,7 @@ class StatusPage:
 
     @property
     def outputs(self) -> Outputs:
-        """Returns which way the worker writes outputs that are large; it decides that when it starts."""
+        """Returns whether the worker's large outputs are written in place or copied; the worker decides that when it starts."""
         return Outputs(self._words[3])
 
     @outputs.setter

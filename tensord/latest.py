@@ -67,7 +67,7 @@ class Latest(Generic[A]):
     def _over(self, number: int, future: concurrent.futures.Future[A]) -> None:
         """After a request has ended: stores its answer, or error, for ``get`` if it is the newest, and sends inputs that wait.
 
-        ``number``: how many times ``put`` had been called when its inputs were given.
+        ``number``: the request has the inputs of this call of ``put``, counted from 1.
         """
         asked: concurrent.futures.Future[A] | None = None
         with self._changed:
