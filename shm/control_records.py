@@ -165,7 +165,7 @@ class LogChanged(Record, frozen=True, tag="log"):
 class TraceChanged(Record, frozen=True, tag="trace"):
     """Changes how a front samples requests for a model for tracing; model "": for all models without settings of their own.
 
-    If anything is traced, the descriptor of the shared counters for sampling comes with it and, if the number of traces is
+    If anything is traced, the descriptor of the shared counter for sampling comes with it and, if the number of traces is
     limited, that of the count of traces that may still be taken (``tensord.daemon.tracing.trace_counters``).
     """
 
