@@ -50,7 +50,11 @@ class Answered:
     def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
         """Begins to count answers.
 
-        ``protocol``: "http" or "grpc". ``access``: the access log has errors, and one good answer in so many; 0: there is no log.
+        Args:
+          counters: the counters of this front in shared memory, where answers are counted.
+          refusals: gets the errors that are the clients' mistakes, to log them.
+          protocol: "http" or "grpc".
+          access: the access log has errors, and one good answer in so many; 0: there is no log.
         """
         self._words, self._good = counters.codes
         self._protocol = protocol

@@ -16,7 +16,7 @@ from tensord.shm.errors import Unavailable
 
 
 class ConnectionEnd:
-    """Tells others of the end of one client connection by a file descriptor, which is created when it is first asked for."""
+    """Shows the end of one client connection, also to other processes, by a file descriptor that is created when first needed."""
 
     __slots__ = ("_closed", "_reader", "_writer")
 

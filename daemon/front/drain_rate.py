@@ -24,7 +24,7 @@ class DrainRate:
         If it took more, the next period begins now.
 
         Args:
-          since: when bytes began to wait for the client; 0: none wait.
+          since: when bytes began to wait for the client, in seconds of the clock of ``now``; 0: none wait.
           left: how many bytes are still to be taken; only differences count.
           now: the time now.
         """

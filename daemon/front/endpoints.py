@@ -111,7 +111,7 @@ class Endpoints:
     async def model_is_ready(self, model: str, version: int) -> bool:
         """Returns whether requests for a model version are answered now; 0 is the newest version.
 
-        False if the model is unknown.
+        False if the model is unknown, or if its own code says that it is not ready.
         """
         if not self._table.is_ready(model, version):
             return False
@@ -243,9 +243,10 @@ class Endpoints:
         peer: Peer = ANONYMOUS,
         end: int = -1,
     ) -> None:
-        """Registers an allocation of a client's GPU memory, named by its 64-byte handle, as a region.
+        """Registers an allocation of a client's GPU memory, named by its 64-byte CUDA IPC handle, as a region.
 
         Args:
+          device_id: the number of the GPU.
           peer: the client.
           end: a file descriptor that becomes readable when the region is to be removed, and that the caller closes; -1: never.
         Raises: ServingError: the region cannot be registered.

@@ -54,7 +54,10 @@ class Receiver:
         self._dropped = False
 
     def _wait_for_room(self, byte_size: int) -> None:
-        """Waits for arena memory; later calls ``_place`` with a lease, or ``_refuse`` with an error, and then ``_progressed``."""
+        """Queues the body for arena memory; returns at once.
+
+        Later ``_place`` is called with a lease, or ``_refuse`` with an error, and then ``_progressed``.
+        """
         self.waits_for_room = True
         self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
 
@@ -98,7 +101,7 @@ class Receiver:
         raise NotImplementedError
 
     def _progressed(self) -> None:
-        """Continues after the wait for arena memory has ended with a lease or a refusal."""
+        """Lets the connection go on with the body; called after ``_place`` or ``_refuse``, when the wait for memory has ended."""
         raise NotImplementedError
 
 
@@ -114,7 +117,7 @@ class BodyConnection(Protocol):
 
 
 class BodyReader(asyncio.BufferedProtocol):
-    """Reads from the transport in place of a connection's protocol, while the connection sends large bodies."""
+    """Reads from the transport straight into the memory of large bodies, in place of a connection's protocol."""
 
     def __init__(self, connection: BodyConnection, transport: asyncio.Transport) -> None:
         self._connection = connection
@@ -129,7 +132,7 @@ class BodyReader(asyncio.BufferedProtocol):
         self._started = False
 
     def receive(self, room: memoryview) -> None:
-        """Reads the next bytes that arrive into ``room``, until it is full. Resumes reading if it was paused."""
+        """Reads the next bytes that arrive into ``room``; once it is full, calls ``direct_body_complete``."""
         self._room, self.reads_body, self.byte_size = room, True, 0
         if self._started:
             self._transport.resume_reading()

@@ -28,7 +28,7 @@ _APPLICATION_UTILIZATION, _NAMED_METRICS, _KEY, _VALUE = b"\x49", b"\x42", b"\x0
 
 
 def asked(value: str) -> str:
-    """Returns the format of the load report that a header's value asks for; "": none, or an unknown format."""
+    """Returns the format of the load report that ``value``, of a request's header, asks for; "": none, or one not in FORMATS."""
     wanted = value.strip().lower()
     return wanted if wanted in FORMATS else ""
 

@@ -40,7 +40,7 @@ class LongestIdle:
 
     Args:
       connections: all connections of the front, as they come and go.
-      limit: the most connections of all fronts together.
+      limit: the most connections of all fronts together, for the log.
     """
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:

@@ -46,7 +46,7 @@ class Watch(Protocol):
         """
 
     def forget(self, transport: SocketTransport) -> None:
-        """Removes a transport that is being closed."""
+        """Stops watching a transport, because it is being closed."""
 
 
 class SocketTransport(asyncio.Transport):
@@ -107,7 +107,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
-        """Sends, reads, or ends the connection, as the socket's epoll events say; for input alone ``read`` is enough."""
+        """Sends, reads, or ends the connection, as the socket's epoll events say. For input alone ``read`` will do."""
         if self._unsent and events & ~_IN:
             self._send_rest()
         if self.reading:
@@ -235,7 +235,7 @@ class SocketTransport(asyncio.Transport):
                 self._keep(pieces, sent)
 
     def _keep(self, pieces: Iterable[bytes | bytearray | memoryview], sent: int) -> None:
-        """Stores bytes to send them later, and pauses the protocol. ``sent``: how many the socket has accepted already."""
+        """Stores bytes to send them later, and calls ``pause_writing``. ``sent``: how many the socket has taken already."""
         self._unsent = deque(memoryview(piece) for piece in pieces)
         self._drop(sent)
         self._look_for(self._watched | _OUT)
@@ -310,7 +310,7 @@ class SocketTransport(asyncio.Transport):
             self._end_soon(error)
 
     def _end_soon(self, error: OSError | None) -> None:
-        """Ends the connection in the loop's next iteration, after the protocol's current step."""
+        """Ends the connection in the loop's next iteration. ``error``: what the protocol's ``connection_lost`` gets."""
         self._ending = True
         self._watch.loop.call_soon(self._end, error)
 

@@ -271,9 +271,9 @@ class CallRefused(Exception):
 
 
 def inflated(content: Buffer, encoding: str, limit: int) -> bytes:
-    """Returns the content of a gzip or deflate message; ``encoding``: which of both.
+    """Decompresses the content of a message; ``encoding``: "gzip" or "deflate".
 
-    Raises CallRefused: the message is invalid, in another encoding or larger than ``limit`` bytes.
+    Raises CallRefused: the content is invalid, in another encoding, or decompressed larger than ``limit`` bytes.
     """
     if encoding not in ("gzip", "deflate"):
         raise CallRefused(

@@ -37,7 +37,7 @@ _PING = b"tensord\0"
 
 
 class Http2Connection(asyncio.Protocol):
-    """Moves bytes between one client's socket and its ``Http2``, and owns the transport.
+    """Moves bytes between one client's socket and the connection's ``Http2``, which parses them; owns the transport.
 
     ``owner``: the client, as ``Peer.owner`` names it.
     """
@@ -133,7 +133,7 @@ class Http2Connection(asyncio.Protocol):
             self._read_directly()
 
     def _rest(self) -> None:
-        """Pauses reading until the loop's next iteration, because the connection has used up its share of the current one."""
+        """Pauses reading until the loop's next iteration, because the connection has had its share of this one."""
         assert self._transport is not None
         self._resting = True
         self._transport.pause_reading()
@@ -150,7 +150,7 @@ class Http2Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _read_directly(self) -> None:
-        """Lets ``BodyReader`` read the rest of a large payload straight into the memory of its message.
+        """Lets ``BodyReader`` read the rest of a payload, if it is large, straight into the memory of its message.
 
         Removes the reader after a run of small payloads.
         """

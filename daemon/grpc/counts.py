@@ -68,6 +68,7 @@ class _Malformed(Exception):
 def check(message: Buffer, descriptor: Any) -> None:
     """Checks that no field of an encoded message occurs too often; ``descriptor``: the message's type.
 
+    Small and malformed messages pass: the protobuf parser handles them.
     Raises: InvalidArgument: a field occurs too often, or the message has too many bytes besides its tensors.
     """
     size = len(message)
@@ -96,7 +97,7 @@ class _Counting:
         self._uncounted = 0
 
     def walk(self, at: int, end: int, kind: _Kind) -> None:
-        """Counts the fields of the message ``[at:end]``, which is of type ``kind``.
+        """Counts the fields of the message, of type ``kind``, in the bytes from ``at`` to ``end``.
 
         Raises: InvalidArgument: a field occurs too often.  IndexError, _Malformed: the message is malformed.
         """

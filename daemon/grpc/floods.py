@@ -38,7 +38,8 @@ _MAX_RESETS = 10_000
 class Floods:
     """Bounds the frames, resets and pings that one client connection may send: its methods raise ``Violation`` beyond a bound.
 
-    ``frames``, ``answers`` (messages and ends of calls that the client got) and bytes: totals since the connection began.
+    What its methods get as ``frames``, ``answers`` (messages and ends of calls that the client got) and ``byte_size`` are totals
+    since the connection began.
     """
 
     __slots__ = ("_answers_at_ping", "_frames_given", "_options", "_pinged_at", "_resets", "_resets_given", "_strikes")
@@ -54,7 +55,7 @@ class Floods:
         self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """Raises the bounds on frames and resets by what ``seconds`` more seconds of the connection allow."""
+        """Allows the client more frames and resets, because the connection has been open for ``seconds`` more."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 

@@ -37,14 +37,15 @@ class HpackDecoder(Protocol):
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
         """Decodes the connection's next header block.
 
-        Returns the fields that many calls share (``COMMON``: path, content-type, ...), packed for ``fields``, and the others.
+        Returns the fields that many calls share (``COMMON``: path, content-type, ...), packed as one bytes object that the
+        function ``fields`` unpacks, and a list of the others.
         A pseudo-header that comes after one of the others is put among them: it is not allowed there, and the checks must see it.
         Raises: ValueError: the bytes are no header block.  OverflowError: the fields are larger than allowed.
         """
 
 
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
-    """Separates decoded fields into those that many calls share (``COMMON``), packed for ``fields``, and the call's others."""
+    """Separates decoded fields: those that many calls share (``COMMON``), packed (``fields`` unpacks them), and the others."""
     common: list[bytes] = []
     own: Fields = []
     for name, value in decoded:
@@ -77,7 +78,7 @@ class LibraryDecoder:
         self._error, self._too_large = hpack.HPACKError, hpack.OversizedHeaderListError
 
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """Decodes the connection's next header block, with the results and errors of ``HpackDecoder.decode``."""
+        """Decodes the connection's next header block to shared fields, packed, and the others (see ``HpackDecoder``)."""
         try:
             return parted([(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)])
         except self._too_large as error:

@@ -88,7 +88,7 @@ OPENING, ENDING, CLOSED = ConnectionPhase.OPENING, ConnectionPhase.ENDING, Conne
 class Http2:
     """Owns the streams of one HTTP/2 connection and the bytes that are queued for its client.
 
-    Bytes are queued in ``out``; the first of them calls ``connection.flush_soon``, unless ``is_flushing``: they are sent anyway.
+    Bytes are queued in ``out``; the first of them calls ``connection.flush_soon``, unless ``is_flushing``: a flush is due then.
     """
 
     def __init__(self, serving: GrpcServing, connection: Http2Connection) -> None:
@@ -368,7 +368,7 @@ class Http2:
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
         """Opens a stream by HEADERS, or ends a request by its trailers; only stores the block if a CONTINUATION is to follow.
 
-        Returns what decoding cost, in units of one frame's arrival.
+        Returns what decoding cost, in units of one frame's arrival. Raises Violation: the frame or its block is invalid.
         """
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
@@ -601,7 +601,10 @@ class Http2:
         self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
 
     def end(self) -> None:
-        """Sends the last GOAWAY of a graceful end and accepts no more streams; the connection ends with its last stream."""
+        """Sends the last GOAWAY of a graceful end and accepts no more streams; the connection ends with its last stream.
+
+        Does nothing if ``announce_end`` was not called before.
+        """
         if self.phase is ConnectionPhase.ANNOUNCED:
             self.phase = ConnectionPhase.ENDING
             self._last_told = self.numbers.last

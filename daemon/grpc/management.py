@@ -46,7 +46,7 @@ _FOR_PEER = frozenset(
 
 
 class Management:
-    """Implements the RPCs other than inference (health, metadata, repository, regions, ...): each is the method of its name."""
+    """Implements the RPCs other than inference (health, metadata, repository, ...), each as a method with the RPC's name."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._endpoints = endpoints

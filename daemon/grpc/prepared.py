@@ -54,9 +54,9 @@ class PreparedMessage:
         self.unary: dict[int, AnswerLayout] = {}
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
-        """Returns the encoder (``AnswerLayout``) of answers with the constant part ``prepared``, from the cache if it is there.
+        """Returns the encoder of answers with the constant part ``prepared``; it is made at first, and then remembered here.
 
-        ``streamed``: whether they answer ModelStreamInfer.
+        ``streamed``: whether the answers are for ModelStreamInfer.
         """
         known = self.streamed if streamed else self.unary
         # Who is kept here keeps what was prepared, so nothing else has its address meanwhile.

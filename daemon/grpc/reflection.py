@@ -25,7 +25,7 @@ class Reflection:
         self._services = sorted(services)
 
     def answer(self, question: Any) -> Any:
-        """Returns the ServerReflectionResponse to a ServerReflectionRequest."""
+        """Returns the ServerReflectionResponse to a ServerReflectionRequest; an unknown file or symbol makes it an error."""
         answer = self._messages.ServerReflectionResponse(valid_host=question.host, original_request=question)
         kind = question.WhichOneof("message_request")
         error = answer.error_response

@@ -183,6 +183,7 @@ def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
     """Converts an input's typed ``contents`` to the bytes of a raw tensor.
 
     Args:
+      name: the input's name, for errors.
       kind: the datatype of the only field of ``contents`` that is filled.
     Raises: InvalidArgument: a value does not fit its datatype.
     """

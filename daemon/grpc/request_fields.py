@@ -39,9 +39,9 @@ class RefusedRequest(Exception):
 
 
 def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
-    """Cuts a complete ModelInferRequest.
+    """Cuts a complete ModelInferRequest into head, id and raw tensors.
 
-    Returns its head without the id, the id, and (begin, end) of each raw tensor in ``message``.
+    Returns the head (all other fields), the id, and (begin, end) of each raw tensor in ``message``.
     Raises RefusedRequest: the message is malformed, or has too many fields.
     """
     at, end = 0, len(message)
@@ -97,7 +97,7 @@ def client_id_of(message: Buffer) -> str:
 class ArrivingFields:
     """Parses the fields of a ModelInferRequest that arrives in pieces; its owner reads the raw tensors' bytes.
 
-    The message is complete once ``unread`` is 0.
+    The message is complete once ``unread``, the bytes that neither has taken yet, is 0.
     """
 
     __slots__ = ("_count", "_field", "_left", "_start", "client_id", "head", "raw_count", "raw_left", "unread")

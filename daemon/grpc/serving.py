@@ -61,7 +61,7 @@ class GrpcServing:
         self.compression = COMPRESSION_LEVELS[self.options.response_compression]
 
     def begin(self, stream: Stream, head: CallHead) -> None:
-        """Starts the call of a new stream, or answers it with an error if no method handles it."""
+        """Starts the call of a new stream, or ends it with an error: no such method, no gRPC call, or no key for the method."""
         if head.http_status != 200:
             stream.answer_http(head.http_status)
             return

@@ -18,7 +18,7 @@ _MAX_REMEMBERED = 256
 
 
 class Past(enum.Enum):
-    """The reasons why a stream is not open: never used, passed over by a higher number, ended, reset by the client, cut by us."""
+    """The reasons why a stream is not open: never used, a higher one was used first, ended, reset by the client, cut by us."""
 
     #: Nobody has used it yet.
     IDLE = "idle"

@@ -93,7 +93,7 @@ class UnaryInfer(InferCall):
 
     @property
     def sequence(self) -> Sequence | None:
-        """Returns the sequence that the request is a step of; None: it belongs to no sequence, or that is not known yet."""
+        """Returns the request's sequence (model and sequence id); None: it belongs to no sequence, or that is not known yet."""
         message = self._arriving if self._message is None else self._message
         said = message.head if isinstance(message, ArrivingMessage) else message
         size, found = self._sequence

@@ -37,8 +37,8 @@ _MAX_SHIFT = 28
 def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked | None:
     """Cuts the complete message ``content[start:end]`` into rest, id, scheduling parameters and raw tensors.
 
-    Returns these and the arena memory, in bytes, that tensors above ``inline`` need. None: a field is unknown or cut short, or
-    there are very many or long ones, so the message must be decoded in full.
+    Returns these and the arena memory, in bytes, that tensors above ``inline`` need. None: a field is unknown (no
+    field of ModelInferRequest) or cut short, or there are very many or long ones: the message must be decoded in full.
 
     Args:
       inline: raw tensors of up to this many bytes are returned as bytes, larger ones as views of ``content``.
@@ -94,7 +94,7 @@ def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | N
 def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
     """Yields tag, offset, content offset and content size of each field of an encoded message before ``end``.
 
-    Stops at the first field that is unknown or cut short.
+    Stops at the first field that is cut short, or that a ModelInferRequest does not have.
     """
     at = 0
     while at < end and (field := _field(content, at, end)) is not None:
@@ -114,7 +114,7 @@ class _Own:
         self.rest = self.client_id = self.scheduling = b""
 
     def take(self, tag: int, view: memoryview, at: int, begin: int, size: int) -> bool:
-        """Adds the field ``view[at : begin + size]``, whose content begins at ``begin``, to the rest or its own place.
+        """Adds the field ``view[at : begin + size]``, whose content begins at ``begin``, to the rest, or stores it apart.
 
         Returns False if the rest or the scheduling parameters have become too long.
         """
@@ -129,9 +129,9 @@ class _Own:
 
 
 def _field(content: Buffer | bytearray, at: int, end: int) -> tuple[int, int, int] | None:
-    """Returns tag, content offset and content size of the field at ``at``; None: its tag is unknown, or its size is cut short.
+    """Returns tag byte, content offset and content size of the protobuf field at ``at``. The content may reach beyond ``end``.
 
-    The content may reach beyond ``end``.
+    None: ModelInferRequest has no field with that tag byte, or the size is cut short or too long.
     """
     tag = content[at]
     at += 1

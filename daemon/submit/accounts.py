@@ -41,7 +41,7 @@ class Holdings:
 
 
 class Client(Holdings):
-    """Counts the arena bytes that all connections of one client hold together; knows which of its requests get large answers."""
+    """Counts the arena bytes that all connections of one client hold, and remembers which requests get large answers."""
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
 
@@ -70,7 +70,7 @@ class Client(Holdings):
 
 
 class Account(Holdings):
-    """Counts the arena bytes that one connection holds, and says whether it may have more or must wait."""
+    """Counts the arena bytes that one connection holds, and says whether the connection may borrow more now or must wait."""
 
     __slots__ = ("client", "last")
 
@@ -99,7 +99,7 @@ class Account(Holdings):
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Records that requests of ``kind`` have large answers: they are throttled while the client holds its share of answers.
+        """Records that requests of ``kind`` have large answers: they wait while the client's unread answers fill its share.
 
         ``kind``: model, version and input shapes, as ``throttle.kind_of`` returns them.
         """
@@ -109,14 +109,14 @@ class Account(Holdings):
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether the connection's next request may be sent now; False: its client must first read answers.
+        """Returns whether the connection's next request may be sent to a worker now; False: its client must first read answers.
 
         ``kind``: model, version and input shapes of the request, as ``throttle.kind_of`` returns them.
         """
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
-        """Returns the error text for a throttled request that waited too long, with the bytes that are held and their limit."""
+        """Returns the error text for a request that waited too long for its client to read answers: bytes unread, and limit."""
         client = self.client
         if self.is_full:
             return f"this connection has not taken {self.answers} bytes of its answers, at most {self.limit} may wait for it"
@@ -168,7 +168,7 @@ class Accounts:
     def close(self, account: Account) -> None:
         """Closes the account of a connection that is gone.
 
-        Memory that it still holds counts for its client until it is given back.
+        Arena memory that the account still holds counts for its client until that memory is given back.
         """
         account.client.accounts -= 1
 

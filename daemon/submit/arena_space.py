@@ -64,7 +64,9 @@ class ArenaSpace:
         self._serving = self._again = False
 
     def loan(self, byte_size: int, account: Account | None = None, arriving: bool = False) -> Lease | None:
-        """Lends ``byte_size`` bytes for inputs. Returns None if there is no memory now, or other requests come first.
+        """Lends ``byte_size`` bytes for inputs. Returns None if there is no memory now, or waiting requests come first.
+
+        The caller must end the lease with ``give_back``.
 
         Args:
           account: the account of the memory; None: it counts for nobody.
@@ -102,9 +104,9 @@ class ArenaSpace:
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues a wait for memory. Calls ``on_lease`` with a lease, or with Unavailable after ``wait_seconds``.
+        """Queues a request for memory. Calls ``on_lease`` with a lease, or with Unavailable after ``wait_seconds``.
 
-        Called when ``loan`` has returned None, with the arguments that ``loan`` got. ``now``: loop time.
+        To be called after ``loan`` has returned None, with the arguments that ``loan`` got. ``now``: loop time.
         """
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
         self._count += 1
@@ -135,7 +137,7 @@ class ArenaSpace:
             self._closed()
 
     def expire(self, now: float) -> bool:
-        """Ends the waits that took too long with Unavailable. Returns whether any request still waits."""
+        """Gives Unavailable to requests that waited too long by ``now``, loop time. Returns whether any request still waits."""
         for line in self._lines:
             while line and line[0].give_up <= now:
                 waiter = line.popleft()
@@ -241,7 +243,7 @@ def _held(account: Account | None) -> int:
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
     """Calls ``on_lease`` with a lease or an error.
 
-    Returns False if ``on_lease`` raised an exception, which is logged and not raised, so that others are served.
+    Returns False if ``on_lease`` raised an exception, which is logged and not raised, so that other waiting requests are served.
     """
     try:
         on_lease(given)

@@ -41,7 +41,7 @@ class BusyPoll:
         self._turning = False
 
     def flushed(self) -> None:
-        """Called after requests were sent: keeps the event loop awake for a moment, or until they are answered."""
+        """Called after requests were sent: if few are in flight, keeps the event loop awake for a moment or until the answers."""
         if count := len(self._in_flight):
             self._lone = 0
             if count <= _FEW:
@@ -53,8 +53,8 @@ class BusyPoll:
         If other requests were in flight lately, keeps the loop awake instead: a request or a connection may come meanwhile.
 
         Args:
-          ready: returns whether something comes within so many milliseconds (``SubmitterLane.ready``).
-          receive: receives it from ``worker``; returns False if no answer can come any more.
+          ready: returns whether an answer comes within so many milliseconds (``SubmitterLane.ready``).
+          receive: receives answers from ``worker``; returns False if the answer has come, or can come no more.
         """
         self._lone += 1
         if self._lone < _MANY:

@@ -113,7 +113,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def waits_for_room(self) -> bool:
-        """Returns whether the request still waits for arena memory for its tensors (``placement``)."""
+        """Returns whether the request was not sent yet, because it waits for arena memory for its tensors."""
         return not self.record.request_id
 
     @property
@@ -122,7 +122,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         return "", ""
 
     def left_line(self) -> None:
-        """Called when the request no longer waits for arena memory, because it was sent or answered; here it does nothing.
+        """Called when the request has left the queue for arena memory, because it was sent or answered; here it does nothing.
 
         Not called if the request was cancelled.
         """

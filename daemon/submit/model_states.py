@@ -71,9 +71,9 @@ class ModelStates:
         raise NotFound(f"Request for unknown model: '{name}' has no available versions{why and ': '}{why}")
 
     def expect(self, name: str, version: int = 0) -> ModelState:
-        """Returns the state of a model version that serves, or else is being loaded, so that requests wait.
+        """Returns the state of a model version that serves requests, or that is being loaded: then requests for it must wait.
 
-        ``version`` 0: the newest.
+        ``version`` 0: the newest that serves or, if none serves, the newest that is being loaded.
         Raises NotFound: there is no such version, or it is not ready.
         """
         versions = self._models.get(name, {})
@@ -85,7 +85,7 @@ class ModelStates:
         return state if state is not None and state.state in ("READY", "LOADING") else self.find(name, version)
 
     def is_ready(self, name: str, version: int = 0) -> bool:
-        """Returns whether requests for a model version are answered now; ``version`` 0 is the newest."""
+        """Returns whether a worker can answer requests for a model version now; ``version`` 0 is the newest."""
         try:
             return bool(self.find(name, version).workers)
         except NotFound:
@@ -105,7 +105,7 @@ def _why(state: ModelState) -> str:
 
 
 def parse_version(model: str, text: str) -> int:
-    """Parses a model version from digits.
+    """Parses a model version from ``text``, which must be digits. ``model``: named in errors.
 
     Raises: InvalidArgument: the number is beyond int64.  NotFound: it is 0, which is no version.
     """

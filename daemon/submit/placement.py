@@ -96,9 +96,9 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 
 
 def place(contents: Iterable[InputContent], lease: Lease | None, inline_byte_size: int) -> tuple[Content, ...]:
-    """Returns the contents for a request's record: small ones as bytes, large ones as slices of the arena; none for regions.
+    """Returns the contents for a request's record: small ones as bytes, large ones as slices of the arena.
 
-    Large contents are copied into the lease, unless they lie in the arena already.
+    Large contents are copied into the lease, unless they lie in the arena already; those in regions are left out.
     Args:
       lease: has room for all contents of more than ``inline_byte_size`` bytes; None: there are none.
     """
@@ -143,7 +143,7 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
     """Copies a request's tensors to their places and sends the request.
 
-    Raises Unavailable: too many requests are in flight. After any exception the leases are given back, and it gets no answer.
+    Raises Unavailable: too many requests are in flight. After an exception the leases are given back; ``asked`` gets no answer.
     """
     trace = request.trace
     leases = () if lease is None else (lease,)
@@ -171,6 +171,6 @@ def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: 
 
 
 def _give_back(submitter: Submitter, request: UnsentRequest) -> None:
-    """Releases the lease of a request that is not sent, if it has one."""
+    """Releases the lease in which a request's inputs arrived, if it has one; called when the request is not sent."""
     if request.lease is not None:
         submitter.give_back(request.lease)

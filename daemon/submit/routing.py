@@ -79,7 +79,7 @@ class Routing:
         return {request.record.request_id: lost(request) for request in gone}
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
-        """Updates the table with the state of a model version that the supervisor sent."""
+        """Stores what the supervisor sent of a model version in the table of models, so that later requests are routed by it."""
         self._sequences.model_changed(state.name, state.version)
         if isinstance(state, ModelState):
             # Where all workers are idle the first is chosen: another one by each front.
@@ -146,7 +146,7 @@ class Routing:
         return False
 
     def is_step(self, request: InFlight) -> bool:
-        """Returns whether the request is a step of a sequence, which one worker must handle."""
+        """Returns whether the request is a step of a sequence (one of the requests that the model runs with the same state)."""
         state = self.state_of(request.prepared)
         return bool(request.record.sequence_id) and state is not None and state.sticky
 

@@ -29,7 +29,7 @@ class Scheduling(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Returns whether the request is a step between the first and the last of a sequence."""
+        """Returns whether the request is in the middle of a sequence: neither its first request nor its last."""
         return bool(self.sequence_id) and not self.sequence_start and not self.sequence_end
 
     def record(
@@ -42,7 +42,10 @@ class Scheduling(NamedTuple):
         received_ns: int,
         trace: int = 0,
     ) -> RequestRecord:
-        """Makes the record of a request with this scheduling; the arguments are fields of the record."""
+        """Makes the record of a request with this scheduling; the arguments are fields of the record.
+
+        ``prepared``: the constant part of the request, or the number that the worker knows it by.
+        """
         return RequestRecord(
             request_id,
             prepared,

@@ -40,7 +40,7 @@ _MORE_STARTS = 256
 
 
 class SequenceRouting:
-    """Chooses the workers for a front's requests that are steps of sequences.
+    """Chooses the workers for those of a front's requests that belong to sequences.
 
     Args:
       in_flight: all requests of the front, by id.
@@ -64,7 +64,7 @@ class SequenceRouting:
         self._lost = LostSequences(most_lost)
 
     def model_changed(self, name: str, version: int) -> None:
-        """Forgets the routing state of a model version that has changed."""
+        """Forgets what ``model`` has stored of a model version, because the version has changed."""
         self._models.pop((name, version), None)
 
     def model(self, state: ModelState) -> SequencedModel:
@@ -134,12 +134,12 @@ class SequenceRouting:
     # ---------------------------------------------------------------------------------------------------------- choosing
 
     def _sole(self, state: ModelState) -> WorkerLink | None:
-        """Returns the front's only worker, if that has the model; None otherwise."""
+        """Returns the front's only worker if it has the model, else None. The front must have exactly one worker."""
         (worker,) = self._workers.values()
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker, dead or alive, whose sequence page shows the sequence with this key; None: no worker has it."""
+        """Returns the worker whose sequence page shows the sequence as not ended; of several, the one that admitted it last."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -199,8 +199,8 @@ def lost(request: InFlight) -> Unavailable:
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
     """Returns those requests of one sequence that a dead worker has not begun: the last ones of ``run``, which is in order.
 
-    ``state``: what the worker's sequence page says of the sequence; None: nothing. The result is empty if the requests before it
-    may have run, or if a request is missing, because another front had sent it or a client cancelled it.
+    ``state``: what the worker's sequence page says of the sequence; None: nothing. The result is empty if the worker has begun
+    the sequence, or if a request is missing from ``run``, because another front had sent it or a client cancelled it.
     """
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
@@ -219,7 +219,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences of a model a worker can run, minus those that wait there or were sent to it since.
+    """Returns how many more sequences of a model a worker can run: as it published, minus those waiting there or sent later.
 
     ``slots``: the key under which the worker publishes how many it can run. 0 if it has published nothing.
     """
@@ -243,7 +243,7 @@ class _Config(msgspec.Struct):
 
 
 class SequencedModel:
-    """Holds what the routing of a model's sequences needs: the model's state, what makes keys, and how long one may be idle."""
+    """Holds what the routing of a model's sequences needs: the model's state, the maker of keys, and the longest idle time."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 
@@ -292,7 +292,7 @@ class LostSequences:
         self._since[key] = now
 
     def holds(self, key: Key, idle: float, now: float) -> bool:
-        """Returns whether a sequence was lost at most ``idle`` seconds ago.
+        """Returns whether a sequence was lost at most ``idle`` seconds before ``now``, seconds of the clock that ``add`` gets.
 
         After that a living worker would have forgotten it as well.
         """

@@ -231,7 +231,7 @@ class Submitter:
         self._flush_later(request.worker)
 
     def _fail(self, request: InFlight, error: ServingError) -> None:
-        """Ends a request. ``error`` is its answer, unless it was cancelled."""
+        """Ends a request: answers it with ``error``, unless it was cancelled, and gives back its inputs' leases."""
         if not request.cancelled and request.record.request_id in self._in_flight:
             request.fail(error)
         self._finish(request)
@@ -277,7 +277,7 @@ class Submitter:
             self._loop.call_soon(self._end_iteration)
 
     def _flush_later(self, worker: WorkerLink) -> None:
-        """Sends the records queued for a worker at the end of this iteration: they then share a datagram and mostly a batch."""
+        """Sends a worker's queued records at the end of this loop iteration: they then share a datagram and mostly a batch."""
         if not worker.dirty:
             worker.dirty = True
             self._dirty.append(worker)
@@ -334,7 +334,7 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ answers
 
     def _receive(self, worker: WorkerLink) -> bool:
-        """Receives one datagram of answers from a worker. Returns whether there was one; then there may be more."""
+        """Receives one datagram of answers, and passes them to their requests. Returns whether it should be called again."""
         try:
             answers = worker.lane.receive()
         except ChannelClosed:
@@ -425,7 +425,7 @@ class Submitter:
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
         """Counts an answer's arena bytes (lease ``key``) for its connection and client until ``release``.
 
-        Withdraws and throttles their requests if they then hold their share. ``request`` None: nobody waits for the answer.
+        Withdraws and throttles their requests if answers then fill their share. ``request`` None: nobody waits for the answer.
         """
         size = 0
         for content in own.contents:
@@ -486,7 +486,7 @@ class Submitter:
                 self._send_again(request)
 
     def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
-        """Acknowledges to its worker a response that is not its request's last, once its bytes were sent to the client.
+        """Gives back the lease of a response that is not the last, and acknowledges its bytes, which were sent, to the worker.
 
         A worker sends only a limited number of bytes before they are acknowledged.
         """
@@ -540,7 +540,7 @@ class Submitter:
         return self._routing.is_loading(model, version)
 
     async def loaded(self, model: str, version: int) -> None:
-        """Waits until a model version is no longer being loaded, with success or not. Raises Unavailable: that takes too long."""
+        """Waits until a model version is no longer being loaded, with success or not. Raises Unavailable: it took too long."""
         deadline = self._loop.time() + self._worker_wait
         while self._routing.is_loading(model, version):
             changed = self._loop.create_future()
@@ -605,7 +605,7 @@ class Submitter:
                 worker.writing = False
 
     def _give_up(self, worker: WorkerLink, error: ServingError) -> None:
-        """Answers the requests in flight on a worker that is still alive with an error.
+        """Answers with ``error`` the requests in flight on a worker whose process still lives.
 
         Their memory is given back only once the worker's process is certainly gone.
         """
@@ -622,7 +622,7 @@ class Submitter:
             self._timer = self._loop.call_later(_TIMER_SECONDS, self._time_out)
 
     def _time_out(self) -> None:
-        """Ends requests that waited too long for a worker, for room or for an answer; restarts the timer while any wait."""
+        """Ends requests that waited too long for a worker, memory, their client or an answer; restarts the timer if any wait."""
         self._timer = None
         now = self._loop.time()
         for request in self._without_worker_since(now):

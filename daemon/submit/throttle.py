@@ -18,7 +18,7 @@ from tensord.shm.errors import Unavailable
 
 
 class _Line:
-    """Holds the throttled requests of one connection, and the ids of those that were let go and are not answered yet."""
+    """Holds the throttled requests of one connection, and the ids of those that were sent after that wait and have no answer."""
 
     __slots__ = ("sent", "waiting")
 
@@ -30,7 +30,7 @@ class _Line:
 
 
 class Throttle:
-    """Decides which requests of a front wait until their clients, whose answers fill their share of memory, have read some.
+    """Decides which requests wait until their clients, whose unread answers fill their share of response memory, have read some.
 
     ``in_flight``: all requests of the front, by id. ``seconds``: how long a request waits at most.
     """
@@ -50,7 +50,8 @@ class Throttle:
     def fills_client(self, account: Account, request: InFlight) -> bool:
         """Returns whether the client of an answered request has just reached its share of response memory.
 
-        Called once the answer has been counted. Records that requests of its kind have large answers, if that is so.
+        Called once the answer's bytes are counted in ``account``. If the answer is large and the share reached, records that
+        for requests of its kind (model, version and input shapes).
         """
         client = account.client
         if client.answers < client.limit:
@@ -64,7 +65,7 @@ class Throttle:
         return True
 
     def fills_connection(self, account: Account) -> bool:
-        """Returns whether a connection has just reached its share of response memory; called once an answer has been counted."""
+        """Returns whether a connection has just reached its share of response memory; called once an answer is counted in it."""
         if not account.is_full or account in self.full:
             return False
         self.full.add(account)
@@ -76,7 +77,7 @@ class Throttle:
             self.full -= {each for each in (account, account.client) if each.answers < each.limit}
 
     def is_too_much(self, request: InFlight) -> bool:
-        """Returns whether a request's client holds its share of response memory, and its answer would be large."""
+        """Returns whether a client's unread answers fill its share of response memory, and ``request`` would have a large one."""
         account = request.account
         if account is None:
             return False
@@ -96,7 +97,7 @@ class Throttle:
         return account.client in self._barred and kind in account.client.bulky
 
     def add(self, request: InFlight, now: float) -> None:
-        """Makes a request wait until its connection may have more answers. ``now``: loop time."""
+        """Queues a request behind those of its connection that wait for their client to read answers. ``now``: loop time."""
         account = request.account
         assert account is not None
         self.lines.setdefault(account, _Line()).waiting.append((now + self._seconds, request))
@@ -176,14 +177,18 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether a connection's share of response memory has room for an answer besides those to requests let go before."""
+    """Returns whether a connection's share of response memory has room for one more answer.
+
+    Counted as used: unread answers, and those expected to throttled requests that were sent before.
+    """
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 
 
 def _has_common_room(client: Client, kind: Hashable) -> bool:
-    """Returns whether a client's share of response memory has room for an answer besides those to requests let go before.
+    """Returns whether a client's share of response memory has room for one more answer.
 
+    Counted as used: unread answers, and those expected to throttled requests that were sent before.
     ``kind``: model, version and input shapes of the request; small answers always have room.
     """
     expected = client.answers + (len(client.sent) + 1) * client.last
