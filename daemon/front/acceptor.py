@@ -35,7 +35,7 @@ _MAX_ALONE = 15
 
 
 class Acceptor:
-    """Accepts connections on the listening sockets, of which it owns this process's descriptors, and leaves some to other fronts.
+    """Accepts connections on listening sockets, whose descriptors it owns, and leaves some connections to other fronts.
 
     Args:
       open_: opens an accepted socket, given its client's name (``Peer.owner``); the protocol counts it in ``counters``.
@@ -177,7 +177,7 @@ class AcceptLimit:
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """Sets the attribute ``room``, the limit for the next iteration, after ``taken`` of at most ``room`` connections came."""
+        """Sets the attribute ``room``, the next iteration's limit, after ``taken`` connections, of ``room`` allowed, came."""
         if taken < room:
             self.room = 1
             self._alone = min(2 * self._alone + 1, _MAX_ALONE) if taken <= 1 else 0

@@ -26,7 +26,7 @@ class ConnectionEnd:
 
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Yields a file descriptor, valid inside the block, that becomes readable when the connection ends.
+        """Yields a file descriptor, valid in the ``with`` block, that becomes readable when the connection ends.
 
         Raises: Unavailable: no file descriptors are left.
         """

@@ -62,7 +62,7 @@ MAX_FILES_BYTE_SIZE = 128 << 20
 
 
 class Endpoints:
-    """Carries out the requests of both protocols other than inference, mostly by calls to the supervisor.
+    """Carries out all requests of HTTP and gRPC clients but inference, mostly by calls to the supervisor.
 
     Results in JSON are the bytes that the supervisor sent, and are not parsed here.
     """

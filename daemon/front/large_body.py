@@ -117,7 +117,7 @@ class BodyConnection(Protocol):
 
 
 class BodyReader(asyncio.BufferedProtocol):
-    """Reads from the transport straight into the memory of large bodies, in place of a connection's protocol."""
+    """Reads large bodies straight into their memory, in place of a connection's protocol, which gets all other bytes."""
 
     def __init__(self, connection: BodyConnection, transport: asyncio.Transport) -> None:
         self._connection = connection
@@ -132,7 +132,7 @@ class BodyReader(asyncio.BufferedProtocol):
         self._started = False
 
     def receive(self, room: memoryview) -> None:
-        """Reads the next bytes that arrive into ``room``; once it is full, calls ``direct_body_complete``."""
+        """Reads the next bytes that arrive into ``room``; once it is full, calls ``direct_body_complete``. Resumes reading."""
         self._room, self.reads_body, self.byte_size = room, True, 0
         if self._started:
             self._transport.resume_reading()

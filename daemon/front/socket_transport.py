@@ -107,7 +107,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
-        """Sends, reads, or ends the connection, as the socket's epoll events say. For input alone ``read`` will do."""
+        """Sends, reads, or ends the connection, as the epoll events say. For input alone, ``read`` may be called instead."""
         if self._unsent and events & ~_IN:
             self._send_rest()
         if self.reading:

@@ -133,7 +133,7 @@ class Http2Connection(asyncio.Protocol):
             self._read_directly()
 
     def _rest(self) -> None:
-        """Pauses reading until the loop's next iteration, because the connection has had its share of this one."""
+        """Pauses reading until the loop's next iteration, because the client has sent as many frames as one may handle."""
         assert self._transport is not None
         self._resting = True
         self._transport.pause_reading()

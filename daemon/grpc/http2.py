@@ -313,7 +313,7 @@ class Http2:
     def data_room(self) -> memoryview:
         """Returns the memory that the rest of a DATA payload may be read into; empty: the rest must go through ``receive``.
 
-        The caller keeps in ``data_read`` how many bytes the memory holds, and calls ``data_was_read`` once it is full.
+        The caller must count what it reads in the attribute ``data_read``, and call ``data_was_read`` once the memory is full.
         """
         stream = self.data_stream
         arriving = None if stream is None else stream.arriving

@@ -54,7 +54,7 @@ class PreparedMessage:
         self.unary: dict[int, AnswerLayout] = {}
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
-        """Returns the encoder of answers with the constant part ``prepared``; it is made at first, and then remembered here.
+        """Returns the encoder of answers with the constant part ``prepared``; it is made once, and then remembered here.
 
         ``streamed``: whether the answers are for ModelStreamInfer.
         """

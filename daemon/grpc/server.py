@@ -39,7 +39,7 @@ _LAST_CALL_NS = 250_000_000
 
 
 class GrpcFront(Front):
-    """Runs the process that serves gRPC clients."""
+    """Serves gRPC clients in a front process: accepts their connections, checks deadlines, and closes them when it stops."""
 
     parts: ClassVar[Mapping[str, str]] = {
         "tensord.daemon.grpc._hpack": "header blocks are decoded in Python",

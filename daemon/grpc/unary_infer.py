@@ -215,7 +215,7 @@ class UnaryInfer(InferCall):
 
 
 class StepOrder:
-    """Has the steps of a sequence sent in order: holds one connection's unary calls whose requests no worker has yet."""
+    """Has the steps (requests) of each sequence sent in order: holds one connection's unary calls that no worker has yet."""
 
     __slots__ = ("_broken", "_due", "_loop", "unsent")
 

@@ -41,7 +41,10 @@ class BusyPoll:
         self._turning = False
 
     def flushed(self) -> None:
-        """Called after requests were sent: if few are in flight, keeps the event loop awake for a moment or until the answers."""
+        """Called after requests were sent: keeps the event loop awake for a moment, or until all requests are answered.
+
+        Does nothing if many requests are in flight.
+        """
         if count := len(self._in_flight):
             self._lone = 0
             if count <= _FEW:

@@ -98,7 +98,7 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 def place(contents: Iterable[InputContent], lease: Lease | None, inline_byte_size: int) -> tuple[Content, ...]:
     """Returns the contents for a request's record: small ones as bytes, large ones as slices of the arena.
 
-    Large contents are copied into the lease, unless they lie in the arena already; those in regions are left out.
+    Large contents are copied into the lease, unless they lie in the arena already. Contents in regions are left out.
     Args:
       lease: has room for all contents of more than ``inline_byte_size`` bytes; None: there are none.
     """

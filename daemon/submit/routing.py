@@ -70,7 +70,7 @@ class Routing:
     def bury(self, worker: WorkerLink) -> dict[int, Unavailable]:
         """Removes a worker whose process is certainly gone.
 
-        Returns the errors of those of its requests that are lost with their sequences, by request id.
+        Returns request id -> error for those of its unanswered requests that are lost, because their sequences are.
         """
         del self._workers[worker.incarnation]
         for request in worker.in_flight.values():

@@ -139,7 +139,7 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker whose sequence page shows the sequence as not ended; of several, the one that admitted it last."""
+        """Returns the worker whose sequence page shows the sequence as not ended (of several, the last to admit it), or None."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)

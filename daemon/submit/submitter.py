@@ -129,7 +129,7 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ sending
 
     def send(self, request: InFlight) -> None:
-        """Sends a request whose inputs are in place to a worker.
+        """Sends a request to a worker. Its inputs must lie in its record, in its leases or in regions.
 
         Its ``completed`` is called with exactly one final answer, never before ``send`` returns.
         Raises: Unavailable: too many requests are in flight.  After any exception the request was not sent and gets no answer.
@@ -166,7 +166,7 @@ class Submitter:
         return Unavailable(f"{len(self._in_flight)} requests are in flight, at most {self._max_in_flight} are allowed")
 
     def refuse(self, refuses: bool) -> None:
-        """Refuses all new requests from now on, or accepts them again (False); requests in flight go on."""
+        """Refuses all new requests from now on or, if ``refuses`` is False, accepts them again; requests in flight go on."""
         self._refuses = refuses
         # It is the limit that each request is compared with anyhow.
         self._max_in_flight = 0 if refuses else self._most_in_flight
@@ -174,7 +174,7 @@ class Submitter:
     def _route(self, request: InFlight) -> None:
         """Sends a request to the worker that ``routing`` chooses, or makes it wait for a worker.
 
-        An error of the choice becomes the request's answer later. Any other exception is raised, and the request is not sent.
+        A ServingError of ``routing`` becomes the request's answer later. Other exceptions are raised: the request is not sent.
         """
         try:
             worker = self._routing.find(request)
