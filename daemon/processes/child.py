@@ -68,6 +68,7 @@ class Child:
 
         Args:
           module: the Python module that the process runs.
+          name: the process's name in logs, such as "worker-0".
           incarnation: the number that only this process has.
           incoming: the union of the record types that the child may send.
           on_record: called with this object, a record from the child, and the file descriptors that came with it.
@@ -110,7 +111,7 @@ class Child:
 
         Args:
           options: ``tensord.config.options.Options`` as msgpack.
-          arguments: the process's command line, without its control channel.
+          arguments: the process's command-line arguments; the one that names its control channel is added to them.
           environment: variables that are added to the supervisor's own.
           pass_fds: file descriptors that the process inherits under the same numbers.
         """
@@ -159,7 +160,8 @@ class Child:
     def kill(self, reason: str = "") -> None:
         """Kills the process with SIGKILL; ``on_exit`` is called afterwards.
 
-        ``reason``: is logged, and a process that is ready first has a moment to write its stack; "": it is killed at once.
+        ``reason``: why, for the log; a process that has reported ready then gets 0.2 s to write its stack. "": it is killed at
+        once.
         """
         if not self.alive or (reason and self._killing):
             return
@@ -229,7 +231,10 @@ class Child:
         return reply.result, received
 
     def answered(self, reply: Reply, fds: list[int]) -> None:
-        """Gives a reply that the process sent, and its file descriptors, to the call that waits for it."""
+        """Gives a reply that the process sent, and its file descriptors, to the waiting call of ``call``.
+
+        If none waits for it any more, the descriptors are closed.
+        """
         waiting = self._calls.get(reply.call_id)
         if waiting is None or waiting.done():
             descriptors.close(fds)
@@ -237,7 +242,10 @@ class Child:
             waiting.set_result((reply, fds))
 
     def release(self) -> None:
-        """Fails the calls that wait for replies of the process, which is dead. Subclasses also release what else they hold."""
+        """Makes the calls that wait for replies of the process, which is dead, raise Unavailable.
+
+        Subclasses also close the pages that they share with the process, or end other waits for it.
+        """
         for waiting in self._calls.values():
             if not waiting.done():
                 waiting.set_exception(Unavailable(f"{self.name} stopped before it answered"))
@@ -249,7 +257,11 @@ class Child:
 
     @property
     def cause(self) -> str:
-        """Returns why the process died, as a label of metrics: "memory", "hung", "version", "exit", or a signal's name."""
+        """Returns why the process died, as a label of metrics: "memory", "hung", "version", "exit", or a signal's name.
+
+        "memory": the kernel killed it for want of memory; "hung": ``kill`` was given a reason; "version": it is of another
+        version of tensord than the supervisor; "exit": it exited by itself.
+        """
         if self.out_of_memory:
             return "memory"
         if self._killing:
@@ -259,7 +271,7 @@ class Child:
         return "exit" if (self.returncode or 0) >= 0 else _signal_name(-(self.returncode or 0))
 
     def describe_exit(self) -> str:
-        """Returns how the process ended, as the end of a sentence that begins with the process's name."""
+        """Returns how the process ended, to follow the process's name in a sentence, such as "was killed by SIGSEGV"."""
         if self.returncode == installation.OTHER and not self.ready:
             ours = __version__
             return f"is of another version of tensord, installed since this daemon ({ours}) was started: {_RESTART}"
@@ -315,7 +327,10 @@ class FrontProcess(Child):
         self.send(StatePublished(edition))
 
     def acknowledge(self, edition: int) -> None:
-        """Stores that the front has applied all published records up to number ``edition``, and wakes those who wait for that."""
+        """Stores that the front has applied all published records up to number ``edition``.
+
+        Ends the waits for that (``wait_acknowledged``).
+        """
         self.acknowledged = max(self.acknowledged, edition)
         if edition >= self._asked:
             self.owes_since_ns = 0
@@ -381,21 +396,21 @@ class WorkerProcess(Child):
         super().send(record, *fds)
 
     def load_progressed(self, at: Loading) -> None:
-        """Records how far the worker is with a load, as it reports in a Loading record."""
+        """Stores how far the worker is with a load (loading of a model version), as it reported in the Loading record ``at``."""
         if not at.total and (at.name, at.version) not in {begun[:2] for begun in self._begun}:
             self._begun.append((at.name, at.version, time.monotonic_ns()))
         self.loading = at
 
     @property
     def oldest_load(self) -> tuple[str, int, int] | None:
-        """Returns the load that the worker began first and has not ended; None: it loads nothing.
+        """Returns the model version whose loading the worker began first of those that it still loads; None: it loads nothing.
 
         The three values are the model's name, its version, and the time at which the load began (CLOCK_MONOTONIC ns).
         """
         return self._begun[0] if self._begun else None
 
     def load_answered(self, name: str, version: int) -> None:
-        """Stops counting a load of this version as running, because the worker reported its success or failure (Loaded)."""
+        """Notes that a load of this model version has ended: the worker has reported its success or failure (a Loaded record)."""
         if (name, version) in self.owed:
             self.owed.remove((name, version))
         self._begun = [begun for begun in self._begun if begun[:2] != (name, version)]
@@ -403,7 +418,10 @@ class WorkerProcess(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """Returns what the worker is loading, such as ``compiling digits 3/16, 1 from the cache, 4 s``; "": nothing."""
+        """Describes the load that the worker has to answer next, such as ``compiling digits 3/16, 1 from the cache, 4 s``.
+
+        Returns "" if it has none to answer.
+        """
         if not self.owed:
             return ""
         seconds = (time.monotonic_ns() - self.load_progress_ns) / 1e9
@@ -435,7 +453,7 @@ def _signal_name(number: int) -> str:
 
 
 def front_name(protocol: str, row: int) -> str:
-    """Returns the name of the front of a protocol with this number, such as "http-0"."""
+    """Returns the name of the front number ``row`` of a protocol, such as "http-0"."""
     return f"{protocol}-{row}"
 
 
@@ -451,7 +469,7 @@ class MissingParts:
         self._said: tuple[str, ...] = ()
 
     def say(self, missing: tuple[str, ...]) -> None:
-        """Logs a warning with the parts that a child reported as missing, unless the same was logged before."""
+        """Logs a warning with the parts that a child reported as missing, unless its last warning named the same parts."""
         if missing and missing != self._said:
             self._said = missing
             _log.warning("%s: %s", self._what, "; ".join(missing))

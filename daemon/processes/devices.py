@@ -64,9 +64,9 @@ def find_devices(
     """Returns a device for each worker process to start. A GPU that exists but cannot be used is logged.
 
     Args:
-      environment: the variables among which CUDA_VISIBLE_DEVICES is looked up.
+      environment: variables, of which CUDA_VISIBLE_DEVICES says which GPUs may be used; without it all may.
       folder: where the driver's device nodes are.
-      system: where the kernel tells which cores are near which GPU.
+      system: the root of sysfs, which tells which cores are near which GPU.
 
     Raises MissingDevice: ``workers.device`` is "cuda" and no GPU can be used, or this process may not use a core of
     ``workers.cores``.
@@ -95,16 +95,19 @@ def find_devices(
 
 
 def _cpu_workers(options: Workers) -> list[Device]:
-    """Makes the devices of the CPU workers. Raises MissingDevice: this process may not use a core of ``workers.cores``."""
+    """Makes the devices of the CPU workers: "cpu:0", "cpu:1" and so on.
+
+    Raises MissingDevice: this process may not use a core of ``workers.cores``.
+    """
     _check_cores(options.cores)
     # GPUs stay visible to CPU workers: JAX is told to leave them alone, and clients may hand over tensors in CUDA regions.
     return [Device(f"cpu:{i}") for i in range(options.cpu)]
 
 
 def _check_cores(lists: Sequence[str]) -> None:
-    """Checks that this process may use all listed cores: systemd or a container can forbid some.
+    """Checks that this process may use all cores of ``lists``: systemd or a container can forbid some.
 
-    Raises MissingDevice: one is forbidden.
+    ``lists``: the cores of each CPU worker, such as "0-3,8". Raises MissingDevice: one of the cores is forbidden.
     """
     ours = os.sched_getaffinity(0)
     for i, text in enumerate(lists):
@@ -117,9 +120,10 @@ def _check_cores(lists: Sequence[str]) -> None:
 
 
 def usable_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> tuple[list[str], str]:
-    """Returns each GPU's entry for ``CUDA_VISIBLE_DEVICES`` in its worker, and why there is no GPU ("": no GPU is expected).
+    """Returns each usable GPU's entry for ``CUDA_VISIBLE_DEVICES``, and the reason if there is none.
 
-    ``folder``: where the driver's device nodes are.
+    The reason is "" if there are GPUs, or none is expected: no driver is installed, or ``environment`` hides all GPUs by its
+    CUDA_VISIBLE_DEVICES. ``folder``: where the driver's device nodes are.
     """
     found = _visible(environment, folder)
     return list(found.entries), found.reason
@@ -173,7 +177,8 @@ def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
     A worker that runs there has its memory there as well, as the kernel places a page where it is first touched: page-locked
     memory then crosses no link between sockets on its way to the GPU.
 
-    "": the host has only one node, or a GPU's node is not known, or this process may use none of its cores.
+    "": the host has no other node, or a GPU's node is not known, or this process may use none of these cores.
+    ``system``: the root of sysfs.
     """
     nodes = {_node(address, system) for address in addresses}
     others = [path for path in (system / "devices/system/node").glob("node[0-9]*") if path.name not in nodes]
@@ -187,7 +192,10 @@ def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
 
 
 def _node(address: str, system: Path) -> str:
-    """Returns the name of the NUMA node of a PCI address, such as "node0"; "": the kernel does not tell."""
+    """Returns the name of the NUMA node of a PCI address, such as "node0"; "": the kernel does not tell.
+
+    ``system``: the root of sysfs.
+    """
     with contextlib.suppress(OSError, ValueError):
         number = int((system / "bus/pci/devices" / address.lower() / "numa_node").read_text())
         return f"node{number}" if number >= 0 else ""

@@ -24,7 +24,7 @@ class FirstSignals:
     def watch(self) -> None:
         """Installs handlers of SIGTERM and SIGINT, and of SIGHUP, SIGUSR1 and SIGUSR2; call it from the main thread.
 
-        The last three do nothing so early. They have handlers because child processes would inherit that they are ignored.
+        The last three have no effect so early. They get handlers that do nothing, because child processes would inherit SIG_IGN.
         """
         for number in _ENDING:
             signal.signal(number, self._ending)

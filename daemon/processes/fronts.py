@@ -44,7 +44,8 @@ class Fronts:
     def __init__(self, programs: Mapping[str, str], devices: Sequence[str], supervisor: Supervisor) -> None:
         """Stores which programs to run, and starts nothing yet.
 
-        ``programs``: protocol -> Python module. ``devices``: those of the first workers, by which ``automatic`` counts fronts.
+        ``programs``: protocol -> Python module. ``devices``: the first workers' devices, from which
+        ``automatic`` finds how many fronts a protocol gets.
         """
         #: The number of fronts of a protocol that is to have as many as suit the host.
         self._automatic = automatic(len(os.sched_getaffinity(0)), devices)
@@ -68,7 +69,7 @@ class Fronts:
         ``environment``: says which were passed (LISTEN_FDS, ...). ``beside``: the path of one more Unix socket for HTTP, if HTTP
         is served; if it cannot be bound, that is only logged.
 
-        Raises ListenError: a socket cannot be bound or taken over; OSError: there is no room for shared counters.
+        Raises ListenError: a socket cannot be bound or taken over; OSError: there is no memory for the fronts' shared counters.
         """
         options = self._supervisor.options
         try:
@@ -106,7 +107,7 @@ class Fronts:
 
         More at a time than there are cores for, next to workers that import JAX, would only delay each other and the workers.
 
-        Raises OSError: there is no room for a process.
+        Raises OSError: no memory, process slot or file descriptor is free.
         """
         self._unstarted = [(protocol, row) for protocol in self._listeners for row in range(self._rows(protocol))]
         for _ in range(at_once):
@@ -118,7 +119,7 @@ class Fronts:
             del self._unstarted[0]
 
     def _go_on(self) -> None:
-        """Starts the next of the first fronts, after an earlier one has become ready or died; tries again later if that fails."""
+        """Starts the next first front, after an earlier one has become ready or died; if that fails, tries again 1 s later."""
         try:
             self._start_next()
         except OSError as error:
@@ -132,7 +133,10 @@ class Fronts:
         return self._automatic if asked == "auto" else asked
 
     def start(self, protocol: str, row: int) -> None:
-        """Starts the front process number ``row`` of a protocol. Raises OSError: there is no room for a process."""
+        """Starts the front process number ``row`` of a protocol.
+
+        Raises OSError: no memory, process slot or file descriptor is free.
+        """
         front = FrontProcess(
             self._programs[protocol], protocol, row, self._supervisor.next_incarnation(), self._received, self._exited
         )
@@ -151,7 +155,10 @@ class Fronts:
     # ---------------------------------------------------------------------------------------------------------- telling
 
     def publish(self, record: Record, *fds: int) -> None:
-        """Sends a record to every front process as part of the published state; ``settled`` waits until all fronts use it."""
+        """Sends a record to every front process as part of the published state, with duplicates of the file descriptors.
+
+        ``settled`` waits until all fronts have applied it.
+        """
         self.publish_each(lambda front: front.send(record, *fds))
 
     def publish_each(self, send: Callable[[FrontProcess], None]) -> None:
@@ -167,9 +174,10 @@ class Fronts:
         await asyncio.gather(*(front.wait_acknowledged(edition) for front in behind))
 
     def ask_idle(self, now_ns: int, interval_ns: int) -> None:
-        """Asks each front that was not asked for ``interval_ns`` to acknowledge its state, to notice a front whose loop hangs.
+        """Asks each serving front that was not asked in the last ``interval_ns`` ns to acknowledge its state.
 
-        ``interval_ns`` 0: asks no front. ``now_ns``: CLOCK_MONOTONIC.
+        A front whose loop hangs does not answer, by which the watchdog notices it. ``interval_ns`` 0: asks no front. ``now_ns``:
+        CLOCK_MONOTONIC.
         """
         for front in self.by_incarnation.values():
             if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:
@@ -226,7 +234,7 @@ class Fronts:
     # ------------------------------------------------------------------------------------------------------------ others
 
     def up(self) -> bool:
-        """Returns whether every front of the daemon's start has been started and is ready."""
+        """Returns whether every front that ``start_all`` is to start has been started, and every running front is ready."""
         return not self._unstarted and all(front.ready for front in self)
 
     def __iter__(self) -> Iterator[FrontProcess]:

@@ -23,7 +23,7 @@ _NO_LIBRARY = f"there is no {_LIBRARY}"
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The CUDA driver's answer: the visible GPUs' addresses, or why the driver cannot be used."""
+    """The CUDA driver's answer: the visible GPUs' PCI addresses, or why the driver cannot be used."""
 
     #: The PCI addresses of the visible GPUs, in the driver's order; "" where it does not say.
     addresses: tuple[str, ...] = ()

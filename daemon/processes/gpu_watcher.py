@@ -46,11 +46,14 @@ class GpuWatcher:
 
     @property
     def gpus(self) -> Sequence[GpuState]:
-        """Returns the state of this host's GPUs a moment ago; empty if there is no recent report."""
+        """Returns the state of this host's GPUs as last reported; empty if no report came in the last 10 s."""
         return self._gpus if time.monotonic() - self._said_at < _STALE else ()
 
     async def run(self, environment: Mapping[str, str]) -> None:
-        """Runs the process that watches the GPUs, and starts it again after a pause if it ends, until this task is cancelled."""
+        """Runs the process that watches the GPUs until this task is cancelled; if it ends, starts it again 60 s later.
+
+        ``environment``: variables that the process gets besides the supervisor's own.
+        """
         try:
             while True:
                 reason = await self._watch(environment)
@@ -63,9 +66,9 @@ class GpuWatcher:
                 self._process.kill()
 
     async def _watch(self, environment: Mapping[str, str]) -> str:
-        """Runs the watching process until it ends.
+        """Runs the watching process until it ends. Returns why: the last line of its standard error, or what went wrong here.
 
-        Returns why it ended: the last line of its standard error, or what went wrong here.
+        ``environment``: variables that the process gets besides the supervisor's own.
         """
         loop = asyncio.get_running_loop()
         try:

@@ -17,11 +17,14 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Makes an object for the innermost control group of this process that counts kills for want of memory."""
+        """Makes an object for the innermost control group of this process that counts kills for want of memory.
+
+        If no group counts them, ``grew`` always returns False.
+        """
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:
-        """Returns whether a process of the control group was killed for want of memory since the last call."""
+        """Returns whether a process of the control group was killed for want of memory since the last call or ``own``."""
         before, self._last = self._last, self._count()
         return self._last > before
 

@@ -35,7 +35,7 @@ class Notifier:
         self._send(f"STOPPING=1\nSTATUS={_line(status)}")
 
     def reloading(self) -> None:
-        """Tells the service manager that a reload begins; ``ready`` says that the reload has ended.
+        """Tells the service manager that a reload of the options begins. Call ``ready`` when the reload has ended.
 
         The message contains the time, as Type=notify-reload requires.
         """

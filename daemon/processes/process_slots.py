@@ -51,7 +51,10 @@ class ProcessSlots:
         self._filled: set[str] = set()
 
     def deaths(self, name: str) -> int:
-        """Returns how many processes of a slot have died in a row without having lived for long in between."""
+        """Returns how many processes have died in a row in the slot of this name.
+
+        A process that lived for 60 s or longer ends the row: its death is the first of the next one.
+        """
         history = self._histories.get(name)
         return 0 if history is None else history.deaths
 
@@ -60,13 +63,13 @@ class ProcessSlots:
         return self._restarts[name]
 
     def deaths_by_cause(self) -> dict[tuple[str, str], int]:
-        """Returns how many processes have died, by the name of their slot and the cause (``Child.cause``)."""
+        """Returns how many processes have died while they were needed, by their slot's name and the cause (``Child.cause``)."""
         return dict(self._deaths)
 
     def look(self, dead: Child) -> None:
         """Finds out whether a process died for want of memory, and counts its death by cause if the process was still needed.
 
-        Call this before ``Child.describe_exit``, which also tells that.
+        Must be called before ``Child.describe_exit``, which names want of memory only if it was found out here.
         """
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
         if self._supervisor.needs(dead):
@@ -81,9 +84,10 @@ class ProcessSlots:
         self._filled.discard(name)
 
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
-        """Calls ``start`` after a delay to replace a dead process, if it is still needed then.
+        """Calls ``start`` after a delay to replace a dead process, if its slot still needs one then.
 
-        If that raises OSError, ``start`` is called again after another delay.
+        If ``start`` raises OSError, it is called again after another delay. While the daemon starts, it is stopped instead if the
+        process says that it cannot use its device, or 5 in a row died before any was ready.
         ``doing``: " while loading model 'm' version 1", for the log; "" if that is not known.
         """
         if not self._supervisor.needs(dead):
@@ -125,13 +129,13 @@ class ProcessSlots:
 
 
 class Backoff:
-    """Decides how long to wait before a dead process is replaced: short at first, then doubling, and never in step with others.
+    """Decides how long to wait before a dead process is replaced: short at first, then doubling, and a little at random.
 
     One object holds the history of one slot: the slot stays, the processes in it change. Does no I/O.
     """
 
     def __init__(self, first: float, maximum: float, chance: random.Random) -> None:
-        """Starts without deaths.
+        """Begins a history without deaths.
 
         ``first`` and ``maximum``: delays in seconds. ``chance``: random numbers, which shorten each delay by up to a tenth.
         """

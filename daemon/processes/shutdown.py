@@ -45,7 +45,10 @@ class Shutdown:
         self._death = asyncio.Event()
 
     def signalled(self) -> None:
-        """Makes the daemon stop, after the first SIGTERM or SIGINT; after the second it kills its child processes at once."""
+        """Makes the daemon stop; must be called for each SIGTERM or SIGINT.
+
+        The second call makes the daemon kill its child processes at once.
+        """
         if self.requested.is_set():
             self._hurry.set()
         self.requested.set()
@@ -56,11 +59,14 @@ class Shutdown:
         self.requested.set()
 
     def child_died(self) -> None:
-        """Wakes ``finish`` and ``bury``: a child process has died, and its owner has removed it from its table."""
+        """Wakes ``finish`` and ``bury``, which wait for deaths of child processes.
+
+        Must be called for each child that has died, once it is removed from the mapping that ``finish`` was given.
+        """
         self._death.set()
 
     async def hurried(self, seconds: float) -> None:
-        """Returns after so many seconds, or at once when a second signal asks for a fast stop."""
+        """Returns after ``seconds``, or at once when a second SIGTERM or SIGINT asks for a fast stop."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._hurry.wait()

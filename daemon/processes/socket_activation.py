@@ -20,10 +20,10 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, list[Listener]]:
-    """Returns the listening sockets that the service manager passed, by protocol; empty without socket activation.
+    """Returns the listening sockets that the service manager passed, by protocol ("http", "grpc"); empty: none.
 
-    Raises ListenError: a descriptor is not a listening stream socket, its name is not a known protocol, or the variables are
-    wrong.
+    Raises ListenError: a descriptor is not a listening stream socket, its name is not a known protocol, or LISTEN_FDS and
+    LISTEN_FDNAMES are malformed or contradict each other.
     """
     if environment.get("LISTEN_PID") != str(os.getpid()):
         return {}

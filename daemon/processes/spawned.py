@@ -47,7 +47,7 @@ def spawn(
     """Starts ``python -m module`` as a child process. Raises OSError: no memory, process slot or file descriptor is free.
 
     Args:
-      arguments: the command line after the module and its control channel.
+      arguments: the command-line arguments after the one that names the control channel.
       environment: variables that are added to this process's own.
       pass_fds: file descriptors that the process inherits under the same numbers.
     """
@@ -83,7 +83,8 @@ def spawn_workers(
 ) -> list[tuple[Device, Spawned]]:
     """Starts a worker process for each device that ``find_devices`` returns.
 
-    Raises MissingDevice: a GPU or core that the options ask for cannot be used; OSError: there is no room for a process.
+    Raises MissingDevice: a GPU or core that the options ask for cannot be used; OSError: no memory, process slot or file
+    descriptor is free.
     """
     # Children inherit the limit: what a shell allows at first is less than the connections and regions of a busy day.
     descriptors.raise_limit()
@@ -91,7 +92,7 @@ def spawn_workers(
 
 
 def end(workers: Collection[tuple[Device, Spawned]]) -> None:
-    """Kills workers that no ``Child`` has adopted; returns when they are gone."""
+    """Kills these workers, which must not have been adopted by a ``Child``; returns when they are gone."""
     for _, worker in workers:
         worker.process.kill()
     for _, worker in workers:
@@ -101,7 +102,7 @@ def end(workers: Collection[tuple[Device, Spawned]]) -> None:
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns a child process's environment: ours without systemd's variables, with tensord's version and ``extra``."""
+    """Returns a child process's environment: ours without systemd's variables, with tensord's version and those of ``extra``."""
     ours = {
         key: value
         for key, value in os.environ.items()

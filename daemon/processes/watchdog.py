@@ -65,7 +65,7 @@ class Pauses:
         self._late: deque[tuple[int, int]] = deque(maxlen=_MAX_PAUSES)
 
     def looked(self, due_ns: int, now_ns: int) -> None:
-        """Stores a pause from ``due_ns``, when a check was due, to ``now_ns``, when it was made, if that is more than 0.1 s."""
+        """Stores a pause from ``due_ns``, when a check was due, to ``now_ns``, when it was made, if it is longer than 0.1 s."""
         if now_ns - due_ns > _LATE_NS:
             self._late.append((due_ns, now_ns))
 
@@ -116,7 +116,7 @@ class Watchdog:
     async def run(self) -> None:
         """Checks all child processes again and again until cancelled, and kills each that exceeds a time limit.
 
-        Tells the service manager's watchdog that the daemon is alive, while no child exceeds one.
+        Also tells the service manager's watchdog that the daemon is alive, as long as no child exceeds a limit.
         """
         fed, due_ns = 0.0, time.monotonic_ns()
         while True:

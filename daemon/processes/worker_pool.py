@@ -71,7 +71,7 @@ class WorkerPool:
 
     @property
     def slots(self) -> dict[str, str]:
-        """Returns the name of every worker slot with its device, whether a worker runs in the slot now or not."""
+        """Returns the device of each worker slot (place of one worker) by the slot's name, also where no worker runs now."""
         return {name: device.name for name, device in (self._shared_slots | self._isolated).items()}
 
     @property
@@ -93,11 +93,11 @@ class WorkerPool:
         return name in self.slots and not there
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts a worker for each wanted device of an isolated model that has none, and stops workers of unwanted such devices.
+        """Starts a worker on each device in ``wanted`` that has none, and stops the isolated models' workers on other devices.
 
         Args:
-          wanted: the devices (``tensord.shm.device_names.alone``), each with the part of a GPU's memory (0 to 1) that XLA takes
-            there.
+          wanted: the devices on which isolated models (each has workers of its own) need a worker, named as by
+            ``tensord.shm.device_names.alone``, each with the part of a GPU's memory (0 to 1) that XLA takes there.
         """
         known = {device.name: name for name, device in self._isolated.items()}
         for name in [name for device, name in known.items() if device not in wanted]:
@@ -110,7 +110,10 @@ class WorkerPool:
             self._fill(name)
 
     def _fill(self, name: str) -> None:
-        """Starts a worker in a vacant slot of an isolated model; tries again later if there is no room for a process."""
+        """Starts a worker in the slot of an isolated model, if it is vacant.
+
+        If no memory, process slot or file descriptor is free, it tries again 1 s later.
+        """
         if not self.is_vacant(name):
             return
         try:
@@ -151,7 +154,10 @@ class WorkerPool:
         raise Unavailable(f"the new {name} died")
 
     def _end(self, worker: WorkerProcess) -> None:
-        """Stops a worker once its accepted requests are finished. Kills it if it is not ready yet, or has not ended in time."""
+        """Stops a worker once the requests that it accepted are finished.
+
+        Kills it at once if it is not ready yet, or when it still runs 2 s after ``supervisor.exit_timeout`` has passed.
+        """
         grace = self._supervisor.options.supervisor.exit_timeout
         worker.stop(int(grace * 1e9))
         if worker.ready:
@@ -161,7 +167,10 @@ class WorkerPool:
         self._supervisor.worker_dismissed(worker)
 
     def start(self, name: str, device: Device) -> None:
-        """Starts a worker on ``device`` in the slot of this name. Raises OSError: there is no room for a process."""
+        """Starts a worker on ``device`` in the slot of this name.
+
+        Raises OSError: no memory, process slot or file descriptor is free.
+        """
         self._adopt(name, device, spawn_worker(self._program, device))
 
     def _adopt(self, name: str, device: Device, spawned: Spawned) -> None:
@@ -246,7 +255,8 @@ class Leftovers:
     def end(self, worker: str, mark: str) -> None:
         """Begins to kill the processes that a dead worker's models left running.
 
-        ``mark``: the value of the variable in their environment by which they are found; "": there is none, nothing is done.
+        ``worker``: its name, for the log. ``mark``: the value of the variable in their environment by which they are found; "":
+        there is none, so nothing is done.
         """
         if mark:
             task = asyncio.get_running_loop().create_task(self._end(worker, mark))
@@ -254,7 +264,7 @@ class Leftovers:
             task.add_done_callback(self._looks.discard)
 
     async def ended(self) -> None:
-        """Returns when all processes that ``end`` was called for are gone."""
+        """Returns when all processes that ``end`` has begun to kill are gone."""
         await asyncio.gather(*self._looks)
 
     async def _end(self, worker: str, mark: str) -> None:
