@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class Models:
-    """Owns the lifecycle of all models, and carries out its decisions on the supervisor's workers and front processes."""
+    """Owns the lifecycle of all models, and carries out what it decides: sends records to workers, states to fronts."""
 
     def __init__(self, options: Options, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -76,8 +76,9 @@ class Models:
 
         Waits for the outcome, and until every ensemble that uses the model uses the new version of it.
 
-        Raises Unavailable: the control mode is not "explicit"; Internal or InvalidArgument: the load failed (Triton's sentences),
-        or the client's configuration or files are wrong; Unsupported: the model asks for a feature that is not offered.
+        Raises Unavailable: the option ``repository.control_mode`` is not "explicit"; Internal or InvalidArgument: the load failed
+        (Triton's sentences), or the client's configuration or files are wrong; Unsupported: the model asks for a feature that
+        tensord lacks.
         """
         self._only_explicit()
         self._named.add(request.name)
@@ -115,7 +116,8 @@ class Models:
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
         """Loads a model from files that a client sent (path in its folder -> content); they are written to a new private folder.
 
-        ``config``: its configuration in JSON; "" is refused. Raises InvalidArgument, Unavailable or Unsupported: the load failed.
+        ``config``: the model's configuration in JSON; "" is refused. Raises InvalidArgument, Unavailable or Unsupported: the load
+        failed.
         """
         if not config:
             raise InvalidArgument(load_errors.given_error(name, "files are given without a 'config'"))
@@ -134,10 +136,10 @@ class Models:
     def unload(self, name: str, dependents: bool = False) -> None:
         """Begins to unload a model, as a client asked; an unknown name is no error.
 
-        Ensembles that use the model are unloaded before it, and are loaded again when the model is. ``dependents``: also unloads
-        the models that only this one used.
+        Ensembles that use the model are unloaded before it; when the model is loaded again, they are too. ``dependents``: also
+        unloads the models that only this one used.
 
-        Raises Unavailable: the control mode is not "explicit".
+        Raises Unavailable: the option ``repository.control_mode`` is not "explicit".
         """
         self._only_explicit()
         gone = [name, *(self.ensembles.only_used_by(name, self._named - {name}) if dependents else ())]
@@ -192,8 +194,8 @@ class Models:
     def begin(self, found: Mapping[str, FoundModel], options: Repository) -> list[asyncio.Future[str]]:
         """Begins to load the models that should be served, and to unload those that have left the repositories.
 
-        Called at the daemon's start, and again with new options after a reload. In the control mode "explicit" only models that
-        ``options.load`` names are loaded, and none is unloaded. Returns a future for each load: why it failed, or "".
+        Called at the daemon's start, and again with new options after a reload. With ``options.control_mode`` "explicit" only
+        models that ``options.load`` names are loaded, and none is unloaded. Returns a future for each load: why it failed, or "".
 
         ``found``: the models in the repositories, by name.
         """
@@ -274,7 +276,7 @@ class Models:
 
         Args:
           within: the ensembles for which this model is loaded as a member, outermost first.
-          again: an ensemble is loaded again because a member changed; its missing members are not loaded.
+          again: the model is an ensemble, loaded again because a member changed; members that do not serve are not loaded.
           asked: somebody asked for the model by name, so it is loaded even if its files have not changed.
         """
         self._wanted.add(found.name)
@@ -312,13 +314,13 @@ class Models:
         return await outcome
 
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
-        """Loads an ensemble's members, or waits for loads of them that already run.
+        """Loads the members of an ensemble (models that it uses) that do not serve, or waits for running loads of them.
 
-        Returns the ensemble with what follows from its members: configuration, devices, fingerprint.
+        Returns the ensemble with what follows from its members: configuration, devices, fingerprint (digest of all their files).
 
         Args:
           within: the ensembles for which this one is loaded, outermost first.
-          again: do not load missing members.
+          again: load no members, but only check that they serve.
 
         Raises InvalidArgument: the ensemble cannot be loaded.
         """
@@ -343,7 +345,7 @@ class Models:
         return self.ensembles.check(found, self._supervisor.workers.devices, reasons)
 
     def _settle_ensembles(self) -> None:
-        """Unloads ensembles that have lost a member, and loads ensembles again whose members are back or were replaced."""
+        """Unloads ensembles of which a member serves no more, and loads again those whose members are back or were replaced."""
         self._take_down(self.ensembles.lost())
         for found in self.ensembles.returned():
             task = self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))
@@ -417,7 +419,9 @@ class Models:
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
-        """Tells the fronts that a dead worker serves nothing any more, and gives up its loads or leaves them to its replacement.
+        """Tells the fronts that a dead worker serves nothing any more, and passes on the loads that it has not answered.
+
+        They go to its replacement, or are given up: if too many workers died of one, or no worker can use the model's devices.
 
         Args:
           incarnation: the number that only this worker process had.
@@ -429,7 +433,10 @@ class Models:
         self._begin([*left, *self.lifecycle.stranded(usable)])
 
     def worker_dismissed(self, incarnation: int) -> None:
-        """Marks versions as not served by a worker that was stopped because no model needs it; no load is blamed for its end."""
+        """Marks versions as not served by a worker that was stopped because no model needs it.
+
+        Its end does not count as a death of what it was loading.
+        """
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
@@ -437,7 +444,10 @@ class Models:
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Stores how far a worker is with a load, and publishes that to the fronts as part of the daemon's readiness."""
+        """Stores how far a worker is with a load (loading of a model version), as it reported in ``at``.
+
+        Publishes that to the fronts with the daemon's readiness, if a model is not served.
+        """
         self._readiness.loads(incarnation, at)
         self._check_readiness()
 
@@ -454,7 +464,7 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Logs that a worker has unloaded a version, and ends the unload if no other worker has yet to answer."""
+        """Logs that a worker has unloaded a version, and ends the unload if this was the last worker to do so."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
@@ -464,7 +474,7 @@ class Models:
         return [*states, self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
-        """Carries out the lifecycle's instructions in order: sends records, publishes states, sets outcomes, starts timers."""
+        """Carries out the lifecycle's instructions in order: sends records, publishes states, ends waits, starts timers."""
         for instruction in instructions:
             match instruction:
                 case Send(worker, record):
@@ -501,7 +511,7 @@ def _drop_if_same(tasks: dict[str, asyncio.Task[Any]], name: str, task: asyncio.
 class Outcomes:
     """Futures for the outcomes of loads and unloads, by the tokens with which the lifecycle names these operations.
 
-    An outcome is why the operation failed, or "". Belongs to the supervisor's loop.
+    An outcome is why the operation failed, or "". Used on the supervisor's event loop only.
     """
 
     def __init__(self) -> None:
@@ -512,7 +522,10 @@ class Outcomes:
         self._loads: dict[str, asyncio.Future[str]] = {}
 
     def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
-        """Creates the token of a new operation and the future of its outcome. ``load``: the model to load; "" for an unload."""
+        """Creates the token of a new load or unload, and the future of its outcome: why it failed, or "".
+
+        ``load``: the model to load; "" for an unload.
+        """
         token = self.token()
         outcome = self._waiting[token] = asyncio.get_running_loop().create_future()
         if load:
@@ -525,7 +538,7 @@ class Outcomes:
         return None if outcome is None or outcome.done() else outcome
 
     def settle(self, token: int, error: str) -> None:
-        """Ends the wait for the operation with this token. ``error``: why it failed; "": it succeeded."""
+        """Ends the wait for the load or unload with this token. ``error``: why it failed; "": it succeeded."""
         outcome = self._waiting.pop(token, None)
         if outcome is not None and not outcome.done():
             outcome.set_result(error)

@@ -31,7 +31,7 @@ from tensord.shm.errors import InvalidArgument
 
 @dataclass(slots=True)
 class _Built:
-    """An ensemble as it was loaded last, with the fingerprints of its members then."""
+    """An ensemble as it was loaded last, with its members' fingerprints (digests of their files) at that time."""
 
     found: FoundModel
     #: The fingerprint that each member had then.
@@ -44,7 +44,7 @@ class Ensembles:
     """Knows which models each ensemble uses, and which ensembles must be unloaded or loaded again. One per daemon."""
 
     def __init__(self, models: Mapping[str, ModelEntry]) -> None:
-        """Creates a record without ensembles. ``models``: the lifecycle's models by name, which this object only reads."""
+        """Begins with no ensembles. ``models``: the lifecycle's models by name, which this object only reads."""
         #: The loads of ensembles that wait for members, and of models that have others loaded.
         self.waits = LoadWaits()
         self._models = models
@@ -87,7 +87,7 @@ class Ensembles:
         return dataclasses.replace(found, config=config, devices=places, fingerprint=fingerprint)
 
     def circle(self, name: str, member: str) -> bool:
-        """Returns whether the model ``member`` is the ensemble ``name``, or uses it itself or through others: a circle."""
+        """Returns whether the model ``member`` is the ensemble ``name`` or uses it, itself or through other ensembles."""
         return name == member or any(self.circle(name, each) for each, _ in self._members(member))
 
     def _config(self, name: str, number: int) -> ModelConfig:
@@ -138,14 +138,17 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """Returns the ensembles that use a model, except those that are waiting for the load of another member."""
+        """Returns the ensembles that use a model, except those that also use a model whose load waits for the load of this one.
+
+        Such an ensemble cannot be loaded again before this load ends.
+        """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]
 
     def take_down(self, names: Iterable[str]) -> list[str]:
-        """Returns those of the named ensembles that are served now, for the caller to unload them.
+        """Returns those of the named ensembles that serve and are not being loaded or unloaded, for the caller to unload them.
 
-        They are marked as unloaded until their members are back.
+        Marks them as unloaded until their members serve again, when ``returned`` returns them.
         """
         gone = [name for name in names if self._ready(name, -1) is not None and not self._busy(name)]
         for name in gone:
@@ -153,9 +156,9 @@ class Ensembles:
         return gone
 
     def lost(self) -> list[str]:
-        """Returns the ensembles to unload now, because a member of theirs, or of an ensemble they use, is not served any more.
+        """Returns the ensembles to unload now, because a member of theirs, or of an ensemble that they use, serves no more.
 
-        Marks them as ``take_down`` does: as unloaded until their members are back.
+        Marks them as unloaded until their members serve again, as ``take_down`` does.
         """
         gone = [name for name, built in self._built.items() if not self._whole(built.found)]
         return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
@@ -307,8 +310,9 @@ class Coming:
     def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
         """Tells the fronts that an ensemble is LOADING while its members are loaded in the ``with`` block.
 
-        If that fails, they are told its former state; else its own load, which follows, tells them more.
-        ``known``: the lifecycle's entry of the ensemble; None: it has none. Of an ensemble that already serves nothing is told.
+        If the block raises, the fronts are told the ensemble's former state; else its own load, which follows, tells them more.
+        Nothing is told of an ensemble that serves, or is being loaded or unloaded, already. ``known``: the lifecycle's entry of
+        the ensemble; None: it has none.
         """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]
@@ -329,7 +333,7 @@ class Coming:
                     del self._waiting[each]
 
     def states(self) -> list[ModelState]:
-        """Returns the records that tell a new front process which ensembles wait for their members."""
+        """Returns the records that tell a new front process that the ensembles that wait for their members are LOADING."""
         return [ModelState(name, number, "LOADING") for name, number in self._waiting]
 
     def __repr__(self) -> str:

@@ -70,7 +70,7 @@ class GivenModels:
 
     @contextlib.asynccontextmanager
     async def coming(self, name: str, files: Mapping[str, bytes]) -> AsyncIterator[Path]:
-        """Writes a model's files and yields their folder, which is protected from removal within the ``async with`` block.
+        """Writes a model's files and yields their folder, which ``drop_unused`` does not remove within the ``async with`` block.
 
         Raises NotKept: a path is not allowed, or the disk has no room.
         """

@@ -32,7 +32,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Instruction to call ``Lifecycle.retry`` after ``seconds`` for a version that was given up."""
+    """Instruction to call ``Lifecycle.retry`` after ``seconds`` for a version given up because workers died loading it."""
 
     name: str
     version: int

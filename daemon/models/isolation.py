@@ -39,12 +39,13 @@ def own(found: FoundModel, options: Workers) -> dict[str, float]:
 
 
 def check(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
-    """Checks that there is room for an isolated model's own workers; the model must have its devices already.
+    """Checks that an isolated model may have its own workers; its devices must be set already (``found.devices``).
 
     Args:
       taken: the devices of all isolated models' workers, with their fractions of a GPU's memory, as ``wanted`` returns them.
 
-    Raises InvalidArgument: there are too many isolated models, or not enough memory on a GPU.
+    Raises InvalidArgument: there are too many isolated models, or not enough memory on a GPU. A model that is not isolated always
+    passes.
     """
     name, devices = found.name, own(found, options)
     others = {device: part for device, part in taken.items() if model_of(device) != name}

@@ -33,7 +33,7 @@ MAX_RETRY = 300.0
 
 
 class Lifecycle:
-    """State machine of all models: each event is a method that returns instructions, which ``Models`` carries out.
+    """State machine of all models: each event is a method that returns instructions, which ``Models`` must carry out in order.
 
     ``known``: the names that the repository has now; loaded models need not be among them.
     """
@@ -47,7 +47,7 @@ class Lifecycle:
     # ---------------------------------------------------------------------------------------------------- operations
 
     def load(self, found: FoundModel, token: int, again: bool = False) -> list[Instruction]:
-        """Queues a load of a model's chosen versions, and begins it if no other load or unload of the model runs.
+        """Queues a load of a model's versions ``found.chosen``, and begins it if no other load or unload of the model runs.
 
         Returns the instructions to carry out now. A Settled instruction with this token follows once all workers have answered.
 
@@ -68,7 +68,10 @@ class Lifecycle:
         return self._follow(name, self.models[name], Operation((token,), None))
 
     def _follow(self, name: str, model: ModelEntry, later: Operation) -> list[Instruction]:
-        """Queues a load or unload (``later``), and drops earlier loads that it makes pointless. Returns instructions."""
+        """Queues a load or unload (``later``), and drops earlier loads that it makes pointless. Returns instructions.
+
+        Who waits for a dropped load gets the outcome of a later load, or that the model was unloaded.
+        """
         overtaken: list[Operation] = []
         while model.waiting and model.waiting[-1].overtaken_by(later):
             overtaken.insert(0, model.waiting.pop())
@@ -89,7 +92,7 @@ class Lifecycle:
 
     @staticmethod
     def _loads(model: ModelEntry) -> bool:
-        """Returns whether a model's running load still waits for workers to load, not only for replaced versions' unloads."""
+        """Returns whether a model's running load waits for workers to load a version, not only to unload replaced ones."""
         brought = [model.versions[number] for number in model.bringing]
         return any(v.loading or v.postponed or v.state is IndexState.LOADING for v in brought)
 
@@ -180,7 +183,7 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload a version that serves; one that failed to load stays in the index with its reason, as in Triton."""
+        """Begins to unload a version if it serves; one that failed to load stays in the repository index with its reason."""
         version = self.models[name].versions[number]
         version.wanted, version.postponed = False, set()
         version.given_up, version.due = "", False
@@ -262,13 +265,13 @@ class Lifecycle:
         return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
 
     def _homes(self, version: VersionEntry) -> set[int]:
-        """Returns the workers on whose devices a version is to be loaded."""
+        """Returns the workers (by incarnation) on whose devices a version is to be loaded."""
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:
-        """Returns instructions that load a version on the workers that should have it and failed to load it.
+        """Returns instructions that load a version on the workers that should serve it and do not; none if it is being loaded.
 
-        Called when what they lacked has become available.
+        Called when parameters that clients push have come, for lack of which workers failed to load it.
         """
         version = self.version(name, number)
         if version is None or version.given_up or self.models[name].running is not None:
@@ -284,10 +287,10 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Loads a version that was given up once more, on one worker; called when a ``Retry`` instruction's time has come.
+        """Has one worker load again a version that was given up; called when a ``Retry`` instruction's time has come.
 
-        ``deaths``: the number in that instruction: how many workers had died of loading the version. If it is another one by now,
-        nothing is done. Returns instructions.
+        ``deaths``: the number in that instruction: how many workers had died of loading the version. If that number has changed,
+        nothing is done. If no worker is free for it, the next one to join loads it. Returns instructions.
         """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
@@ -300,9 +303,11 @@ class Lifecycle:
         return self._send_load(free[0][1], version)
 
     def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
-        """Marks versions as not served by a worker that has ended, and gives up its loads or leaves them to its replacement.
+        """Marks versions as not served by a worker that has ended, and ends the loads that it has not answered.
 
         Returns instructions.
+
+        The loads are left to its replacement; a version that too many workers died of loading is given up until its next try.
 
         Args:
           worker: the worker's incarnation.
@@ -423,7 +428,7 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """Returns instructions for the loads that waited until this worker answered another load or had an ensemble's members."""
+        """Returns instructions for loads put off until this worker had answered another load, or had an ensemble's members."""
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
             for version in model.versions.values():
@@ -475,12 +480,12 @@ class Lifecycle:
         return found
 
     def reason(self, name: str, number: int) -> str:
-        """Returns why a version is given up for now; "" if it is not."""
+        """Returns why a version is given up until its next try or until a worker can use its devices; "": it is not given up."""
         version = self.version(name, number)
         return "" if version is None else version.given_up
 
     def loading_at(self, worker: int) -> bool:
-        """Returns whether a worker has not yet answered a Load record."""
+        """Returns whether a worker (an incarnation) has a Load record that it has not answered yet."""
         return any(worker in v.loading for model in self.models.values() for v in model.versions.values())
 
     def states(self) -> list[ModelState]:

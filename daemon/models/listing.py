@@ -13,7 +13,7 @@ from tensord.shm.control_records import Footprint, ModelState
 def index(
     lifecycle: Lifecycle, refused: Mapping[str, str], retries: Retries, ready: bool, detailed: bool
 ) -> list[dict[str, str | int]]:
-    """Returns the repository index, sorted by model name and version: name, version, state, reason and the like of each version.
+    """Returns the repository index, sorted by model name and version: name, version, state and reason of each version.
 
     Args:
       refused: models that were refused before a worker was asked to load them, with the reason.

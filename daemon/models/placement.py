@@ -34,7 +34,9 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each
     """Returns the devices whose workers load a model; for an isolated model, the devices of the workers that serve only it.
 
     Args:
-      rate_limited: whether the rate limiter is on: models that share its resources then go to the workers that count them.
+      message: the model's configuration.
+      devices: the devices of the workers that models share.
+      rate_limited: whether the rate limiter is on: a model that needs its shared resources then goes where these are counted.
       each: how many GPUs each worker has; the worker's device is the first of them.
 
     Raises InvalidArgument: the model names GPUs that no worker has, or two of its settings ask for different single workers.
@@ -44,7 +46,7 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each
 
 
 def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the devices of the workers that serve only this model: one on each GPU of ``chosen``, and one if CPUs are there.
+    """Returns the devices of the workers that serve only this model: one on each GPU of ``chosen``, and one for its CPU devices.
 
     ``chosen``: the devices of the shared workers that would load the model if it were not isolated.
     """
@@ -55,7 +57,10 @@ def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int) -> tuple[str, ...]:
-    """Returns the devices of the shared workers that load a model, or that would load it if it were not isolated."""
+    """Returns the devices of the shared workers that load a model, or that would load it if it were not isolated.
+
+    The arguments and errors are those of ``place``.
+    """
     chosen = _named(message, devices, each)
     together = message.parameters[TOGETHER].string_value if TOGETHER in message.parameters else ""
     if rate_limited and isolation.is_wanted(message) and _needs(message):
@@ -121,9 +126,10 @@ def _first(gpu: int, each: int) -> str:
 
 
 def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the devices on which a model's rate-limiter resources are counted, chosen from the devices ``chosen``.
+    """Returns those devices of ``chosen`` on which the rate-limiter resources that a model needs are counted.
 
-    If one of the resources is global, that is one worker of all; else it is one worker of each GPU and one of the CPU.
+    All of ``chosen`` if it needs none; one device if a resource is global (one for all devices); else one of each GPU and of the
+    CPU.
     """
     needs = _needs(message)
     if len(chosen) < 2 or not needs:

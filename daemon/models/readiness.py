@@ -103,13 +103,16 @@ def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[st
 
 
 class ReadinessCheck:
-    """Publishes to the fronts whether the daemon is ready, whenever that changes, and how far loads are while it is not.
+    """Publishes the daemon's readiness to the fronts when it changes, and the progress of loads while a model is not served.
 
-    Belongs to the supervisor's loop.
+    Used on the supervisor's event loop only.
     """
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """Stores ``standings``, which returns each wanted model's readiness, and ``publish``, which sends out the daemon's."""
+        """Begins without models.
+
+        ``standings``: returns each wanted model's readiness. ``publish``: sends the daemon's readiness to the fronts.
+        """
         self._standings = standings
         self._publish = publish
         #: The readiness that was published last; nothing is published before it is known what is wanted.
@@ -138,7 +141,10 @@ class ReadinessCheck:
         self._begun = True
 
     def loads(self, worker: int, at: Loading | None) -> None:
-        """Stores what a worker loads now, which ``check`` publishes; None: the worker has answered the load, or is gone."""
+        """Stores what a worker loads now, which ``check`` publishes; None: it has answered the load, or is gone.
+
+        ``worker``: its incarnation, the number that only this process has.
+        """
         if at is None:
             self._loading.pop(worker, None)
         else:

@@ -248,7 +248,7 @@ def find(repositories: Sequence[Path], name: str) -> FoundModel:
 
 
 def poll(path: Path) -> FoundModel:
-    """Reads one model folder. Whatever an operator may have written there becomes the result's ``error`` and raises nothing."""
+    """Reads one model folder. A mistake that an operator has made there becomes the result's ``error``; it is not raised."""
     name = path.name
     try:
         if not NAME.fullmatch(name):
@@ -265,7 +265,7 @@ def poll(path: Path) -> FoundModel:
 def override(path: Path, config: str) -> FoundModel:
     """Reads a model's folder, with ``config`` (JSON) in place of its config.pbtxt.
 
-    Raises InvalidArgument: the configuration or the folder is wrong; Unsupported: it asks for a feature that is not offered.
+    Raises InvalidArgument: the configuration or the folder is wrong; Unsupported: it asks for a feature that tensord lacks.
     """
     message = model_config.parse_json(config, path.name)
     try:
@@ -281,10 +281,10 @@ def readable_folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def overridden(folder: Path, config: str) -> FoundModel:
-    """Reads a model's folder, with a client's configuration (JSON) in place of its config.pbtxt; words errors for the client.
+    """Reads a model's folder, with a client's configuration (JSON) in place of its config.pbtxt; error texts are for the client.
 
     Raises InvalidArgument: the configuration or the folder is wrong, or no version is chosen; Unsupported: it asks for a feature
-    that is not offered.
+    that tensord lacks.
     """
     try:
         found = override(folder, config)
@@ -324,9 +324,9 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
 
 
 def _without_counts(message: ModelConfig) -> bytes:
-    """Serialises a configuration without the number of instances of its groups.
+    """Serialises a configuration without the number of instances of its instance groups.
 
-    A configuration without groups gets an empty group, so that both give the same bytes.
+    A configuration without groups gets an empty group, so that it gives the same bytes as one that only sets a number.
     """
     rest = model_config.empty()
     rest.CopyFrom(message)
@@ -345,7 +345,7 @@ def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the versions that the model's version policy chooses; without a policy the latest version."""
+    """Returns the versions that the model's version policy chooses from ``versions`` (ascending); without a policy the latest."""
     policy = message.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class Retries:
-    """Keeps one timer for each version that was given up and is to be loaded again."""
+    """Keeps one timer for each version that was given up (workers died loading it) and is to be loaded again."""
 
     def __init__(self, due: Callable[[Retry], None]) -> None:
         """Stores ``due``, which is called with a version's Retry instruction when it is time to load the version again."""

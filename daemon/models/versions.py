@@ -29,7 +29,7 @@ class IndexState(enum.Enum):
 
 @dataclass(slots=True)
 class VersionEntry:
-    """State of one version of a model on all workers. Workers are named by their incarnations, numbers never given twice."""
+    """State of one version of a model on all workers. Workers are named by their incarnations (numbers never given twice)."""
 
     load: Load
     state: IndexState = IndexState.UNKNOWN
@@ -133,7 +133,10 @@ class ModelEntry:
 
 
 def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker: int) -> bool:
-    """Returns whether every member of an ensemble's version is ready in this worker. True for a model that is no ensemble."""
+    """Returns whether the worker of this incarnation serves every member of an ensemble's version.
+
+    True for a model that is no ensemble.
+    """
     return all(any(worker in one.ready for one in _named(models, *member)) for member in version.members)
 
 
