@@ -99,7 +99,7 @@ class AnswerOrder:
     def answer_whole(self, answer: bytes) -> None:
         """Writes the whole answer to the first request in one piece, and gives the next request its turn.
 
-        The caller has checked that none of the bytes lie in a lease, and that the connection stays open after this answer.
+        The caller must have checked that none of the bytes lie in a lease, and that the connection stays open after this answer.
         """
         self.transport.write(answer)
         answered = self.requests.popleft()
@@ -111,7 +111,8 @@ class AnswerOrder:
     def answer_pieces(self, pieces: list[Buffer]) -> bool:
         """Writes the whole answer to the first request, and gives the next request its turn.
 
-        Returns True if the transport took all of it. Otherwise ``written`` of the answered request is called once it has.
+        Returns True if the transport took all of it. Otherwise ``written`` of the answered request is called once it has taken
+        the rest.
         """
         if len(pieces) == 1:
             self.transport.write(pieces[0])
@@ -127,7 +128,8 @@ class AnswerOrder:
     def answer_part(self, part: bytes) -> bool:
         """Writes a part of the answer to the first request, a ``Generation`` (generate or streams); ``answered`` ends the answer.
 
-        Returns True if the transport took all of the part. Otherwise ``written`` of the request is called once it has.
+        Returns True if the transport took all of the part. Otherwise ``written`` of the request is called once it has taken the
+        rest.
         """
         self.transport.write(part)
         if not self.flow.write_paused:
@@ -195,7 +197,10 @@ class AnswerOrder:
         self.transport.abort()
 
     def announce_end(self) -> None:
-        """Has the answer to the newest request say ``Connection: close``; the requests before it are answered as well."""
+        """Has the connection close after the answer to its newest request, which then says ``Connection: close``.
+
+        Does nothing if all requests are answered.
+        """
         last = self.requests[-1] if self.requests else None
         if last is None or not last.keep_alive:
             return
@@ -305,7 +310,7 @@ class AnswerOrder:
             self._hang_up()
 
     def lost(self) -> None:
-        """Cancels all requests of the connection, because the client is gone."""
+        """Cancels all unanswered requests of the connection, because the client is gone."""
         if self.requests or self._unwritten:
             call_each([request.abandon for request in {*self.requests, *self._unwritten}], "leaving a request")
             self.requests.clear()

@@ -74,6 +74,8 @@ class ArrivingParameters:
     def take(self, whole: int, more: int, limit: int) -> None:
         """Reserves room for ``more`` bytes of one push. Nothing is reserved if this raises.
 
+        The caller must give the room back when it frees the bytes, by subtracting from ``byte_size``.
+
         Args:
           whole: the bytes that the push has so far, these included.
           limit: the most bytes of one push, and of all pushes that arrive at the same time.

@@ -136,7 +136,7 @@ class PlacedBody:
 
     @staticmethod
     def start(head_size: int) -> int:
-        """Returns where in a lease a body with ``head_size`` bytes of JSON begins, so that its tensors are aligned."""
+        """Returns the offset in a lease for a body with ``head_size`` bytes of JSON, so that its tensors are aligned."""
         return -head_size % ALIGNMENT
 
     @staticmethod
@@ -166,7 +166,7 @@ class PlacedBody:
 
         Args:
           head_size: the bytes of JSON before the first part.
-          parts: none is so small that it would go into the request's record (the caller has checked that).
+          parts: the caller must have checked that none is small enough to be sent within the request's record.
         """
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size

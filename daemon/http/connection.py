@@ -230,7 +230,7 @@ class Http1Connection(asyncio.Protocol):
     def direct_body_complete(self) -> None:
         """Called when the ``BodyReader`` has filled its memory with a whole binary body, or with a piece of a JSON body.
 
-        Continues the request if the body is complete; otherwise has the next piece read.
+        Continues the request if the body is complete; otherwise has the ``BodyReader`` read the next piece.
         """
         order = self.order
         body, self._direct = self._direct, None
@@ -299,7 +299,7 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def used_at(self) -> float:
-        """Returns since when the connection is idle, or a request head is arriving, in monotonic seconds; 0: neither is so."""
+        """Returns since when, in monotonic seconds, the connection is idle or a request head is arriving; 0: neither is so."""
         return self.order.times.idle_since or self.order.times.head_since
 
     @property

@@ -41,7 +41,9 @@ class Deadlines:
         self._came, self._silent_since = -1, 0.0
 
     def stopped(self, now: float, came: int) -> bool:
-        """Returns whether no more bytes of an incomplete request have come for too long. Called only while the server stops.
+        """Returns whether no more bytes of an incomplete request have come for more than ``SILENCE_SECONDS``.
+
+        To be called again and again while the server stops: the time counts from the first call with the present ``came``.
 
         Args:
           came: how many bytes of the request have been received; below 0: no request is incomplete.

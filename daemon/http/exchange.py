@@ -134,7 +134,8 @@ class Exchange(InFlight):
         """Checks that requests over HTTP may go to the model, and begins a trace if the request is sampled.
 
         Raises NotFound: no such model version serves or is being loaded; Unsupported: the model gives several responses to a
-          request; or the error (``error``) of the request's head.
+          request; or the
+          ``error`` that was found in the request's head.
         """
         head, table = self._head, self._serving.table
         if head.error is not None:
@@ -172,7 +173,7 @@ class Exchange(InFlight):
 
     @property
     def received(self) -> int:
-        """Returns how many bytes of the body have been received."""
+        """Returns how many bytes of the body have been received, before they are decompressed."""
         return len(self._small_body) if self._reception is None else self._reception.received
 
     @property
@@ -199,7 +200,7 @@ class Exchange(InFlight):
     def take(self, data: bytes, begins: int) -> None:
         """Submits the request, whose body is complete, small and not compressed, or answers it with an error.
 
-        The caller has checked that every earlier request of the connection is answered.
+        The caller must have checked that every earlier request of the connection is answered.
 
         Args:
           data: received bytes; the body is all of them from the offset ``begins`` on.
@@ -533,7 +534,7 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
-        """Writes a complete HTTP response to the connection; ``written`` is called once the transport needs the bytes no more."""
+        """Writes a complete HTTP response to the connection; ``written`` is called when the transport needs the bytes no more."""
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._order.answer_pieces(pieces):

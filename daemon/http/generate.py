@@ -217,7 +217,7 @@ class Generation(InFlight):
         self._running = True
 
     def _read(self, reception: Reception, state: ModelState) -> UnsentRequest:
-        """Makes a request of the complete body. Raises InvalidArgument: it is no JSON object with values for the model."""
+        """Makes a request of the complete body. Raises InvalidArgument: the body is no JSON object with values for the model."""
         body = reception.body
         assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
         return generate_codec.decode(bytes(body.whole()), self._head.model, self._head.version, state.metadata)
@@ -280,7 +280,7 @@ class Generation(InFlight):
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
-        """Sends the client an error: the model's, or that a response cannot be written. ``final``: no response follows."""
+        """Sends the client an error: that of the model, or why a response cannot be written. ``final``: no response follows."""
         raise NotImplementedError
 
     def _end(self) -> None:
@@ -311,7 +311,7 @@ class Generation(InFlight):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers the request with an error response and ends it. The caller has checked that no part of an answer is written."""
+        """Answers the request with an error response and ends it. No part of an answer may have been written before."""
         if self._trace is not None:
             self._trace.error = message
             self._trace.end()

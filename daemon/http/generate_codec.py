@@ -119,7 +119,7 @@ def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
 
 
 def _nesting(values: Any, max_rank: int) -> list[int]:
-    """Returns the length of the first list at each depth of nested lists, outermost first, down to one more than ``max_rank``.
+    """Returns the length of the first list at each depth of nested lists, outermost first; at most ``max_rank`` + 1 lengths.
 
     Whether all lists of a depth have that length is checked later, when the values are converted.
     """
@@ -186,7 +186,10 @@ class JoinedAnswers:
     """
 
     def __init__(self, state: ModelState, max_byte_size: int) -> None:
-        """Begins with no responses. ``max_byte_size``: the most bytes of all outputs together."""
+        """Begins with no responses.
+
+        ``state``: the model version, whose metadata lists the outputs. ``max_byte_size``: the most bytes of all outputs together.
+        """
         self._state = state
         self._max_byte_size = max_byte_size
         self._byte_size = 0

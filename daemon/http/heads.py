@@ -53,7 +53,7 @@ class Heads(BoundedCache[bytes, InferHead]):
 
         Args:
           max_byte_size, max_fields: the most bytes and header fields of a head that the front accepts.
-          cuts: whether header lines without effect are left out of the key, because no rule of the operator looks at them.
+          cuts: whether header lines without effect are left out of the cache's keys, as no rule of the operator looks at them.
           count: how many heads are cached at least, but no more than ``MAX_COUNT``.
           joins: whether the front reads the ``traceparent`` header.
         """

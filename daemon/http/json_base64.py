@@ -31,7 +31,7 @@ class JsonBase64:
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor can have; up to two fewer if the base64 text ends with padding."""
+        """Returns the most bytes that the tensor can have; it has up to two fewer if the base64 text ends with padding."""
         return (len(self.text) - 2) // 4 * 3
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:

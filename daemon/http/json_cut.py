@@ -48,7 +48,7 @@ _UNCLOSED = 0
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Holds a JSON text whose large data was replaced by placeholders, and where the data lies in the original text."""
+    """Holds a JSON text whose large ``data`` values were replaced by placeholders, and where these lie in the original text."""
 
     text: bytes
     #: Where each piece of large data begins and ends in ``document``, the original text.
@@ -56,10 +56,10 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``spans`` of the large data that an input's ``data`` stands for; None: ``data`` is no placeholder.
+        """Returns the index in ``spans`` of the large value that the placeholder ``data`` stands for; None: it is no placeholder.
 
         Args:
-          data: the JSON text of ``data``, or its parsed value.
+          data: the ``data`` value of an input, as JSON text or parsed.
         """
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""
@@ -78,7 +78,7 @@ class Cut:
 
 
 def cut(document: bytes | memoryview) -> Cut | None:
-    """Cuts large data out of a JSON text, all at once. Returns None if the text has no large data.
+    """Cuts large values of ``data`` keys out of a JSON text, all at once. Returns None if there are none.
 
     Raises InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
     """
@@ -92,7 +92,7 @@ def cut(document: bytes | memoryview) -> Cut | None:
 
 
 def steps(document: bytes | memoryview) -> Generator[None, None, Cut | None]:
-    """Cuts large data out of a JSON text in steps of a few milliseconds. The result is None if the text has no large data.
+    """Cuts large values of ``data`` keys out of a JSON text in steps of a few milliseconds. Returns None if there are none.
 
     Raises: InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
     """
@@ -158,7 +158,7 @@ def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator
 
     Args:
       start: where the value begins.
-      opening: the match of ``_OPENING``, which tells the kind of the value.
+      opening: the match of ``_OPENING``: the key, and whether the value begins a string, or an array with which first character.
     """
     if opening[1] is not None:
         end = find(view, b'"', start + 1, len(view))

@@ -90,7 +90,7 @@ def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) ->
 
 
 def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
-    """Converts a flat list of values to a tensor's bytes. Raises InvalidArgument: a value is of the wrong kind or out of range.
+    """Converts a flat list of values to a tensor's bytes. Raises InvalidArgument: a value is of the wrong type or out of range.
 
     Args:
       name: the name of the input, for errors.

@@ -221,7 +221,7 @@ class Messages:
             exchange.take_turn()
 
     def _apply_rules(self, head: InferHead) -> None:
-        """Applies the operator's rules to a head: CORS lines for browsers, the key that calls need, headers passed to the model.
+        """Applies the operator's rules to a head: adds CORS lines, checks the header that calls must carry, forwards headers.
 
         A rule that refuses the request leaves its error in ``head.error``.
         """
@@ -306,7 +306,7 @@ class Messages:
 class ParserFeed:
     """Feeds the bytes that one client sends to its connection's HTTP parser.
 
-    A connection has a parser only once it has sent a request head that was not parsed before.
+    A connection has one only once its client has sent a request head that is not cached.
     """
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:

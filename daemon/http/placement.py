@@ -20,7 +20,8 @@ from tensord.shm.messages import Content, RegionSlice, Slice
 def room(sources: Sequence[Source], body: Body, inline_byte_size: int) -> int:
     """Returns how many bytes a request needs in the arena besides the lease of its body: 0 if it needs none.
 
-    They are for tensors that are too large for the record, and came as JSON or in a body in ordinary memory.
+    They are for tensors that came as JSON or in a body in ordinary memory, and are too large for the request's record, which is
+    sent to the worker.
 
     Args:
       sources: where the data of each input is: in the body, in a region, or in the JSON.
@@ -42,7 +43,7 @@ def room(sources: Sequence[Source], body: Body, inline_byte_size: int) -> int:
 def place(
     sources: Sequence[Source], body: Body, json_size: int, lease: Lease | None, inline_byte_size: int
 ) -> list[Content]:
-    """Returns the tensors for the request's record: small ones as bytes, others as slices of the arena; none for regions.
+    """Returns the tensors for the request's record: small ones as bytes, others as slices of the arena; no regions.
 
     Tensors that came in ordinary memory are copied into ``lease``; those that are still JSON only get their place there.
 

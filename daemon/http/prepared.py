@@ -56,7 +56,7 @@ class PreparedRequests:
         """Begins with nothing cached.
 
         Args:
-          count: how many constant parts of requests, and how many JSON texts, are cached at least.
+          count: how many constant parts of requests, and how many JSON texts, are cached, at least.
           inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
@@ -221,9 +221,10 @@ class Prepared:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the number that stands for the constant part of these requests in the records sent to workers.
+        """Returns the number by which records sent to workers name the constant part of these requests.
 
-        None: this is the first such request, and its record carries the constant part itself. ``numbers``: gives out the numbers.
+        None: this is the first such request, whose record must contain the constant part itself. ``numbers``: gives out the
+        numbers.
         """
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
@@ -261,7 +262,10 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 class AnswerText:
-    """Encodes answers that differ only in id and tensor values, to requests that differ likewise, with one cached JSON head."""
+    """Encodes answers that differ only in id and tensor values, with one cached JSON head.
+
+    They answer requests of one ``Prepared``.
+    """
 
     __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "prepared")
 
@@ -273,9 +277,9 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head from the first such answer, unless an output's values belong into the JSON.
+        """Encodes the JSON head of all these answers from the first of them.
 
-        In that case ``whole`` and ``pieces`` always return None.
+        If an output's values belong into the JSON, or the head is long, there is none: ``whole`` and ``pieces`` return None.
 
         Args:
           asked: one of the requests, which says which outputs are binary.

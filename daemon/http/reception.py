@@ -31,7 +31,8 @@ class Reception(Receiver):
 
     Args:
       pause: called to stop (True) or resume (False) reading from the socket.
-      progressed: called when ``ready`` may have become true later than in a call of one of these methods.
+      progressed: called when a step of decompression was the last for now, or the body got room in the arena; ``ready`` may be
+        true then.
       account: the account that the body's memory counts against; None: none.
     """
 
@@ -214,7 +215,7 @@ class Reception(Receiver):
         return () if lease is None else (lease,)
 
     def drop_body(self) -> None:
-        """Frees the memory of a body that was collected in ordinary memory, because nobody reads it any more."""
+        """Frees the memory of a body that was collected in ordinary memory, because it is no longer read."""
         if self._collected_byte_size:
             self.body, self._inflation = CollectedBody(), None
             self._drop_collected()

@@ -244,7 +244,7 @@ def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
     """Counts the values in the text of a JSON array, or the elements in a JSON string of base64.
 
     Args:
-      what: names the input's shape, for errors.
+      what: the beginning of error texts, such as "input 'x' shape".
     Raises: InvalidArgument: the text is too long to count, or the string is no base64 of whole elements.
     """
     if len(text) > _MAX_COUNTED:
@@ -267,7 +267,7 @@ def count_in_value(value: Any, datatype: str, what: str) -> int:
     """Counts the values in a nested list, or the elements in a string of base64, that is the ``data`` of an input.
 
     Args:
-      what: names the input's shape, for errors.
+      what: the beginning of error texts, such as "input 'x' shape".
     Raises: InvalidArgument: the string is no base64 of whole elements.
     """
     if isinstance(value, str):

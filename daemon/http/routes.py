@@ -54,7 +54,7 @@ class Routes:
         self._arriving = ArrivingParameters()
 
     def table(self) -> list[Endpoint]:
-        """Returns all documented routes: method, path, handler, and the name of the call in ``tensord.daemon.front.access``."""
+        """Returns all documented routes: method, path, handler, and the call's name (``tensord.daemon.front.access``)."""
         model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
         repository = "/v2/repository"
         table: list[Endpoint] = [
@@ -114,7 +114,7 @@ class Routes:
         return [("GET", "/v2/openapi.yaml", self.openapi, "OpenApi")]
 
     def application(self) -> Starlette:
-        """Makes the ASGI application that serves all these routes."""
+        """Makes the ASGI application that serves the routes of ``table``, ``refused`` and ``undescribed``."""
         routes = [
             Route(
                 path,
@@ -353,7 +353,7 @@ def _traced(request: Request) -> str:
 
 
 def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
-    """Wraps a handler, so that it checks the request's method and the key that the operator demands first.
+    """Wraps a handler, so that the request's method, and the header that the operator demands, are checked first.
 
     A HEAD request, which Starlette passes to each GET route, is refused with 405, as by Triton, unless ``heads`` is true (health,
     which load balancers ask for by HEAD, and the OpenAPI file).

@@ -303,11 +303,9 @@ class Lifecycle:
         return self._send_load(free[0][1], version)
 
     def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
-        """Marks versions as not served by a worker that has ended, and ends the loads that it has not answered.
+        """Marks versions as not served by a worker that has ended, and passes on its unanswered loads. Returns instructions.
 
-        Returns instructions.
-
-        The loads are left to its replacement; a version that too many workers died of loading is given up until its next try.
+        The loads go to its replacement; a version that too many workers died of loading is given up until its next try.
 
         Args:
           worker: the worker's incarnation.
