@@ -50,7 +50,7 @@ class Job:
 
 
 class Conversions:
-    """Runs long conversions between JSON and tensors on a front's event loop: each iteration one step of one of them, by turns."""
+    """Runs long conversions between JSON and tensors on a front's event loop: by turns, one step of one per iteration."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()

@@ -134,8 +134,7 @@ class Exchange(InFlight):
         """Checks that requests over HTTP may go to the model, and begins a trace if the request is sampled.
 
         Raises NotFound: no such model version serves or is being loaded; Unsupported: the model gives several responses to a
-          request; or the
-          ``error`` that was found in the request's head.
+          request; or the ``error`` that was found in the request's head.
         """
         head, table = self._head, self._serving.table
         if head.error is not None:
@@ -541,7 +540,7 @@ class Exchange(InFlight):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, binary: bool) -> None:
-        """Compresses the answer in steps, then writes it. Its lease is given back first, because the compressed bytes are a copy.
+        """Compresses the answer in steps, then writes it. The answer's lease is given back before that.
 
         Args:
           json_size: the bytes of JSON before compression.

@@ -48,7 +48,7 @@ _UNCLOSED = 0
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Holds a JSON text whose large ``data`` values were replaced by placeholders, and where these lie in the original text."""
+    """Holds a JSON text with placeholders for its large ``data`` values, and where the values lie in the original text."""
 
     text: bytes
     #: Where each piece of large data begins and ends in ``document``, the original text.

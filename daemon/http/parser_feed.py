@@ -221,7 +221,7 @@ class Messages:
             exchange.take_turn()
 
     def _apply_rules(self, head: InferHead) -> None:
-        """Applies the operator's rules to a head: adds CORS lines, checks the header that calls must carry, forwards headers.
+        """Applies the operator's rules to a head: adds CORS lines, checks the header that calls must carry, hands headers on.
 
         A rule that refuses the request leaves its error in ``head.error``.
         """
@@ -425,7 +425,10 @@ class ParserFeed:
             self._order.refuse(400, "malformed HTTP request")
 
     def _end_of_head(self, data: bytes, at: int, end: int) -> int:
-        """Returns the offset behind the end of the head that is arriving, or ``end`` if the head does not end before that."""
+        """Returns the offset in ``data`` behind the end of the arriving head; ``end`` if the head does not end before that.
+
+        ``at``: the offset from which ``data`` is searched.
+        """
         tail = self._head_tail
         cut = (tail + data[at:end]).find(END) - len(tail) if tail else data.find(END, at, end) - at
         if cut < -len(tail):

@@ -365,7 +365,7 @@ def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
 
 
 def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-    """Separates the parameters of a request: returns those that schedule the request, and the others.
+    """Separates the parameters of a request: returns those that schedule the request, such as its priority, and the others.
 
     Malformed scheduling parameters stay among the others: ``read_parameters`` will refuse them.
     """

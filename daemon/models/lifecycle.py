@@ -99,7 +99,7 @@ class Lifecycle:
     def _give_up(self, name: str, model: ModelEntry, heir: FoundModel | None) -> list[Instruction]:
         """Ends a model's running load without an outcome, and has workers cancel it; versions that serve keep serving.
 
-        ``heir``: the model as the next operation loads it; None: the next operation unloads it.
+        ``heir``: the model as the next operation loads it; None: the next operation unloads it. Returns instructions.
         """
         out: list[Instruction] = []
         for number in model.bringing:
@@ -183,7 +183,10 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload a version if it serves; one that failed to load stays in the repository index with its reason."""
+        """Begins to unload a version if it serves, and returns instructions.
+
+        A version that failed to load stays in the repository index with its reason, as in Triton.
+        """
         version = self.models[name].versions[number]
         version.wanted, version.postponed = False, set()
         version.given_up, version.due = "", False
