@@ -327,7 +327,7 @@ async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
     """Returns the fields of the JSON object in the body of a control request.
 
     Args:
-      required: whether an empty body is an error; otherwise it has no fields.
+      required: whether an empty body is an error; otherwise it counts as an object without fields.
     Raises: InvalidArgument: the body is no JSON; HTTPException 413: it is too large.
     """
     return control_fields.read(await _read_body(request, MAX_BODY), required)

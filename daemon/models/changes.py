@@ -391,7 +391,7 @@ class Models:
     # ------------------------------------------------------------------------------------------------------- readiness
 
     def standings(self) -> list[Standing]:
-        """Returns the readiness of each model that should be served, and of each repository that cannot be read, by name."""
+        """Returns the readiness of each model that should be served, and of each unreadable repository, sorted by name."""
         unreadable = self._repositories.unreadable
         wanted, refused = {*self._wanted, *unreadable}, {**self._refused, **unreadable}
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)

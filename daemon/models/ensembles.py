@@ -169,7 +169,10 @@ class Ensembles:
             self._built[found.name].down = not self._whole(found)
 
     def returned(self) -> list[FoundModel]:
-        """Returns the ensembles to load again now, because a missing member is served again or a member was replaced."""
+        """Returns the ensembles to load again now, because a missing member is served again or a member was replaced.
+
+        Each is returned once for such a change: its members' present fingerprints are stored.
+        """
         found: list[FoundModel] = []
         for name, built in self._built.items():
             now = self._fingerprints(built.found)

@@ -133,7 +133,7 @@ class ModelEntry:
 
 
 def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker: int) -> bool:
-    """Returns whether the worker of this incarnation serves every member of an ensemble's version.
+    """Returns whether the worker with the incarnation ``worker`` serves every member of an ensemble's version.
 
     True for a model that is no ensemble.
     """

@@ -44,8 +44,8 @@ class Fronts:
     def __init__(self, programs: Mapping[str, str], devices: Sequence[str], supervisor: Supervisor) -> None:
         """Stores which programs to run, and starts nothing yet.
 
-        ``programs``: protocol -> Python module. ``devices``: the first workers' devices, from which
-        ``automatic`` finds how many fronts a protocol gets.
+        ``programs``: protocol -> Python module. ``devices``: the first workers' devices, by which the
+        number of fronts of a protocol is chosen (``automatic``).
         """
         #: The number of fronts of a protocol that is to have as many as suit the host.
         self._automatic = automatic(len(os.sched_getaffinity(0)), devices)
