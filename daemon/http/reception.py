@@ -170,7 +170,7 @@ class Reception(Receiver):
             self.body.received += byte_size
 
     def complete(self) -> None:
-        """Ends the reception, because the whole body has been received; decompression may go on until ``ready``."""
+        """Ends the reception, because the whole body has been received; decompression may go on until ``ready`` is true."""
         self._whole = True
         if self._lease is not None:
             self._serving.submitter.arrived(self._lease)

@@ -137,7 +137,7 @@ class Models:
         """Begins to unload a model, as a client asked; an unknown name is no error.
 
         Ensembles that use the model are unloaded before it; when the model is loaded again, they are too. ``dependents``: also
-        unloads the models that only this one used.
+        unloads the members that only this ensemble used and that nobody loaded by name.
 
         Raises Unavailable: the option ``repository.control_mode`` is not "explicit".
         """
