@@ -231,7 +231,7 @@ class Prepared:
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the cached encoder of answers with the constant part ``prepared`` to these requests; makes it from the first one.
+        """Returns the cached encoder of answers with the constant part ``prepared`` to these requests; made from the first one.
 
         Args:
           prepared: the constant part of the answers: output names, datatypes, shapes.
