@@ -64,7 +64,7 @@ _ASYNCHRONOUS = ("AsyncClient", "AsyncModel", "connect_async")
 
 
 def __getattr__(name: str) -> Any:
-    """Returns what is imported at its first use: the asynchronous client, ``jax``, or ``__version__``, the installed version.
+    """Imports and returns a name that is loaded at its first use: of the asynchronous client, ``jax``, or ``__version__``.
 
     Raises: AttributeError: this module has no attribute of that name.
     """

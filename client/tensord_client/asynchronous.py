@@ -38,7 +38,7 @@ class AsyncClient:
     async def model(
         self, name: str, version: int = 0, *, timeout: float | None = None, parameter_set: str = ""
     ) -> AsyncModel:
-        """Looks up a model on the server; calls of what this returns are awaited.
+        """Looks up a model on the server, and returns it as a function of arrays whose calls are awaited.
 
         Args:
           version: the version that is called; 0: the newest at the time of each call.
@@ -152,16 +152,16 @@ class AsyncModel(Calls):
         return AsyncPrepared(self._connection, call, self.timeout)
 
     def latest(self) -> AsyncLatest:
-        """Makes an ``AsyncLatest``, which sends the newest of the inputs given to it, and returns the newest answer."""
+        """Makes an ``AsyncLatest``: ``put`` sends inputs, only the newest if many wait; ``get`` returns the newest answer."""
         return AsyncLatest(self.submit)
 
     @property
     def parameters(self) -> AsyncModelParameters:
-        """Returns the model's parameter sets, through which new parameters are pushed into the model while it is served."""
+        """Returns the model's parameter sets as an object by which to list or drop them, or to push new parameters into one."""
         return AsyncModelParameters(ModelParameters(self._connection, self.name, self._asked_version))
 
     def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
-        """Begins a sequence: requests that share state in the model and are sent one after the other.
+        """Returns a new sequence, to be called: requests that share state in the model and are sent one after the other.
 
         ``sequence_id``: the sequence's id; 0 or "": a new random one.
         """
@@ -170,7 +170,7 @@ class AsyncModel(Calls):
     async def end_sequence(self, sequence_id: SequenceId) -> None:
         """Ends a sequence without a further request, once its requests in flight have run.
 
-        Over HTTP the server is not told: it ends the sequence once that has been idle for as long as the model says.
+        Over HTTP this does nothing: the server ends a sequence that was idle for as long as the model's configuration allows.
         """
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._connection.end_sequence, self.name, sequence_id)
@@ -209,9 +209,9 @@ class AsyncPrepared:
 
 
 class AsyncLatest(Newest):
-    """Sends the newest of the inputs given to ``put`` to a model; ``await get()`` returns the newest answer. For one event loop.
+    """Sends inputs to a model by ``put``, which does not wait; ``await get()`` returns the newest answer. For one event loop.
 
-    ``put`` is an ordinary method and does not wait.
+    While two requests are in flight, ``put`` keeps only the newest inputs, to be sent next.
     """
 
     #: Set when an answer has come, or ``close`` was called; cleared before each wait.
@@ -239,7 +239,7 @@ class AsyncLatest(Newest):
         return self._take()
 
     async def close(self) -> None:
-        """Cancels the requests in flight; ``put`` and a ``get`` without an answer raise Cancelled from now on. Idempotent."""
+        """Cancels the requests in flight; from now on ``put``, and ``get`` without a new answer, raise Cancelled. Idempotent."""
         self._end()
 
     async def __aenter__(self) -> AsyncLatest:
@@ -305,7 +305,7 @@ class AsyncModelParameters:
         return await _in_a_thread(functools.partial(self._sets.update, parameters, **how))
 
     async def list(self) -> list[dict[str, Any]]:
-        """Returns the parameter sets that the model has, each as a dictionary with its name ("set"), "number" and so on."""
+        """Returns a dictionary for each parameter set of the model, with the keys that ``ModelParameters.list`` explains."""
         return await _in_a_thread(self._sets.list)
 
     async def drop(self, set: str) -> None:
@@ -328,11 +328,11 @@ async def connect_async(address: Place | None = None, *, wait: float = 0.0, pati
     """Finds a server, connects to it and returns the client, as ``connect`` does.
 
     Args:
-      address: a folder, a socket's path, ``unix:PATH`` or ``HOST:PORT``; None: ``$TENSORD``, or else the usual addresses.
+      address: a folder, a socket's path, ``unix:PATH`` or ``HOST:PORT``; None: ``$TENSORD``, or else those of ``connect``.
       wait: seconds to wait for a server to appear at the address; 0: each address is tried once.
       patience: seconds that a call waits, within its own timeout, for a server that has gone away to come back.
 
-    Raises: Unavailable: no server answers.  InvalidArgument: the text is no address.
+    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no such text.
     """
     loop = asyncio.get_running_loop()
     return AsyncClient(Client(await loop.run_in_executor(None, connection, address, wait, patience)))

@@ -40,7 +40,7 @@ Place = Union[str, "os.PathLike[str]"]
 
 
 class Client:
-    """A connection to a server, which gives the server's models. Thread-safe; after a fork the child process connects anew."""
+    """A connection to a server; ``model`` looks up its models. Thread-safe; after a fork the child process connects anew."""
 
     def __init__(self, connection: Connection) -> None:
         """Uses a connection that is already open; programs call ``connect`` instead."""
@@ -127,7 +127,7 @@ def connection(address: Place | None, wait: float, patience: float) -> Connectio
     """Finds a server and returns an open connection to it.
 
     Args:
-      address: a folder, a socket's path, ``unix:PATH`` or ``HOST:PORT``; None: ``$TENSORD``, or else the usual addresses in turn.
+      address: a folder, a socket's path, ``unix:PATH`` or ``HOST:PORT``; None: ``$TENSORD``, or else those of ``_usual`` in turn.
       wait: seconds to wait for a server to appear; 0: each address is tried once.
       patience: seconds that a call waits for a server that has gone away to come back.
 
@@ -168,6 +168,8 @@ def _usual() -> Iterator[str]:
 def _way(address: str, patience: float) -> Connection:
     """Connects to one address; a folder without sockets is a repository of models, which this process then serves by itself.
 
+    ``patience``: seconds that later requests wait for a server that has gone away to come back.
+
     Raises: Unavailable: no server answers.  InvalidArgument: the text is no address.
     """
     path = address[len("unix:") :] if address.startswith("unix:") else address
@@ -188,7 +190,7 @@ def _way(address: str, patience: float) -> Connection:
 
 
 def _unreachable(path: str, error: OSError) -> Unavailable:
-    """Returns the error to raise for a path that cannot be reached; if this user has no permission, its text says who has."""
+    """Makes the exception for a path that failed with ``error``; if this user has no permission, its text says who has."""
     text = f"{path}: {error.strerror}"
     if not isinstance(error, PermissionError):
         return Unavailable(text)
@@ -205,7 +207,10 @@ def _unreachable(path: str, error: OSError) -> Unavailable:
 
 
 def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
-    """Returns a phrase for an error's text: which group or user has the access ``wanted`` (os.R_OK, ...) that this user lacks."""
+    """Returns a phrase for an error's text: which group or user has the access ``wanted`` (os.R_OK, ...) that this user lacks.
+
+    ``found``: what ``os.stat`` says of the path.
+    """
     # Imported where it is needed: a client's start is to be quick.
     import grp
     import pwd
@@ -226,7 +231,7 @@ def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
 def _on_socket(path: str, patience: float) -> Connection:
     """Connects to a unix socket, whose kind says whether clients' messages (SEQPACKET) or HTTP (STREAM) go over it.
 
-    Raises: Unavailable: no server answers there.
+    ``patience``: seconds that later requests wait for a server that has gone away. Raises: Unavailable: no server answers there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         try:
@@ -243,6 +248,7 @@ def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connectio
 
     Args:
       told: the daemon's answer to ``hello``; its "http" lists the addresses where the daemon serves HTTP.
+      patience: seconds that later requests wait for a server that has gone away.
 
     Raises: Unavailable: none of the addresses answers.
     """
@@ -259,6 +265,8 @@ def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connectio
 
 def _over_tcp(address: str, patience: float) -> HttpConnection:
     """Connects to an HTTP server over TCP. If the host's name stands for several addresses, the first that answers is used.
+
+    ``patience``: seconds that later requests wait for a server that has gone away.
 
     Raises: Unavailable: none of the addresses answers; InvalidArgument: the text is no HOST:PORT.
     """

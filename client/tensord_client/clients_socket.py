@@ -47,11 +47,11 @@ class ClientsSocket:
         """Sends a request and waits for its answer. Returns the answer's JSON object, and the sockets that came with it.
 
         Args:
-          wait: seconds that the daemon may work on the request, in addition to the timeout; None: without limit.
+          wait: seconds that the daemon may work on the request, on top of the constructor's ``timeout``; None: without limit.
           fds: file descriptors that are sent with the request; the caller still has to close them.
 
         Raises: ServingError: the answer is an error.  Unavailable: the daemon does not answer, has gone away, or its answer was
-          cut; this connection is closed then.  Unknown: the answer is no JSON object; this connection is closed then.
+          cut off; this connection is closed then.  Unknown: the answer is no JSON object; this connection is closed then.
         """
         try:
             self._sock.settimeout(None if wait is None else self._timeout + wait)
@@ -94,7 +94,7 @@ class ClientsSocket:
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether the connection was closed, by ``close`` or because the daemon went away."""
+        """Returns whether the connection was closed: by ``close``, or by an ``ask`` that the daemon did not answer properly."""
         return self._sock.fileno() < 0
 
 

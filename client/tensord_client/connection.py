@@ -30,16 +30,16 @@ class Pending(Protocol):
         """
 
     def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop. ``timeout``: seconds for each; None: until the deadline.
+        """Iterates over the responses on the running event loop.
 
-        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
-        in time.
+        ``timeout``: seconds to wait for each; None: until the request's deadline. Leaving the iteration early cancels the
+        request. Raises ServingError: a response is an error; DeadlineExceeded: none came in time.
         """
 
     def __await__(self) -> Generator[Any, None, Answer]: ...
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """Has ``callback`` called with this request once ``result`` would not wait any more, in any thread, perhaps at once."""
+        """Has ``callback`` called with this request once it has ended: in any thread, perhaps before this method returns."""
 
     def cancel(self) -> None:
         """Cancels the request: nobody waits for its answer any more. Idempotent; from any thread."""
@@ -64,13 +64,13 @@ class Connection(Protocol):
         """Returns the description of a model; version 0: of its newest version. Raises ServingError: the model is not served."""
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns the configuration of a model with defaults filled in; empty if the server does not give it."""
+        """Returns a model's configuration with defaults filled in; empty: the server gives none. Version 0: of the newest."""
 
     def ask(self, call: Call) -> Pending:
-        """Sends a request and returns it, to wait for its answer.
+        """Sends a request. Returns a ``Pending``, by which to wait for the answer.
 
-        The input arrays may be written to afterwards, except for arrays of ``empty``, which must stay as they are until the
-        answer has come.
+        With ``call.detached`` the input arrays may be written to at once. Without it, and arrays of ``empty`` in any case, they
+        must stay as they are until the answer has come.
 
         Raises: ServingError: the request cannot be sent.
         """
@@ -92,7 +92,7 @@ class Connection(Protocol):
         """
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a further request; over HTTP the server is not told, and ends an idle sequence by itself."""
+        """Ends a sequence without a further request; over HTTP it does nothing: the server ends an idle sequence by itself."""
 
     def push(
         self,
@@ -117,13 +117,13 @@ class Connection(Protocol):
         """
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets that a model has: for each a dictionary with its name ("set"), "number" and so on.
+        """Returns the parameter sets of a model, as ``ModelParameters.list`` explains them; version 0: of all versions.
 
         Raises: ServingError: there is no such model, or no answer came.
         """
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops the parameter set ``name`` of a model. Raises ServingError: there is no such set, or it is ``main``."""
+        """Drops the parameter set ``name`` of a model: requests for it fail. Raises ServingError: no such set, or ``main``."""
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
         """Puts the parameters that the set ``name`` had before its newest push into use again.

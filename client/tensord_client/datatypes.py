@@ -38,7 +38,7 @@ _UINT16 = DTYPES["UINT16"]
 
 
 def dtype_of(datatype: str) -> np.dtype:
-    """Returns the numpy dtype of a datatype; for BYTES it is object.
+    """Returns the numpy dtype of one of the protocol's datatypes, such as "FP32"; for BYTES it is object.
 
     Raises: InvalidArgument: the protocol has no such datatype.
     """
@@ -78,7 +78,7 @@ def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
 
 
 def encode_strings(array: np.ndarray) -> bytes:
-    """Encodes an array of bytes or str (as UTF-8) as BYTES, in row-major order.
+    """Encodes an array of bytes or str (as UTF-8) as the content of a BYTES tensor, in row-major order.
 
     Elements of other types are encoded as ``str(element)``.
     """
@@ -91,9 +91,9 @@ def encode_strings(array: np.ndarray) -> bytes:
 
 
 def decode_strings(content: Any, shape: Sequence[int]) -> np.ndarray:
-    """Decodes BYTES into an object array of ``bytes``.
+    """Decodes the content of a BYTES tensor into an object array of ``bytes``.
 
-    Raises: ValueError: the content is cut off, or has not the elements of the shape.
+    Raises: ValueError: the content is cut off, or has more or fewer elements than the shape.
     """
     view = memoryview(content)
     values = []
@@ -123,10 +123,7 @@ def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def typestr(dtype: np.dtype) -> tuple[str, bool]:
-    """Returns a dtype's name in numpy's array interface; and True if an array made with that name is not yet of the dtype (BF16).
-
-    Such an array has to be viewed as the dtype.
-    """
+    """Returns a dtype's name in numpy's array interface, and whether arrays made by it must be viewed as the dtype (BF16)."""
     if dtype.kind == "V" and dtype.names is None:
         return f"|V{dtype.itemsize}", True
     return dtype.str, False

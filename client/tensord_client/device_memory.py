@@ -76,12 +76,12 @@ _exported: dict[int, tuple[Any, ...]] = {}
 
 
 def _let_go(address: int) -> None:
-    """Drops the reference to an exported tensor that its consumer released. ``address``: that of its DLManagedTensor."""
+    """Drops this module's reference to a DLPack tensor that its consumer has released. ``address``: of its DLManagedTensor."""
     _exported.pop(address, None)
 
 
 def _never_consumed(capsule: int) -> None:
-    """Drops the reference to an exported tensor whose capsule (at address ``capsule``) dies before a consumer took it."""
+    """Drops this module's reference to a DLPack tensor whose capsule (at address ``capsule``) dies before a consumer took it."""
     if _is_valid(capsule, _NAME):
         _exported.pop(_pointer_of_dying(capsule, _NAME), None)
 
@@ -111,7 +111,7 @@ class Driver:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """Makes the primary context of CUDA device ``ordinal`` current in this thread within the block.
+        """Makes the primary context of CUDA device ``ordinal`` current in this thread within the ``with`` block.
 
         Raises: Unavailable: there is no such device.
         """
@@ -128,7 +128,7 @@ class Driver:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def allocate(self, byte_size: int) -> tuple[int, bytes]:
-        """Allocates memory on the current device. Returns its address and its CUDA IPC handle (64 bytes).
+        """Allocates memory on the current device (see ``on``). Returns its address and its CUDA IPC handle (64 bytes).
 
         Raises: Unavailable: the device has no memory left, or cannot share it.
         """
@@ -151,7 +151,7 @@ class Driver:
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(target), ctypes.c_uint64(address), ctypes.c_size_t(byte_size))
 
     def within(self, address: int, source: int, byte_size: int) -> None:
-        """Copies bytes from ``source`` to ``address``, both on the current device, and waits until they are copied."""
+        """Copies bytes from ``source`` to ``address``, both on the current device (see ``on``), and waits for the end."""
         self._call("cuMemcpyDtoD_v2", ctypes.c_uint64(address), ctypes.c_uint64(source), ctypes.c_size_t(byte_size))
         self._call("cuCtxSynchronize")
 
@@ -220,7 +220,7 @@ class DeviceArray:
     def __dlpack__(self, **_: Any) -> Any:
         """Exports a view of the array by DLPack; the GPU's memory lives as long as the view.
 
-        No stream is synchronized, since no work on the array is under way between two requests.
+        The arguments are ignored, and no stream is synchronized, since no work on the array is under way between two requests.
         """
         shape = (ctypes.c_int64 * max(1, len(self.shape)))(*self.shape)
         tensor = _Tensor(
@@ -241,7 +241,7 @@ class DeviceArray:
 
 
 class DeviceMemory:
-    """Makes one connection's arrays on GPUs, and frees those that nothing refers to. Thread-safe; a forked process has none."""
+    """Makes one connection's arrays on GPUs, and frees those that nothing refers to. Thread-safe; a forked child has none."""
 
     def __init__(self, http: HttpConnection) -> None:
         """``http``: the connection over which arrays are registered with the daemon, even if requests go over another one."""
@@ -267,7 +267,7 @@ class DeviceMemory:
     def empty(self, shape: Sequence[int], dtype: Any, device: str) -> DeviceArray:
         """Allocates an array on a GPU and registers it with the daemon. ``device``: the GPU, such as "cuda:0".
 
-        Raises: InvalidArgument: ``device`` names no GPU, or the array has no bytes or a dtype that DLPack lacks.  Unavailable:
+        Raises: InvalidArgument: ``device`` names no GPU, or the array has 0 bytes or a dtype that DLPack lacks.  Unavailable:
           there is no CUDA driver, no such GPU, or no memory left on it.  Cancelled: ``close`` was called.  ServingError: the
           daemon refuses the array.
         """
@@ -312,7 +312,7 @@ class DeviceMemory:
                 self.driver.free(address)
 
     def close(self) -> None:
-        """Frees the memory of arrays that nothing refers to; arrays in use stay until the process ends. Idempotent."""
+        """Frees arrays that the program no longer refers to; arrays in use stay until the process ends. Idempotent."""
         with self._lock:
             self._is_closed = True
             if self._driver is not None and self._pid == os.getpid():

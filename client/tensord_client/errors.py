@@ -55,7 +55,7 @@ class Cancelled(ServingError):
 
 
 class Replaced(ServingError):
-    """A newer request with the same ``replace_key`` took this one's place, or a newer push overtook this one."""
+    """A newer request with the same ``replace_key`` took this one's place, or a newer push of parameters overtook this push."""
 
     code = "REPLACED"
 

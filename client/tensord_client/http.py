@@ -90,10 +90,10 @@ class Pending(HttpPending):
         return self.result()
 
     async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop. ``timeout``: seconds for each; None: until the deadline.
+        """Iterates over the responses on the running event loop.
 
-        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
-        in time.
+        ``timeout``: seconds to wait for each; None: until the request's deadline. Leaving the iteration early cancels the
+        request. Raises ServingError: a response is an error; DeadlineExceeded: none came in time.
         """
         try:
             while True:
@@ -196,7 +196,7 @@ class HttpConnection:
         )
 
     def config(self, model: str, version: int) -> dict[str, Any]:
-        """Returns a model's configuration; empty where the server does not give it, or has none."""
+        """Returns a model's configuration; empty where the server does not give it, or has none. Version 0: of the newest."""
         try:
             return cast("dict[str, Any]", self.get(f"{_path(model, version)}/config"))
         except (Unavailable, Unsupported):
@@ -211,7 +211,7 @@ class HttpConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters into the parameter set ``name`` of a model. Returns the server's answer, with the push's "number".
+        """Pushes parameters into the set ``name`` of a model (version 0: the newest). Returns the answer, with its "number".
 
         Args:
           said: the other fields of the push, such as "number", "partial" or "file".
@@ -228,14 +228,14 @@ class HttpConnection:
         return cast("dict[str, Any]", self._manage(b"POST", path, [fields, *pieces], timeout))
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets that a model has: for each a dictionary with its name ("set"), "number" and so on.
+        """Returns the parameter sets of a model, as ``ModelParameters.list`` explains them; version 0: of all versions.
 
         Raises: ServingError: there is no such model, or no answer came.
         """
         return cast("list[dict[str, Any]]", self.get(f"{_path(model, version)}/parameters"))
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops the parameter set ``name`` of a model. Raises ServingError: there is no such set, or it is ``main``."""
+        """Drops the parameter set ``name`` of a model: requests for it fail. Raises ServingError: no such set, or ``main``."""
         self._manage(b"DELETE", f"{_path(model, version)}/parameters/{_quoted(name)}", [b"\r\n"])
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class HttpConnection:
         return HttpPending(self._pool, exchange, self._waiter, self._patience).waited()
 
     def ask(self, call: Call) -> Pending:
-        """Sends an inference request and returns it, to wait for its answer.
+        """Sends an inference request. Returns a ``Pending``, by which to wait for the answer.
 
         Raises: InvalidArgument: the request cannot be encoded.
         """
@@ -282,7 +282,7 @@ class HttpConnection:
         return np.empty(shape, dtype)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU that a server on this host uses in place, because requests name its region.
+        """Makes an array on a GPU, which is registered as a region with the server; the server must be on this host.
 
         Raises: InvalidArgument: there can be no such array on a GPU.  Unavailable: there is no CUDA driver, no such GPU, or no
           memory left on it.  ServingError: the daemon refuses the array.
@@ -330,7 +330,7 @@ class HttpConnection:
     def _head(self, call: Call, contents: list[Buffer]) -> tuple[bytes, int]:
         """Returns the beginning of an inference request (request line, header fields, JSON), and the JSON's size in bytes.
 
-        The caller inserts the header fields that say sizes before the JSON. ``contents``: the bytes of each input.
+        Before the JSON the caller inserts the header fields of sizes and the empty line. ``contents``: the bytes of each input.
         """
         key = None
         if call.is_bare:
@@ -416,7 +416,7 @@ class PreparedCall:
 
 
 class _Get(Exchange):
-    """A request whose answer is JSON or empty."""
+    """A request, by GET or any other method, whose answer is JSON or empty."""
 
     def read(self, response: Response) -> Any:
         if response.status != 200:
@@ -425,7 +425,7 @@ class _Get(Exchange):
 
 
 class _Infer(Exchange):
-    """An inference request, whose answer is JSON with tensors behind it."""
+    """An inference request, whose answer is JSON, followed by the bytes of the output tensors."""
 
     def __init__(self, pieces: list[Buffer], call: Call) -> None:
         super().__init__(pieces, call.deadline, call.pure)
@@ -537,7 +537,10 @@ def _path(model: str, version: int) -> str:
 
 
 def reached(address: Address, patience: float) -> HttpConnection:
-    """Connects to a server over HTTP and makes sure that one answers there. Raises Unavailable: no server answers."""
+    """Connects to a server over HTTP and makes sure that one answers there. Raises Unavailable: no server answers.
+
+    ``patience``: seconds that later requests wait for a server that has gone away.
+    """
     connection = HttpConnection(address, patience=patience)
     try:
         connection.get("/v2/health/live", patience=0.0, deadline=time.monotonic() + _LONGEST)

@@ -80,11 +80,11 @@ class Response:
 
     @property
     def place(self) -> memoryview | None:
-        """Returns the memory to receive the body's next bytes into; None: they must be given to ``feed``."""
+        """Returns the memory to receive the body's next bytes into; None: there is none, give received bytes to ``feed``."""
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
-        """Counts ``count`` bytes that were received into ``place`` as part of the body; the last ones complete the answer."""
+        """Is called after ``count`` bytes were received into ``place``: moves ``place`` on; a full body completes the answer."""
         rest = self._places[0][count:]
         if len(rest):
             self._places[0] = rest
@@ -193,7 +193,7 @@ class Response:
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
-        """Is called when the server has closed the connection: completes an answer whose body ends there.
+        """Is called when the server has closed the connection: completes an answer whose body has no other end.
 
         Raises ConnectionResetError: the answer was cut off.
         """
@@ -244,7 +244,7 @@ class Channel:
 
     @property
     def may_be_kept(self) -> bool:
-        """Returns whether another request may be sent on this connection after the present one."""
+        """Returns whether another request may be sent on this connection after the present request."""
         return self.response.whole and self.response.keep_alive and not self._cut
 
     def send(self, pieces: Sequence[Buffer]) -> None:
@@ -254,7 +254,7 @@ class Channel:
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Takes the request's unsent bytes from ``content``, a copy of all of it, and no longer from the caller's arrays."""
+        """Has the unsent bytes sent from ``content``, a copy of the whole request, and no longer from the caller's arrays."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 
@@ -302,7 +302,7 @@ class Channel:
         return bool(poll.poll(0))
 
     def _give_up_sending(self) -> None:
-        """Drops the rest of the request, because the server answers before it has all of it; the connection is not used again."""
+        """Drops the unsent bytes, because the server answers before it has the whole request; the connection is not reused."""
         self._out = []
         self._cut = True
 

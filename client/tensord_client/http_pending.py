@@ -81,7 +81,7 @@ class Pool:
                 self._idle.append((channel, time.monotonic()))
 
     def leave_line(self, pending: HttpPending) -> bool:
-        """Removes a request from the queue for a channel. Returns False if it is not there, because it was granted a channel."""
+        """Removes a request from the queue for a channel. Returns False: it was not there, but was granted a channel."""
         with self._lock:
             if pending in self._line:
                 self._line.remove(pending)
@@ -127,15 +127,15 @@ class Exchange:
         raise NotImplementedError
 
     def read_next(self, response: Response) -> Any:
-        """Returns the next result of a stream, or raises it if it is an error (ServingError); None: it is incomplete so far."""
+        """Returns the next result of a stream, or raises it if it is an error (ServingError); None: not all of it has arrived."""
         raise NotImplementedError
 
 
 class HttpPending:
     """A request that was sent over HTTP, or waits for a channel (connection) of the pool.
 
-    Calls of ``step`` move it on: by the thread or event loop that waits for the answer, or by the ``Waiter``, a thread of the
-    client's.
+    ``step`` sends and receives what is possible. The thread or event loop that waits for the answer calls it, or the client's
+    thread ``Waiter``.
     """
 
     def __init__(self, pool: Pool, exchange: Exchange, waiter: Callable[[], Waiter], patience: float) -> None:
@@ -167,7 +167,7 @@ class HttpPending:
         self.step()
 
     def keep(self) -> None:
-        """Copies the request's bytes, unless it has ended: the owner of its input arrays may write to the arrays from now on.
+        """Copies the request's bytes, unless the request has ended: its caller may write to the input arrays from now on.
 
         The bytes are needed until they are sent, and if the request is sent again after a failure.
         """
@@ -227,11 +227,11 @@ class HttpPending:
         return 0
 
     def _look(self, response: Response) -> None:
-        """Parses what has arrived of the answer, and ends this request if it is complete.
+        """Parses what has arrived of the answer, and ends this request if the answer is complete.
+
+        If the answer says that the server is stopping, has the request sent again instead.
 
         Raises: ServingError: the answer is an error.
-
-        If the server says that it is stopping, the request is sent again instead.
         """
         if self._exchange.streams and response.status == 200:
             self._result = self._exchange.read_next(response)
@@ -270,7 +270,7 @@ class HttpPending:
         self._pool.give(None)
 
     def _broke(self, error: OSError) -> None:
-        """After its channel (connection) failed: has the request sent again if that does no harm, else ends it with an error."""
+        """After the channel (connection) failed: has this request sent again if that does no harm, else ends it with an error."""
         channel, self._channel = self._channel, None
         why = error.strerror or str(error)
         if channel is None or not channel.sent:
@@ -301,14 +301,14 @@ class HttpPending:
 
     @property
     def wake_at(self) -> float | None:
-        """Returns when ``step`` must be called at the latest, in seconds of ``time.monotonic()``; None: only after an event."""
+        """Returns when ``step`` must be called at the latest, in seconds of ``time.monotonic()``; None: there is no such time."""
         times = [each for each in (self._again_at, self._deadline) if each]
         return min(times) if times else None
 
     # ----------------------------------------------------------------------------------------------------------- waiting
 
     def fileno(self) -> int:
-        """Returns the file descriptor on which to wait for the events that ``step`` returned."""
+        """Returns the file descriptor on which to wait for the events that ``step`` returned. Call it only if there were any."""
         assert self._channel is not None
         return self._channel.fileno()
 
@@ -403,12 +403,12 @@ class HttpPending:
                 loop.remove_writer(fd)
 
     def add_done_callback(self, called: Callable[[HttpPending], object]) -> None:
-        """Has a thread of the client's wait for the answer and then call ``called`` with this request."""
+        """Has the client's thread ``Waiter`` wait for the answer and then call ``called`` with this request."""
         self._driver = self._waiter()
         self._driver.add(self, called)
 
     def cancel(self) -> None:
-        """Ends this request with Cancelled unless it has ended: nobody waits for its answer any more. Idempotent."""
+        """Ends this request with Cancelled unless it has ended; closes its connection, so the server cancels it. Idempotent."""
         if self._driver is not None and not self._driver.is_current:
             self._driver.cancel(self)
         elif not self._over:
@@ -422,7 +422,7 @@ def _nothing() -> None:
 class Waiter:
     """A thread that waits for the answers of requests with callbacks and futures, and calls their callbacks.
 
-    It ends with the client.
+    The thread ends after ``close``, when no request is left.
     """
 
     def __init__(self) -> None:
@@ -446,7 +446,7 @@ class Waiter:
         self._wake()
 
     def cancel(self, pending: HttpPending) -> None:
-        """Has the thread cancel a request that it waits for."""
+        """Has the thread cancel a request that was given to ``add``."""
         with self._lock:
             self._new.append((pending, HttpPending.cancel))
         self._wake()

@@ -66,7 +66,7 @@ def jax(
 def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Returns the shape of an output of a request with ``rows`` rows; ``rows`` 0: the model has no batch dimension.
 
-    Raises: InvalidArgument: the metadata leave a size open, or the output is BYTES, and ``known`` does not have its shape.
+    Raises: InvalidArgument: the metadata leave a size open, or the output is BYTES, and ``known`` (by output name) lacks it.
     """
     if tensor.name in known:
         return tuple(known[tensor.name])
@@ -81,7 +81,7 @@ def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> t
 def _many(model: Model, given: dict[str, Array], outer: tuple[int, ...], batched: bool) -> dict[str, Array]:
     """Calls the model for every element of the axes that ``vmap`` added, of sizes ``outer``, and joins the answers.
 
-    ``given``: the inputs with these axes first. ``batched``: whether the model has a batch dimension, to put the elements in.
+    ``given``: the inputs with these axes first. ``batched``: whether the model has a batch dimension, to join elements along.
     """
     count = int(np.prod(outer))
     flattened = {name: array.reshape(count, *array.shape[len(outer) :]) for name, array in given.items()}

@@ -58,7 +58,7 @@ class LaneConnection:
         """Connects to the daemon's socket for clients, ``clients.sock``, at ``path``.
 
         Args:
-          max_results: the most answers in workers' memory that the program may hold.
+          max_results: the most answers in workers' memory that the program may hold; while it does, ``ask`` raises ResultsHeld.
           timeout: seconds to wait for each answer on the clients' socket.
           patience: seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
 
@@ -208,7 +208,7 @@ class LaneConnection:
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
         """Returns an array in memory that the workers share, aligned to 64 bytes.
 
-        Its memory is freed when the array is collected.
+        The memory is freed when the array is garbage-collected.
 
         Raises: InvalidArgument: the array is larger than the daemon allows.  Unavailable: there is no room for the array now.
         """
@@ -225,7 +225,7 @@ class LaneConnection:
         return self._ask_for(call.model, call.version, time.monotonic())
 
     def ask(self, call: Call) -> Pending:
-        """Sends a request and returns it, to wait for its answer.
+        """Sends a request. Returns a ``Pending``, by which to wait for the answer.
 
         If no lane (socket to a worker) is usable now, the request is sent later, when somebody waits for its answer.
 
@@ -256,7 +256,7 @@ class LaneConnection:
         return made
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Always returns an empty mapping: workers do not tell a model's configuration."""
+        """Always returns an empty mapping: the daemon tells a model's configuration over HTTP only."""
         return {}
 
     # ------------------------------------------------------------------------------------------------- parameter sets
@@ -270,11 +270,12 @@ class LaneConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters into the parameter set ``name`` of a model; the daemon receives ``pieces`` as sealed memory.
+        """Pushes parameters into the parameter set ``name`` of a model; the daemon receives ``pieces`` in a sealed memfd.
 
         Returns the daemon's answer, whose "number" identifies the push.
 
         Args:
+          version: the model's version; 0: the newest.
           said: the other fields of the push, such as "number", "partial" or "file".
           pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
           timeout: seconds to wait for the daemon's answer; None: without limit.
@@ -291,7 +292,7 @@ class LaneConnection:
             os.close(memory)
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets that a model has: for each a dictionary with its name ("set"), "number" and so on.
+        """Returns the parameter sets of a model, as ``ModelParameters.list`` explains them; version 0: of all versions.
 
         Raises: ServingError: there is no such model, or no answer came.
         """
@@ -299,7 +300,7 @@ class LaneConnection:
         return found
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops the parameter set ``name`` of a model. Raises ServingError: there is no such set, or it is ``main``."""
+        """Drops the parameter set ``name`` of a model: requests for it fail. Raises ServingError: no such set, or ``main``."""
         self._manage({"drop": {"model": model, "version": version, "set": name}})
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
@@ -327,7 +328,7 @@ class LaneConnection:
             asked.close()
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a request: its worker ends it once its waiting requests have run.
+        """Ends a sequence without a request: tells its worker to end the sequence once the sequence's waiting requests have run.
 
         Does nothing if no request of the sequence was sent over this connection.
         """
@@ -419,8 +420,7 @@ class LaneConnection:
         """Asks the daemon until there is a usable lane (socket) to a worker that serves the call's model.
 
         Args:
-          until: seconds of ``time.monotonic()``; None: no deadline. It waits at most for the connection's ``patience`` in any
-            case.
+          until: seconds of ``time.monotonic()``; None: no deadline. After the connection's ``patience`` this ends in any case.
 
         Raises: ServingError: the daemon's last answer was an error.  TimeoutError: ``until`` has passed.
         """
@@ -435,7 +435,7 @@ class LaneConnection:
     def may_ask_again(self, pending: Pending) -> bool:
         """Returns whether the daemon may be asked where a model is, after a worker refused a request.
 
-        It may if this connection is open and has not asked for the model in the last 0.25 seconds.
+        That is so if this connection is open and has not asked for the model in the last 0.25 seconds.
         """
         known = self.models.get((pending.call.model, pending.call.version))
         return not self.is_closed and known is not None and time.monotonic() - known.opened_at > _REFUSED_AFTER
@@ -515,7 +515,7 @@ class LaneConnection:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Closes the connection and its lanes; requests in flight end with Cancelled. Arrays stay valid. Idempotent."""
+        """Closes the connection and its lanes; requests in flight end with Cancelled. Arrays of ``empty`` stay. Idempotent."""
         self.is_closed = True
         with self._asking:
             lanes, self._lanes = list(self._lanes.values()), {}

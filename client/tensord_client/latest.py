@@ -24,7 +24,7 @@ _UNDER_WAY = 2
 
 
 class Newest:
-    """Base class of ``Latest`` and ``AsyncLatest``: sends the newest inputs, and stores the newest answer for their ``get``."""
+    """Base class of ``Latest`` and ``AsyncLatest``: sends the inputs of ``put``, stores the newest answer for their ``get``."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
         """``submit``: a function that sends a request with the inputs given, and returns a future of the answer."""
@@ -42,9 +42,9 @@ class Newest:
         self.replaced = 0
 
     def put(self, inputs: Mapping[str, Any]) -> None:
-        """Sends the inputs to the model; if two requests are in flight, keeps a copy of them until one is answered.
+        """Sends the inputs to the model; if two requests are in flight, keeps a copy, which is sent when one is answered.
 
-        Inputs that are kept replace those that were kept before. The arrays may be written to as soon as this returns.
+        Newer inputs replace inputs that were kept and not sent yet. The arrays may be written to as soon as this returns.
 
         Raises: InvalidArgument: an input cannot be an array.  Cancelled: ``close`` was called.
         """
@@ -64,9 +64,9 @@ class Newest:
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: Any) -> None:
-        """After the request of the ``number``-th ``put`` has ended: stores its answer unless a newer one is there.
+        """Called when the request of the ``number``-th ``put`` has ended: stores its answer or error unless there is a newer one.
 
-        Also sends the inputs that wait.
+        Also sends the inputs that ``put`` kept, if any. ``future``: of the request.
         """
         asked: Any = None
         with self._lock:
@@ -131,7 +131,7 @@ class Newest:
 
 
 class Latest(Newest):
-    """Sends the newest of the inputs given to ``put`` to a model; ``get`` returns the newest answer. Thread-safe."""
+    """Sends inputs to a model by ``put``, only the newest while two requests are in flight; ``get`` returns the newest answer."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
         super().__init__(submit)
@@ -159,7 +159,7 @@ class Latest(Newest):
             return self._take()
 
     def close(self) -> None:
-        """Cancels the requests in flight; ``put`` and a ``get`` without an answer raise Cancelled from now on. Idempotent."""
+        """Cancels the requests in flight; from now on ``put``, and ``get`` without a new answer, raise Cancelled. Idempotent."""
         self._end()
 
     def __enter__(self) -> Latest:

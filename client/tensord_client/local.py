@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _as_ours() -> Iterator[None]:
-    """Raises errors of ``tensord.testing`` as the client's errors of the same code, within the block."""
+    """Within the ``with`` block, turns errors of ``tensord.testing`` into the client's errors of the same code."""
     from tensord import testing
 
     try:
@@ -73,7 +73,7 @@ class LocalConnection:
         )
 
     def loaded(self, model: str, version: int) -> testing.Model:
-        """Returns a model, which is loaded at the first use. ``version``: 0: the newest.
+        """Returns a model, and loads it first if it was not used before. Version 0: the newest.
 
         Raises: ServingError: there is no such model, or it cannot be loaded.
         """
@@ -92,7 +92,7 @@ class LocalConnection:
             return found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults filled in. Raises ServingError: the model cannot be loaded."""
+        """Loads a model if need be. Returns its configuration with defaults filled in. Raises ServingError: loading failed."""
         return self.loaded(model, version).config
 
     def ask(self, call: Call) -> LocalPending:
@@ -148,7 +148,7 @@ class LocalConnection:
         raise _no_sets()
 
     def close(self) -> None:
-        """Unloads all models once their requests are answered. Idempotent."""
+        """Waits until all requests are answered, and unloads all models; later requests raise Unavailable. Idempotent."""
         with self._lock:
             self._closed = True
             models, self._models = self._models, {}

@@ -38,7 +38,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Maps ``byte_size`` bytes of a file descriptor, which may be closed afterwards. ``prot``: protection, as for mmap.
+    """Maps ``byte_size`` bytes of a file descriptor, which may be closed afterwards. ``prot``: flags ``mmap.PROT_*``.
 
     Raises: OSError, ValueError: the descriptor cannot be mapped.
     """
@@ -123,7 +123,7 @@ class Segment:
 class Block:
     """The bytes of one array in a segment.
 
-    The array and its views keep the block as their base; it is freed when all are collected.
+    The array and its views keep the block as their base; the block is freed when all are garbage-collected.
     """
 
     __slots__ = ("__array_interface__", "byte_size", "memory", "offset", "segment")
@@ -160,7 +160,7 @@ class Memory:
     def limit(self, max_count: int, max_byte_size: int) -> None:
         """Sets the daemon's bounds: how many segments there may be, and how many bytes they may have together.
 
-        They hold for new segments; existing ones are not closed.
+        The bounds hold for new segments; existing ones are not closed.
         """
         self.max_count = max_count
         self.max_byte_size = max_byte_size
@@ -228,7 +228,7 @@ class Memory:
             return Block(self, segment, offset, byte_size)
 
     def collect(self) -> None:
-        """Frees the blocks of arrays that nothing refers to any more, and closes unused segments beyond 64 MiB of reserve."""
+        """Frees the memory of arrays that nothing refers to any more, and closes unused segments beyond 64 MiB of reserve."""
         with self._lock:
             self._collect()
 

@@ -186,17 +186,17 @@ class Model(Calls):
 
     @property
     def parameters(self) -> ModelParameters:
-        """Returns the model's parameter sets, through which new parameters are pushed into the model while it is served."""
+        """Returns the model's parameter sets as an object by which to list or drop them, or to push new parameters into one."""
         from tensord_client.parameters import ModelParameters
 
         return ModelParameters(self._connection, self.name, self._asked_version)
 
     def latest(self) -> Latest:
-        """Makes a ``Latest``, which sends the newest of the inputs given to it, and returns the newest answer."""
+        """Makes a ``Latest``: ``put`` sends inputs, only the newest if many wait; ``get`` returns the newest answer."""
         return Latest(self.submit)
 
     def sequence(self, sequence_id: SequenceId = 0) -> ModelSequence:
-        """Begins a sequence: requests that share state in the model and are sent one after the other.
+        """Returns a new sequence, to be called: requests that share state in the model and are sent one after the other.
 
         ``sequence_id``: the sequence's id, an integer or a string; 0 or "": a new random one.
         """
@@ -205,7 +205,7 @@ class Model(Calls):
     def end_sequence(self, sequence_id: SequenceId) -> None:
         """Ends a sequence without a further request, once its requests in flight have run. Idempotent.
 
-        Over HTTP the server is not told: it ends the sequence once that has been idle for as long as the model says.
+        Over HTTP this does nothing: the server ends a sequence that was idle for as long as the model's configuration allows.
         """
         self._connection.end_sequence(self.name, sequence_id)
 

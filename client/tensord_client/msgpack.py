@@ -39,7 +39,7 @@ class Malformed(ValueError):
 def pack(value: Any) -> bytes:
     """Encodes a value in MessagePack.
 
-    Raises: ValueError: an integer needs more than 64 bits, or a string has no UTF-8; TypeError: the type has no encoding.
+    Raises: ValueError: an integer needs more than 64 bits, or a string cannot be UTF-8; TypeError: the type has no encoding.
     """
     kind = type(value)
     if kind is int:
@@ -88,7 +88,7 @@ def integer(value: int) -> bytes:
 
 
 def text(value: str) -> bytes:
-    """Encodes a string. Raises UnicodeEncodeError (a ValueError): the string has no UTF-8."""
+    """Encodes a string. Raises UnicodeEncodeError (a ValueError): the string cannot be UTF-8."""
     content = value.encode()
     size = len(content)
     if size < 0x20:

@@ -50,7 +50,7 @@ Buffer = Union[bytes, memoryview]
 
 
 class ModelParameters:
-    """The parameter sets of one model: parameters under a name, by which requests choose them. Thread-safe."""
+    """Lists, changes and drops the parameter sets of one model; a request names the set that it is answered with. Thread-safe."""
 
     def __init__(self, connection: Connection, model: str, version: int) -> None:
         self._connection = connection

@@ -174,13 +174,13 @@ class Pending:
         self._notify()
 
     def expire(self) -> None:
-        """Ends the request with DeadlineExceeded, and tells the worker that nobody waits any more."""
+        """Ends the request with DeadlineExceeded, and tells the worker that nobody waits for its answer any more."""
         self._give_up(DeadlineExceeded())
 
     def _give_up(self, error: ServingError) -> None:
         """Ends the request with an error for its caller.
 
-        The worker is told that nobody waits any more; its last answer, which still comes, is dropped.
+        The worker is told that nobody waits for the answer any more; the answer, which still comes, is dropped.
         """
         with self._lock:
             if self._given_up or self._ended:
@@ -271,7 +271,7 @@ class Pending:
         return self._ended or self._given_up
 
     def cancel(self) -> None:
-        """Ends the request with Cancelled, and tells the worker that nobody waits any more. Idempotent."""
+        """Ends the request with Cancelled, and tells the worker that nobody waits for its answer any more. Idempotent."""
         self._give_up(Cancelled("the request was cancelled"))
 
     def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
@@ -289,7 +289,7 @@ class Pending:
             self._watch(self.lane)
 
     def call_back(self) -> None:
-        """Calls the callbacks, each once, if the request has ended."""
+        """Calls the callbacks that ``add_done_callback`` took, each once, if the request has ended; else does nothing."""
         with self._lock:
             if not self.done():
                 return
@@ -298,7 +298,7 @@ class Pending:
             callback(self)
 
     def watch_again(self) -> None:
-        """After the request was sent again: has its new lane (socket) read by the thread or event loop that wants the answer."""
+        """Called when the request was sent again: has its new lane (socket) read, for callbacks or by the loop that waits."""
         lane = self.lane
         if lane is None:
             return
@@ -385,10 +385,10 @@ class Pending:
         return self._result
 
     async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop. ``timeout``: seconds for each; None: until the deadline.
+        """Iterates over the responses on the running event loop.
 
-        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
-        in time.
+        ``timeout``: seconds to wait for each; None: until the request's deadline. Leaving the iteration early cancels the
+        request. Raises ServingError: a response is an error; DeadlineExceeded: none came in time.
         """
         try:
             while True:
@@ -403,7 +403,7 @@ class Pending:
 
     @types.coroutine
     def _next_async(self, timeout: float | None) -> Generator[Any, None, Answer | ServingError | None]:
-        """Awaits the next response, ``timeout`` seconds at most. Returns it, or the request's error, or None: no more come."""
+        """Awaits the next response, ``timeout`` seconds at most. Returns it or the request's error; None: no more come."""
         arrived = self._arrived
         until: float | None = None
         loop: asyncio.AbstractEventLoop | None = None
@@ -494,7 +494,7 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
 
 
 def in_place(place: Array, output: OutputTensor) -> Array:
-    """Returns the array that an output was written to, or the part of it that the output fills, in the output's shape.
+    """Returns ``place`` (the caller's array that an output was written to), or the part that the output fills, in its shape.
 
     Raises: ValueError: the output does not fit the array, or is BYTES.
     """

@@ -53,7 +53,7 @@ class Slot:
 
 
 class Placed:
-    """A request whose inputs the worker can read: the fields of its record, and what must live until it is answered."""
+    """A request whose inputs the worker can read: the fields of its record, and the memory that must live until the answer."""
 
     __slots__ = ("contents", "hold", "prepared", "segments", "slot")
 
@@ -82,7 +82,7 @@ Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 class Layout:
     """Says how each input of a call gets to the worker: in place, inside the request, or copied.
 
-    A layout is valid for every request with the same arrays; with strings among them for one only, because it has them encoded.
+    A layout is valid for every request with the same arrays. It holds strings encoded, so with strings it is valid for one only.
     """
 
     __slots__ = ("copied", "has_strings", "hold", "inline", "kind", "outputs", "prepared", "segments", "tensors")
@@ -116,7 +116,7 @@ class Placement:
         self._free: OrderedDict[Any, list[Slot]] = OrderedDict()
 
     def place(self, call: Call, model: OpenedModel) -> Placed:
-        """Puts the inputs of a request where the worker can read them, by copies where needed. Returns what to send.
+        """Puts the inputs of a request where the worker can read them, by copies where needed. Returns the fields to send.
 
         Raises: InvalidArgument: the request cannot be sent.  Unavailable: there is no room in shared memory now.
         """
@@ -138,7 +138,7 @@ class Placement:
     def place_again(self, call: Call, model: OpenedModel, layouts: dict[OpenedModel, Layout]) -> Placed:
         """Puts the inputs of a call that is sent many times with the same arrays where the worker can read them.
 
-        Returns what to send. Raises: InvalidArgument: the request cannot be sent.  Unavailable: shared memory is full.
+        Returns the fields to send. Raises: InvalidArgument: the request cannot be sent.  Unavailable: shared memory is full.
 
         ``layouts``: the layout that the call's last request had, by model; it is used if it is still valid, else replaced.
         """
@@ -195,7 +195,7 @@ class Placement:
         return layout
 
     def fill(self, call: Call, layout: Layout) -> Placed:
-        """Copies the arrays' values into the request or shared memory, as ``layout`` says. Returns what to send.
+        """Copies the arrays' values into the request or shared memory, as ``layout`` says. Returns the fields to send.
 
         Raises: Unavailable: shared memory is full.  InvalidArgument: an array is larger than the daemon allows.
         """
@@ -230,7 +230,7 @@ class Placement:
         return tuple(wanted.items())
 
     def room(self, array: np.ndarray) -> np.ndarray:
-        """Returns an array in shared memory for a copy of ``array``. Gives up free slots if there is no room else.
+        """Returns an array in shared memory for a copy of ``array``; gives up all free slots if there is no room otherwise.
 
         Raises: InvalidArgument: the copy is larger than the daemon allows.  Unavailable: there is no room now.
         """

@@ -54,7 +54,7 @@ _Came = Optional[tuple[int, list[tuple[int, int, bytes]], int]]
 
 
 class Bound:
-    """A prepared call's encoded record for one lane (the socket to one worker), and the last answer's bytes, to compare with."""
+    """A prepared call's encoded request for one lane (socket to a worker), and the last answer's bytes, to recognize the next."""
 
     __slots__ = (
         "contents",
@@ -77,7 +77,7 @@ class Bound:
 
         Args:
           number: the encoded number by which the record names its constant part, the prepared request, on this lane.
-          epoch: the lane's ``epoch`` in which the number is valid.
+          epoch: the lane's ``epoch`` (it grows when all numbers become invalid) in which the number is valid.
           sizes: the size in bytes of each input that travels inside the record.
           own: the request's other fields, encoded by ``wire.own_fields``.
         """
@@ -114,7 +114,7 @@ class Bound:
 class PreparedCall:
     """A request that can be sent over lanes (sockets to workers) many times. Threads may share it; they take turns.
 
-    Outputs that have a place are the same arrays after each call; other outputs are new arrays.
+    Outputs for which the caller gave arrays are written to these by each call; other outputs are new arrays.
     """
 
     def __init__(self, connection: LaneConnection, call: Call, model: OpenedModel) -> None:
@@ -148,7 +148,7 @@ class PreparedCall:
         self._lay_out(model)
 
     def _lay_out(self, model: OpenedModel) -> None:
-        """Decides for each input: it is used in place, travels inside the record, or is copied to shared memory at each call."""
+        """Decides for each input: it is used in place, travels inside the request, or is copied to shared memory at each call."""
         connection, call = self._connection, self._call
         self._memory: Memory = connection.memory
         #: (copy in shared memory, array) for each array that is copied at each call.
@@ -271,7 +271,7 @@ class PreparedCall:
         return answer
 
     def _fill(self) -> None:
-        """Copies what the arrays hold now into shared memory and into the record for the last call's lane."""
+        """Copies what the inputs hold now: large ones to shared memory, small ones into the encoded request for ``_lane``."""
         assert self._lane is not None
         for copy, array in self._copies:
             np.copyto(copy, array)
@@ -279,7 +279,7 @@ class PreparedCall:
             target[:] = _bytes(source)
 
     def _begin(self, until: float | None) -> None:
-        """Waits until the call before has ended, if its caller gave it up, and copies arrays into shared memory.
+        """Waits until the previous call has ended, if its caller gave it up, and copies large inputs to shared memory.
 
         ``until``: seconds of ``time.monotonic()``; None: no deadline. Raises TimeoutError: ``until`` has passed.
         """
@@ -300,7 +300,7 @@ class PreparedCall:
 
         Args:
           sending: which sending of the request this is; 1: the first.
-          begun: the request's id, and the datagram that came (None: none came), if the part in C has sent the request and holds
+          begun: the request's id, and the datagram that came (None: none came), if the C extension has sent the request and holds
             the lane's lock ``reading``; None: this method sends the request.
 
         Raises: ServingError: the answer is an error.  TimeoutError: ``until`` has passed.
@@ -334,7 +334,7 @@ class PreparedCall:
         return bound.outputs
 
     def _exchange_on(self, lane: WorkerLane, bound: Bound) -> Exchange | None:
-        """Returns the object in C that makes the next calls on a lane; None: there is no part in C, or it cannot make them."""
+        """Returns the object of the C extension that makes the next calls on a lane; None: it is missing, or cannot make them."""
         call, known = self._call, self._connection.models.get((self._call.model, self._call.version))
         if Exchange is None or known is None or call.sequence_id or bound.learned != lane.learned:
             return None
@@ -412,11 +412,11 @@ class PreparedCall:
         return made
 
     def _matches(self, lane: WorkerLane, bound: Bound, until: float | None, begun: tuple[int, _Came] | None) -> bool:
-        """Waits for the answer. Returns True: its bytes are those of the last answer, but for id and times.
+        """Waits for the answer. Returns True: its bytes equal the last answer's but for id and times, so ``bound.outputs`` hold.
 
         Returns False: ``_answer`` or ``_error`` holds what came. Raises TimeoutError: ``until`` has passed.
 
-        ``begun``: the request's id and the datagram that came, if any, where the part in C has sent the request; else None.
+        ``begun``: the request's id and the datagram that came, if any, where the C extension has sent the request; else None.
         """
         request_id = self.request_id
         if begun is None and not lane.reading.acquire(False):
@@ -460,7 +460,7 @@ class PreparedCall:
     ) -> None:
         """Delivers the answers in a datagram that the lane has received to their requests.
 
-        If this call's answer is one of them, its bytes are stored to compare the next answer with. ``size``: bytes of the
+        If this call's answer is one of them, its bytes are stored, to recognize the next by. ``size``: bytes of the
         datagram; ``ancillary`` and ``flags``: as ``recvmsg`` returned them.
         """
         lane.handle(size, ancillary, flags)
@@ -468,7 +468,7 @@ class PreparedCall:
             self._learn(lane, bound, size, self.request_id)
 
     def _learn(self, lane: WorkerLane, bound: Bound, size: int, request_id: int) -> None:
-        """Stores the bytes to compare the next answer with, if this one came alone in its datagram and no output lies in it."""
+        """Stores an answer's bytes, to recognize the next by, if its datagram of ``size`` bytes has no output or other answer."""
         assert self._answer is not None
         record, lease = self._answer
         bound.learned, bound.exchange = -1, None

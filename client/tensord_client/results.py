@@ -59,7 +59,7 @@ class Answer(dict):  # type: ignore[type-arg]
 
     @property
     def timing(self) -> Timing | None:
-        """Returns the time and the copied bytes of the request in the server; None: the server did not send them."""
+        """Returns how long the server queued and executed the request, and the bytes it copied; None: the server did not say."""
         return None if self.times is None else Timing(*self.times)
 
     @property

@@ -72,14 +72,14 @@ class ServiceConnection:
         return self.http().open(model, version)
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults filled in; empty if it cannot be had over HTTP."""
+        """Asks over HTTP for a model's configuration and returns it, with defaults filled in; empty if HTTP does not give it."""
         try:
             return self.http().config(model, version)
         except ServingError:
             return {}
 
     def ask(self, call: Call) -> Pending:
-        """Sends a request over a lane (socket to a worker), or HTTP if its model has none. Returns it, to wait for its answer.
+        """Sends a request over a lane (socket to a worker), or HTTP if its model has none. Returns its ``Pending``.
 
         Raises: ServingError: the request cannot be sent.
         """
@@ -113,6 +113,7 @@ class ServiceConnection:
         Returns the daemon's answer, whose "number" identifies the push.
 
         Args:
+          version: the model's version; 0: the newest.
           said: the other fields of the push, such as "number", "partial" or "file".
           pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
           timeout: seconds to wait for the daemon's answer; None: without limit.
@@ -122,7 +123,7 @@ class ServiceConnection:
         return self._lane.push(model, version, name, said, pieces, timeout)
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets that a model has: for each a dictionary with its name ("set"), "number" and so on.
+        """Returns the parameter sets of a model, as ``ModelParameters.list`` explains them; version 0: of all versions.
 
         A list that is too long for the daemon's socket is fetched over HTTP. Raises ServingError: there is no such model, or no
         answer came.
@@ -133,11 +134,11 @@ class ServiceConnection:
             return self.http().parameter_sets(model, version)
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops the parameter set ``name`` of a model. Raises ServingError: there is no such set, or it is ``main``."""
+        """Drops the parameter set ``name`` of a model: requests for it fail. Raises ServingError: no such set, or ``main``."""
         self._lane.drop_parameters(model, version, name)
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Puts the parameters that the set ``name`` had before its newest push into use again. Returns the server's answer.
+        """Puts the parameters that the set ``name`` had before its newest push into use again. Returns the daemon's answer.
 
         Raises: ServingError: nothing was pushed into the set, or the server has not kept the earlier parameters.
         """
@@ -152,7 +153,7 @@ class ServiceConnection:
         return self.http().empty_on(device, shape, dtype)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a further request, if its requests went over a lane; over HTTP an idle one ends by itself."""
+        """Ends a sequence whose requests went over a lane (socket to a worker); else does nothing: the server ends idle ones."""
         self._lane.end_sequence(model, sequence_id)
 
     def close(self) -> None:

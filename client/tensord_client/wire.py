@@ -56,7 +56,7 @@ def region(place: Place) -> tuple[str, str, int, int]:
 
 
 def wire_version() -> bytes:
-    """Encodes the first record on a lane (the socket to a worker), which says the version of the wire."""
+    """Encodes the first record on a lane (the socket to a worker), which says the version of the record format."""
     return pack(("V", WIRE_VERSION))
 
 
@@ -191,7 +191,7 @@ def taken(request_id: int, byte_size: int) -> bytes:
 
 
 def cancel(request_id: int) -> bytes:
-    """Encodes the record that tells the worker that nobody waits for a request any more."""
+    """Encodes the record that tells the worker that nobody waits for a request's answer any more."""
     return pack(("X", request_id))
 
 
@@ -284,7 +284,7 @@ class AnswerRecord:
 
     @property
     def byte_size(self) -> int:
-        """Returns the bytes that this response counts for in the bound on unacknowledged responses, as the worker counts them."""
+        """Returns how many bytes this response counts in the worker's limit of responses that the client has not acknowledged."""
         size = _RESPONSE_BYTE_SIZE
         for content in self.contents:
             size += content[3] if type(content) is list else len(content)

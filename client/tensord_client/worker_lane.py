@@ -84,7 +84,7 @@ class Lease:
         self.__array_interface__: dict[str, Any] = {}
 
     def hold(self) -> None:
-        """Counts this lease among those that the program holds, of which there may be at most ``max_results``."""
+        """Counts this lease, until ``release``, among those that the program holds: at most the connection's ``max_results``."""
         if self._key:
             self._lane.held.add((self._lane.number, *self._key))
 
@@ -159,7 +159,7 @@ class WorkerLane:
         held: set[Any],
         response_byte_size: int,
     ) -> None:
-        """Takes over a lane's socket, and sends the version of the wire to the worker.
+        """Takes over a lane's socket, and sends the version of the record format to the worker.
 
         Args:
           sock: the connected socket; this object closes it.
@@ -319,7 +319,7 @@ class WorkerLane:
         return known
 
     def _number(self, prepared: bytes) -> bytes:
-        """Returns the encoded number that stands for ``prepared``, the constant part of a request; empty at its first use.
+        """Returns the encoded number that stands for ``prepared``, the constant part of a request; empty: send that in full.
 
         Many are used only once, so a number is given at the second use. The caller holds ``lock``. Raises LaneEnded: the worker
         is gone.
@@ -431,7 +431,7 @@ class WorkerLane:
         """Sends the encoded ``datagram`` of a prepared call, after writing a new request id into it at offset ``id_at``.
 
         Returns the id; 0: nothing was sent, because the prepared request's number in the datagram is not valid any more.
-        ``epoch``: the lane's ``epoch`` when the datagram was encoded.
+        ``epoch``: the lane's ``epoch`` (it grows when all numbers become invalid) when the datagram was encoded.
 
         Raises: LaneEnded: the datagram was not sent.
         """
@@ -463,7 +463,7 @@ class WorkerLane:
             return request_id
 
     def cancel(self, request_id: int) -> None:
-        """Tells the worker that nobody waits for a request any more; the worker still sends a last answer."""
+        """Tells the worker that nobody waits for a request's answer any more; the worker still sends a last answer."""
         self.say(wire.cancel(request_id))
 
     # ------------------------------------------------------------------------------------------------------- leases
@@ -520,7 +520,7 @@ class WorkerLane:
         return True
 
     def handle(self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
-        """Gives the answers in a datagram of ``size`` bytes that lies in ``received`` to their requests.
+        """Gives the answers in a datagram, which is ``size`` bytes in the buffer ``received``, to their requests.
 
         An empty datagram is the end of the worker, and a malformed one ends the lane, too. The caller holds the lock ``reading``.
         ``ancillary`` and ``flags`` are as ``recvmsg`` returns them.
@@ -884,7 +884,7 @@ class WorkerLane:
             self.sock.close()
 
     def close(self, error: ServingError) -> None:
-        """Closes the lane from any thread, even while another one reads; ``lane_ended`` of requests in flight gets ``error``."""
+        """Closes the lane from any thread, even while another one reads; calls requests' ``lane_ended`` with ``error``."""
         self._why = error
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)

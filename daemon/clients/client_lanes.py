@@ -63,7 +63,7 @@ class _Lane:
 
 
 class ClientLanes:
-    """Admits clients, opens their lanes (direct sockets to workers) and ends them. Belongs to the supervisor's loop."""
+    """Admits clients, opens their lanes (direct sockets to workers) and ends them. Used on the supervisor's event loop only."""
 
     def __init__(self, options: Options, supervisor: Supervisor) -> None:
         clients = options.clients
@@ -122,7 +122,7 @@ class ClientLanes:
 
     @property
     def offered(self) -> bool:
-        """Returns whether clients get lanes: not if the options turn lanes off or restrict inference to clients with a key."""
+        """Returns whether clients get lanes: not if the options turn lanes off or require a key for inference (header)."""
         return self._options.lanes and not self._restricted
 
     async def find(self, connection: ClientConnection, wanted: OpenLanes) -> ModelState:
@@ -132,7 +132,7 @@ class ClientLanes:
         know first, and would be given another lane to that worker.
 
         Raises Unsupported: clients get no lanes here; NotFound: no such version serves; Unavailable: the server is draining, or a
-        worker for the version does not come within the client's wait, or a worker is too busy to close an ended lane.
+        worker for the version does not come within ``wanted.wait`` seconds, or a worker is too busy to close an ended lane.
         """
         if not self._options.lanes:
             raise Unsupported("clients get no lanes on this server (clients.lanes = false): ask over HTTP")
@@ -164,7 +164,7 @@ class ClientLanes:
         return state
 
     async def _change(self, seconds: float) -> None:
-        """Waits until a model, a worker or a lane changes, or ``seconds`` have passed."""
+        """Waits until a model's state changes, a worker leaves or a lane ends, or ``seconds`` have passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
@@ -300,7 +300,7 @@ class ClientLanes:
             del self._owned[lane.owner]
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Stores a model's new state, and wakes clients that wait for a model; does nothing for the daemon's readiness."""
+        """Stores or removes a model's state, and wakes clients that wait for a model; does nothing for a ``Readiness``."""
         if isinstance(record, Readiness):
             return
         if isinstance(record, ModelState):
@@ -353,6 +353,6 @@ class ClientLanes:
 
 
 class _Batching(msgspec.Struct):
-    """The one field that is read from a model's configuration: the largest batch."""
+    """Reads one field of a model's configuration in JSON: the largest batch; 0: the model has no batch dimension."""
 
     max_batch_size: int = 0

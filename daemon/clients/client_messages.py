@@ -67,7 +67,7 @@ class Unregister(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
-    """Asks to push new parameters into a parameter set of a model version; version 0: the newest that serves."""
+    """Asks to push new parameters into the parameter set ``set`` of a model version; version 0: the newest that is served."""
 
     model: str
     version: _Number = 0
@@ -75,7 +75,7 @@ class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
 
 
 class ParameterSetName(msgspec.Struct, forbid_unknown_fields=True):
-    """Names the parameter set that a client asks to drop or revert; version 0: the newest that serves."""
+    """Names the parameter set that a client asks to drop or revert; version 0: the newest that is served."""
 
     model: str
     version: _Number = 0
@@ -91,7 +91,7 @@ class ParameterSetNames(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ClientQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """A client's message on the clients' socket: one question, in the one field that is given."""
+    """A client's message on the clients' socket: one question, in the one field that is not None."""
 
     hello: Hello | None = None
     open: OpenLanes | None = None
@@ -146,7 +146,7 @@ class OpenAnswer(msgspec.Struct):
 
 
 class ClientError(msgspec.Struct):
-    """Answers a question that failed, with the error's sentence and its ``ServingError.code``."""
+    """Answers any question that failed, with the error's sentence and its ``ServingError.code``."""
 
     error: str
     code: str

@@ -107,7 +107,7 @@ class ClientSocket:
     def listen(self) -> None:
         """Binds the clients' socket; clients wait in its backlog until ``serve`` is called.
 
-        Without a configured path, and outside of systemd, it is bound next to the control socket; if that fails, a warning is
+        Without a configured path, and outside of systemd, it is bound in the control socket's folder; if that fails, a warning is
         logged.
 
         Raises InvalidArgument: the configured path cannot be used.
@@ -138,13 +138,13 @@ class ClientSocket:
 
     @property
     def http_path(self) -> Path | None:
-        """Returns the path of the HTTP socket that clients look for next to this one; None: there is none."""
+        """Returns the path of the HTTP socket that clients look for next to the clients' socket; None: there is none."""
         if self._listener is None or self.path is None or not self._options.clients.http:
             return None
         return self.path.with_name(HTTP_NAME).absolute()
 
     def serve(self) -> None:
-        """Begins to accept clients, on the running loop."""
+        """Begins to accept clients, on the running loop; does nothing if ``listen`` bound no socket."""
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
@@ -158,7 +158,7 @@ class ClientSocket:
                 self.path.unlink()
 
     def close(self) -> None:
-        """Closes the listening socket and ends the clients' connections; memory that clients registered stays.
+        """Closes the listening socket and ends the clients' connections; clients' regions are not unregistered here.
 
         A second call does nothing.
         """
@@ -275,6 +275,8 @@ class ClientSocket:
     async def _change_parameters(self, question: ClientQuestion, fds: list[int], peer: Peer) -> Any:
         """Carries out a question about parameter sets: push, revert, drop or list. Returns the answer.
 
+        ``fds``: for a push, the memfd with the parameters, if it came with the question; the caller must close it.
+
         Raises ServingError: the question was refused.
         """
         if self._restricted:
@@ -328,7 +330,7 @@ class ClientSocket:
         await self._registry.register(request, peer, end, sealed=fds[0])
 
     def _say(self, peer: Peer, what: str, error: ServingError) -> None:
-        """Logs that something (``what``) was refused to a user, at most once in some seconds for each user."""
+        """Logs that ``what``, such as a connection, was refused to a user, and why: at most once in 10 s for each user."""
         now = asyncio.get_running_loop().time()
         if now - self._said.get(peer.owner, -_QUIET) >= _QUIET:
             if len(self._said) >= _MAX_QUIET:
@@ -350,7 +352,7 @@ def _refuse(client: socket.socket, error: ServingError) -> None:
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
     """Receives a message with its file descriptors, which the caller must close; None: the client closed its connection.
 
-    Raises ConnectionError: the message or its file descriptors were too many to receive.
+    Raises ConnectionError: the message is too long, or has too many file descriptors.
     """
     loop = asyncio.get_running_loop()
     await _ready(loop.add_reader, loop.remove_reader, client.fileno())
@@ -382,7 +384,7 @@ async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
 
 
 async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
-    """Waits until a file descriptor is ready.
+    """Waits until a file descriptor can be read from or written to.
 
     ``add`` and ``remove``: the loop's functions that begin and end to watch the descriptor, for reading or for writing.
     """
@@ -400,7 +402,7 @@ async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: in
 
 
 async def _unless_gone(client: socket.socket, finding: Coroutine[Any, Any, ModelState]) -> ModelState:
-    """Awaits ``finding`` on behalf of a client, and returns its result.
+    """Awaits ``finding``, which a client waits for, and returns its result; cancels it if the client goes.
 
     Raises ConnectionError: the client closed its connection first.
     """

@@ -29,7 +29,7 @@ Exemplar = tuple[str, float, float]
 
 
 class Exemplars:
-    """Keeps, for one front, the last traced request in each bucket of each model version's histograms: its exemplar.
+    """Remembers one front's last traced request in each bucket of each model version's histograms: the bucket's exemplar.
 
     Args:
       buckets: upper bounds of the histograms, in seconds.
@@ -42,7 +42,7 @@ class Exemplars:
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
         """Makes a traced request, which was answered without an error, the exemplar of each bucket that its durations fall into.
 
-        ``moments``: CLOCK_MONOTONIC ns of each stamp, by name.
+        ``moments``: CLOCK_MONOTONIC ns of each timestamp, by its name.
         """
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= _MAX_VERSIONS:
@@ -55,10 +55,10 @@ class Exemplars:
                 found[kind, bisect_left(self._buckets, seconds)] = trace_id, seconds, now
 
     def told(self) -> list[tuple[str, int, list[tuple[int, int, str, float, float]]]]:
-        """Returns the exemplars of each model version, to be sent to the supervisor as the answer to ``TraceExemplars``.
+        """Returns (model, version, exemplars) of each model version: the answer to the supervisor's ``TraceExemplars``.
 
-        Each is: the kind of duration (``tensord.shm.durations``), the number of the bucket, the trace's id, the duration in
-        seconds, and when it was noted, in seconds since 1970.
+        An exemplar is: the kind of duration (``tensord.shm.durations``), the number of the bucket, the trace's id, the duration
+        in seconds, and when it was noted, in seconds since 1970.
         """
         return [
             (model, version, [(*bucket, *exemplar) for bucket, exemplar in found.items()])

@@ -74,12 +74,12 @@ class SpanCounts:
 
 
 class SpanExporter:
-    """Sends ended traces to a collector.
+    """Sends the spans of ended traces to a collector. Used by the supervisor.
 
     Args:
       url: the collector's endpoint for OTLP over HTTP, such as ``http://127.0.0.1:4318/v1/traces``.
       service: the name of this server in the collector.
-      counts: counts the spans.
+      counts: is kept up to date with what happens to the spans.
     """
 
     def __init__(self, url: str, service: str, counts: SpanCounts) -> None:
@@ -134,7 +134,7 @@ class SpanExporter:
                 self._request(own, parent, ended, offset)
 
     def _request(self, own: SpanContext, parent: SpanContext | None, ended: EndedTrace, offset: int) -> None:
-        """Queues the span of a client's request for the collector, or drops it if too many wait.
+        """Queues the span of a client's request, which ``ended`` describes, for the collector, or drops it if too many wait.
 
         Args:
           own: the ids of the span.
@@ -219,7 +219,7 @@ class SpanExporter:
         return self._trace.SpanContext(trace_id, span_id, is_remote, self._flags)
 
     def close(self) -> None:
-        """Sends the spans that wait, for ``_CLOSE_SECONDS`` at most, so that a collector that is gone holds nothing up."""
+        """Sends the spans that wait, for ``_CLOSE_SECONDS`` at most, so that the daemon can end without the collector."""
         closing = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)

@@ -58,7 +58,7 @@ class Spans:
     """Hands the ended traces of a front to the supervisor, several at a time. Used in the front's loop only."""
 
     def __init__(self, hand_over: Callable[[TracesEnded], bool]) -> None:
-        """Begins with no traces. ``hand_over``: sends traces; returns False if too much waits and they are dropped."""
+        """Begins with no traces. ``hand_over``: sends traces, or returns False and drops them because too much waits."""
         self._hand_over = hand_over
         self._waiting: list[EndedTrace] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -67,7 +67,7 @@ class Spans:
         self._seldom = Seldom()
 
     def ended(self, trace: EndedTrace) -> None:
-        """Adds an ended trace, which is handed to the supervisor a moment later."""
+        """Adds an ended trace, which is handed to the supervisor within half a second, with others."""
         self._waiting.append(trace)
         if len(self._waiting) >= _TOGETHER:
             self.flush()

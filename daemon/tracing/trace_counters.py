@@ -27,7 +27,7 @@ class TraceBudget:
         return cls(os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def take(self) -> bool:
-        """Takes one trace off the budget. Returns False if none is left."""
+        """Takes one trace off the budget, for all fronts. Returns False if none was left."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -49,7 +49,7 @@ class TraceBudget:
 
 
 class Passes:
-    """Counts down requests of any model that are not traced: while ``left`` is above 0, no trace settings are looked up."""
+    """Counts down requests that a front passes untraced: while ``left`` is above 0, it looks up no model's trace settings."""
 
     __slots__ = ("left",)
 
@@ -84,7 +84,7 @@ class SampleCounter(Passes):
         return cls(os.eventfd(blocks, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC), rate)
 
     def take(self) -> bool:
-        """Counts one request. Returns whether the request is sampled."""
+        """Counts one request. Returns whether to trace this request."""
         if self.left:
             self.left -= 1
             return False
@@ -105,5 +105,5 @@ class SampleCounter(Passes):
 
 
 def _block(rate: int) -> int:
-    """Returns how many requests a front passes over for each read of the counter: few enough that all fronts get some."""
+    """Returns how many requests a front passes over for each read of the counter: an eighth of ``rate``, from 1 to 64."""
     return min(_MAX_BLOCK, max(1, rate // 8))

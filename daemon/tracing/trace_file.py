@@ -42,7 +42,7 @@ class TraceFiles:
         self._seldom = Seldom()
 
     def write(self, path: str, traces: bytes, *, indexed: bool) -> None:
-        """Queues traces to be written to a file, and returns at once.
+        """Queues traces to be written to a file, or drops them and logs a warning beyond the limits; returns at once.
 
         Args:
           traces: the JSON objects of one or more traces, separated by commas.
@@ -78,9 +78,9 @@ class TraceFiles:
                     _log.error("traces cannot be written to %s: %s", path, reason)
 
     def _create(self, path: str, traces: bytes) -> None:
-        """Writes traces to the first file of the series ``path``.N that does not exist yet.
+        """Writes traces to the first file of the series ``path``.N that does not exist yet; drops them if all exist.
 
-        Raises OSError: it cannot be written.
+        Raises OSError: the file cannot be written.
         """
         for index in range(self._next_index.get(path, 0), self._max_files):
             self._next_index[path] = index + 1
@@ -98,7 +98,7 @@ class TraceFiles:
         self._complain(f"there are trace.max_files ({self._max_files}) files {path}.N; remove them and restart")
 
     def close(self) -> None:
-        """Waits until the queued traces are written, for ``_CLOSE_SECONDS`` at most."""
+        """Waits until the queued traces are written, for ``_CLOSE_SECONDS`` at most, and ends the thread that writes them."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(_CLOSE_SECONDS)
@@ -121,9 +121,9 @@ def append(path: str, traces: bytes) -> None:
 
 
 def _put(fd: int, content: bytes, at: int) -> None:
-    """Writes all of ``content`` at offset ``at``, or nothing, if a full disk takes only a part.
+    """Writes all of ``content`` at offset ``at``; if a full disk takes only a part, restores the file.
 
-    Raises OSError: nothing was written.
+    Raises OSError: the content was not written.
     """
     written = 0
     try:

@@ -113,7 +113,7 @@ class _Scope:
 
     @property
     def values(self) -> Values:
-        """Returns the values now in force; ``count`` is how many traces are left."""
+        """Returns the values now in force; ``count`` in them is how many traces may still be taken."""
         if self.budget is None:
             return self._values
         return dataclasses.replace(self._values, count=self.budget.remaining())
@@ -134,7 +134,7 @@ class _Scope:
 class TraceSettings:
     """Holds the trace settings of all scopes: of all models (""), and of single models.
 
-    ``known``: returns whether a model is served. ``publish``: called with each change and the descriptors that belong to it.
+    ``known``: returns whether a model is served. ``publish``: sends all fronts a record and its counters' descriptors.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class TraceSettings:
         return bool(self._target)
 
     def change(self, wanted: ChangeTrace) -> bytes:
-        """Applies all changes that a client wants for a model, or for all (""), or none. Returns all its settings then, as JSON.
+        """Applies a client's changes for a model, or for all (""); none after an error. Returns all its settings then, as JSON.
 
         Raises InvalidArgument: the model is unknown, or nothing could be traced with these settings.
         """
@@ -205,7 +205,7 @@ class TraceSettings:
         return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds
 
     def records(self) -> list[tuple[Any, ...]]:
-        """Returns the records that tell a new front all settings, each with its descriptors."""
+        """Returns the records that tell a new front all settings, each followed by its descriptors, as ``publish`` takes them."""
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:

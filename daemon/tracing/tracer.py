@@ -41,9 +41,10 @@ class Tracer:
         buckets: Sequence[float] = (),
         hand_over: Callable[[TracesEnded], bool] = lambda _: False,
     ) -> None:
-        """Makes a tracer without settings.
+        """Makes a tracer without settings, so that it samples nothing until ``changed`` is called.
 
         Args:
+          incarnation: the front's number, the upper bits of trace ids.
           buckets: upper bounds of the histograms that traced requests are exemplars of, in seconds.
           hand_over: sends traces to the collector, if there is one; returns False if it drops them.
         """
@@ -92,7 +93,7 @@ class Tracer:
             self.passes = Passes(0)
 
     def sample(self, model: str, traceparent: str = "", began_ns: int = 0) -> Trace | None:
-        """Returns a trace if this request for ``model`` is sampled, else None.
+        """Returns a trace, to be filled and ended by the caller, if this request for ``model`` is sampled, else None.
 
         Args:
           traceparent: the W3C header that the client sent, or "". If the client sampled its trace, this request is sampled, too.
@@ -121,7 +122,7 @@ class Tracer:
         return self._last_id
 
     def close(self) -> None:
-        """Writes the traces that were collected, and stops tracing."""
+        """Writes and hands over the traces that were collected, and samples no more requests."""
         for model in list(self._samplers):
             self._forget(model)
         self.on = self.joins = False
@@ -151,7 +152,7 @@ class Sampler:
         self._closed = False
 
     def hit(self) -> bool:
-        """Counts one request. Returns whether to trace the request."""
+        """Counts one request in the shared counters. Returns whether to trace the request."""
         if self.turn is None:
             return False
         return self.turn.take() and (self._budget is None or self._budget.take())
@@ -176,7 +177,7 @@ class Sampler:
             self._collected = []
 
     def close(self) -> None:
-        """Ends the sampler, because other settings replace it. Traces of requests in flight are still written."""
+        """Writes the collected traces and closes the shared counters. Traces of requests in flight are still written."""
         self._closed = True
         self._flush()
         for counter in (self.turn, self._budget):
@@ -242,7 +243,7 @@ class Trace:
         return self._sampler.level or _TIMESTAMPS
 
     def stamp(self, name: str, ns: int = 0) -> None:
-        """Adds a timestamp, ``ns`` of CLOCK_MONOTONIC; 0: now."""
+        """Adds the timestamp ``name``, ``ns`` of CLOCK_MONOTONIC; 0: now."""
         self._stamps.append((ns or time.monotonic_ns(), name))
 
     def sent(self, client_id: str) -> None:
@@ -266,7 +267,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Writes the trace to its file, with those of the requests made for this one, and sends it to the collector, if any."""
+        """Writes the trace to its file, with those of requests that its model made, and sends it to the collector, if any."""
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)
