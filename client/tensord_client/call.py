@@ -27,8 +27,8 @@ class Call:
     """A request: the model, its input arrays and everything else that is sent with them.
 
     ``inputs`` are C-contiguous arrays by name. Arrays of the connection's ``empty`` are used where they lie; any others are
-    copied, or sent at once. Arrays of numpy's kinds S, U and O (strings, objects) are BYTES. ``places`` are the arrays that
-    outputs are written to.
+    copied, or sent with the request. Arrays of numpy's kinds S, U and O (strings, objects) are BYTES. ``places``: output
+    name -> the array that the output is written to.
     """
 
     __slots__ = (

@@ -193,7 +193,7 @@ class Response:
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
-        """Is called when the server has closed the connection: completes an answer whose body has no other end.
+        """Is called when the server has closed the connection: completes an answer whose body ends with the connection.
 
         Raises ConnectionResetError: the answer was cut off.
         """

@@ -64,7 +64,7 @@ class Pool:
         pending.grant(None)
 
     def give(self, channel: Channel | None) -> None:
-        """Takes a channel back from its request, and gives it to the first request in the queue; if none is there it stays idle.
+        """Takes a channel back from a request, gives it to the first queued request; if none is queued, the channel stays idle.
 
         ``channel`` None: the channel was closed; the first request may then open another one in its place.
         """
@@ -198,8 +198,8 @@ class HttpPending:
     def step(self) -> int:
         """Connects, sends and receives as far as possible without waiting.
 
-        Returns the poll events to wait for on ``fileno()``; 0: the request is ready, waits for a channel, or is tried again at
-        ``wake_at``.
+        Returns the poll events to wait for on ``fileno()``; 0: the request is ready (``is_ready``), waits for a channel, or is
+        tried again at ``wake_at``.
         """
         if self.is_ready:
             return 0
@@ -257,7 +257,7 @@ class HttpPending:
         self._pool.give(channel)
 
     def _end(self, error: ServingError) -> None:
-        """Ends this request with an error and without its answer: it leaves the queue for a channel, or its channel is closed.
+        """Ends this request with an error and without its answer: removes it from the queue for a channel, or closes its channel.
 
         A server cancels a request whose connection is closed.
         """
@@ -334,7 +334,7 @@ class HttpPending:
                 self._wake = _nothing
 
     def hurry(self, timeout: float | None) -> None:
-        """Sets the deadline to ``timeout`` seconds from now; None: leaves the deadline as it is."""
+        """Sets this request's deadline to ``timeout`` seconds from now; None: leaves the deadline as it is."""
         if timeout is not None:
             self._deadline = time.monotonic() + timeout
 
@@ -343,14 +343,14 @@ class HttpPending:
         return self._over
 
     def waited(self) -> Any:
-        """Waits for the result and returns it, or raises it if it is an error (ServingError)."""
+        """Waits in the calling thread for the result and returns it, or raises it if it is an error (ServingError)."""
         self._wait()
         if self._error is not None:
             raise self._error
         return self._result
 
     def next(self) -> Any:
-        """Waits for a stream's next response and returns it, or raises it if it is an error; None: there are no more."""
+        """Waits in this thread for a stream's next response; returns it, or raises it if it is an error; None: no more come."""
         self._wait()
         if self._result is None:
             if self._error is not None:
@@ -439,7 +439,7 @@ class Waiter:
         self._thread.start()
 
     def add(self, pending: HttpPending, called: Callable[[HttpPending], object]) -> None:
-        """Has the thread wait for a request's answer from now on, and call ``called`` with the request then."""
+        """Has the thread wait for a request's answer from now on, and call ``called`` with the request when it has come."""
         pending._wake = self._wake
         with self._lock:
             self._new.append((pending, called))

@@ -391,7 +391,7 @@ class LaneConnection:
         return known.choose()
 
     def sent(self, call: Call, lane: WorkerLane) -> None:
-        """Notes on which lane a request of a sequence was sent, so that the sequence's next request takes the same lane."""
+        """Notes the lane on which a sequence's request was sent, for its next request; after the last one forgets the lane."""
         if not call.sequence_id:
             return
         if call.sequence_end:
@@ -407,7 +407,7 @@ class LaneConnection:
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
     def _look_for_more(self, known: OpenedModel, call: Call) -> None:
-        """Starts a thread that asks the daemon for lanes (sockets) to further workers of the model that ``call`` names."""
+        """Starts a thread that asks the daemon for lanes (sockets) to further workers of ``known``, the model of ``call``."""
         known.opened_at = time.monotonic()
 
         def look() -> None:
@@ -515,7 +515,7 @@ class LaneConnection:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Closes the connection and its lanes; requests in flight end with Cancelled. Arrays of ``empty`` stay. Idempotent."""
+        """Closes the connection and its lanes; requests in flight get Cancelled, arrays of ``empty`` stay valid. Idempotent."""
         self.is_closed = True
         with self._asking:
             lanes, self._lanes = list(self._lanes.values()), {}

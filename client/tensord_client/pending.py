@@ -403,7 +403,7 @@ class Pending:
 
     @types.coroutine
     def _next_async(self, timeout: float | None) -> Generator[Any, None, Answer | ServingError | None]:
-        """Awaits the next response, ``timeout`` seconds at most. Returns it or the request's error; None: no more come."""
+        """Awaits and returns the next response, or the error; None: no more come. ``timeout``: seconds; None: to the deadline."""
         arrived = self._arrived
         until: float | None = None
         loop: asyncio.AbstractEventLoop | None = None
@@ -494,7 +494,7 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
 
 
 def in_place(place: Array, output: OutputTensor) -> Array:
-    """Returns ``place`` (the caller's array that an output was written to), or the part that the output fills, in its shape.
+    """Returns ``place``, the caller's array that ``output`` was written to, or the part that it fills, in the output's shape.
 
     Raises: ValueError: the output does not fit the array, or is BYTES.
     """
@@ -525,7 +525,7 @@ def _plan(outputs: Sequence[OutputTensor]) -> tuple[Plan, ...]:
 
 
 def arrays(answer: Answer, outputs: tuple[Plan, ...], contents: list[Any]) -> bool:
-    """Puts an array of each output into an answer. Returns False: an output's bytes are not in the record, or too few or many.
+    """Adds an array for each output to an answer, or returns False: some bytes are not in the record, or do not fit a shape.
 
     Args:
       outputs: (name, shape, dtype, byte size) of each output.
@@ -545,7 +545,7 @@ def _nothing(call: Call) -> ServingError:
 
 
 def _judged(lane: WorkerLane, answer: AnswerRecord) -> tuple[AnswerRecord, Lease | None] | ServingError:
-    """Returns an answer and the lease that it came with (None: none), or the error to raise if it is an error or malformed."""
+    """Returns an answer and its lease (None: it has none), or the error to raise: the answer is one, or cannot be read."""
     lease = None
     error: ServingError | None = None
     try:

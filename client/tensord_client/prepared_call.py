@@ -271,7 +271,7 @@ class PreparedCall:
         return answer
 
     def _fill(self) -> None:
-        """Copies what the inputs hold now: large ones to shared memory, small ones into the encoded request for ``_lane``."""
+        """Copies what the inputs hold now: large ones to shared memory, small ones into the request for the lane used last."""
         assert self._lane is not None
         for copy, array in self._copies:
             np.copyto(copy, array)

@@ -867,7 +867,7 @@ class WorkerLane:
         self._thread_waiter.put(None)
 
     def _close(self) -> None:
-        """Closes the socket after every attached event loop has stopped watching it."""
+        """Has the socket closed once every attached event loop has stopped watching it; does not wait for that."""
         for loop in list(self._loops):
             try:
                 loop.call_soon_threadsafe(self._leave, loop)
