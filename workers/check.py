@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 
 class Apart:
-    """Stands in for the daemon where a model is only checked: every model counts as ready, and requests to others are refused."""
+    """Stands in for the daemon where a model is only checked: calls to other models are refused, but all count as ready."""
 
     def __init__(self, explicit: bool) -> None:
-        """``explicit``: whether the daemon's repository is configured to load models on request."""
+        """``explicit``: whether the daemon is configured to load models only on request, so that models may ask for it."""
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Returns what the daemon would if it succeeded, and does nothing; every model is ready (b"true").
+        """Does nothing, and returns what the daemon answers to an operation that succeeds: b"true" for ModelReady, else b"".
 
-        Raises: Unavailable: the server does not load models on request.
+        Raises: Unavailable: the operation loads or unloads a model, and the server does not do that on request.
         """
         if isinstance(operation, ModelReady):
             return b"true"

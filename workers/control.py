@@ -228,7 +228,7 @@ class Control:
         )
 
     def _cancel(self, key: tuple[str, int]) -> None:
-        """Cancels each loading of a version (model and number) that runs or waits."""
+        """Cancels each loading of a model version that runs or waits. ``key``: the model's name and the version."""
         for load in self._running.get(key, ()):
             load.cancellation.cancel()
 
@@ -286,11 +286,12 @@ class Control:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Tells the supervisor that something is refused because its descriptor was lost.
+        """Refuses what came without its file descriptors, because this process has as many files open as it may.
 
-        That is a call, which is answered with Unavailable, or a client's lane (its channel to this worker): LaneClosed is sent.
+        ``lost``: the records of it. A call is answered with Unavailable; a client's lane (its channel to this worker) is
+        reported as closed (LaneClosed).
 
-        Raises: InvalidArgument: the record is neither of them.
+        Raises: InvalidArgument: a record is neither of them.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:
@@ -315,7 +316,7 @@ class Control:
             self._channel.put(Reply(call.call_id))
 
     def _ask_ready(self, call: ControlCall, operation: ModelReady) -> None:
-        """Replies to a call whether a model is ready. If the model has ``is_ready``, this is called first, in another thread.
+        """Replies to a call with whether a model is ready, as the model's ``is_ready`` says in another thread; without it: true.
 
         Raises NotFound: the model is not served here.
         """

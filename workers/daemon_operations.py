@@ -26,7 +26,7 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Passes operations that a worker's models ask for on to the daemon. ``ask`` is for any thread, the rest for the loop."""
+    """Has the daemon load, unload or check models when a worker's models ask for it; only ``ask`` is for any thread."""
 
     def __init__(self, channel: Channel, loader: WorkThread, inbox: Inbox) -> None:
         self._channel = channel
@@ -57,7 +57,7 @@ class DaemonOperations:
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
         """Asks the daemon whether any worker serves a version of a model (0: any version).
 
-        ``answered`` is called on the loop with the answer; False also if the daemon could not tell.
+        ``answered`` is called on the worker's loop with the answer; False also if the daemon could not tell.
         """
         self._ask(ModelReady(name, version), False, lambda reply: answered(reply.result == b"true"))
 
@@ -75,7 +75,7 @@ class DaemonOperations:
         self._channel.put(ControlCall(call_id, operation))
 
     def answered(self, reply: Reply) -> None:
-        """Passes the supervisor's reply to the function that ``ask`` or ``is_ready`` has left for the reply's call id."""
+        """Passes a reply of the supervisor to whatever waits for it: a thread in ``ask``, or the callback of ``is_ready``."""
         answered, waits = self._asked.pop(reply.call_id)
         if waits:
             self._loader.step_back()

@@ -41,9 +41,9 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the ``ModelVersion`` (queue, statistics) of what was loaded.
+        """Makes the ``ModelVersion`` (queue, statistics) of a loaded version, and returns it.
 
-        The rate limiter knows its instances until it closes.
+        Until the version closes, its instances are known to the rate limiter, which shares resources out among instances.
         """
         version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])

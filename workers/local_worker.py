@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Answers:
-    """Iterates over the responses to one request. The asking thread makes and iterates it; the loop calls ``take``."""
+    """Iterates over the responses to one request, in the thread that has sent it; the worker's loop adds them by ``take``."""
 
     def __init__(self, worker: LocalWorker) -> None:
         self._worker = worker
@@ -66,7 +66,7 @@ class Answers:
         self.moments: Moments | None = None
 
     def take(self, request: Request, result: Result | None, moments: Moments | None, final: bool) -> None:
-        """Receives a response from the loop, and queues it for the asking thread.
+        """Queues a response for the thread that iterates over the responses; the worker's loop calls this.
 
         Args:
           result: the response; None: only the mark that no further one follows.
@@ -104,7 +104,7 @@ class Answers:
         raise StopIteration
 
     def close(self) -> None:
-        """Cancels the request: nobody waits for further responses."""
+        """Cancels the request, if not all of its responses have been returned; no further ones come."""
         request = self.request
         if not self._over and request is not None:
             self._over = True
@@ -141,11 +141,11 @@ class LocalWorker:
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Has the loop call a function; does not wait for it."""
+        """Has the worker's loop call a function; does not wait for that."""
         self._inbox.post(call)
 
     def load(self, record: Load) -> ModelVersion:
-        """Loads a version and serves it. Raises ServingError if the version cannot be loaded."""
+        """Loads the model version that ``record`` describes, and serves it. Raises ServingError: it cannot be loaded."""
 
         def adopt() -> ModelVersion:
             self._check_open()
@@ -166,7 +166,7 @@ class LocalWorker:
         return self._engine.adopt(loaded)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Has the loop call a function, waits, and returns the function's result. Raises what the function raises."""
+        """Has the worker's loop call a function, waits, and returns the function's result. Raises what the function raises."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -204,7 +204,7 @@ class LocalWorker:
             raise Unavailable("the model was closed")
 
     def close(self) -> None:
-        """Answers all requests in flight, then ends the models and the thread. Idempotent."""
+        """Answers all requests in flight, then ends the models and the thread of the worker's loop. Idempotent."""
         if not self._closing:
             self._closing = True
             self._inbox.post(self._remove_all)

@@ -88,7 +88,7 @@ class ParameterPushes:
             answer(_DONE, None)
 
     def _find(self, model: str, version: int) -> ModelVersion:
-        """Returns a version that serves, or that is loaded and held back. Raises NotFound if there is none."""
+        """Returns a model version that serves, or is loaded and held back (not yet served). Raises NotFound: there is none."""
         found = self._models.held.get((model, version)) or self._models.serving(model, version)
         if found is None:
             raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")
@@ -174,9 +174,9 @@ class ParameterPushes:
         self._thread.do(stage, done)
 
     def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
-        """Returns the leaves in the sealed memory of ``fd``, checked to fit the model.
+        """Returns the leaves (arrays) of a pushed parameter set from the sealed memory of ``fd``, checked to fit the model.
 
-        None stands for a leaf that is not pushed: one that all sets share, or a random key.
+        None: the leaf is not pushed, because all sets share it, or because it is a random key.
 
         Args:
           what: names the pushed set in errors.
@@ -190,9 +190,9 @@ class ParameterPushes:
         return leaves
 
     def _commit(self, operation: CommitParameters) -> None:
-        """Puts the parameters that were staged for a push into use; skips versions that are gone.
+        """Puts the parameters that were staged for a push into use; skips model versions that are not loaded any more.
 
-        Raises NotFound if nothing is staged.
+        Raises NotFound: nothing is staged for the push.
         """
         staged = self._staged.pop(operation.push, [])
         if not staged:
@@ -220,14 +220,14 @@ class ParameterPushes:
             self._let_go([parameters.leave()])
 
     def _let_go(self, unused: list[object]) -> None:
-        """Has the thread free objects that are not used any more, which takes long.
+        """Has the thread for parameters free objects that are not used any more, because that takes long.
 
-        ``unused`` must hold the only reference to them.
+        ``unused`` must hold the only references to them; it is empty afterwards.
         """
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:
-        """Returns whether this very version still serves or is held back: it was neither unloaded nor loaded anew."""
+        """Returns whether this very load of a version still serves or is held back: it was neither unloaded nor replaced."""
         key = version.name, version.version
         return version is (self._models.held.get(key) or self._models.serving(*key))
 
@@ -236,7 +236,7 @@ class ParameterPushes:
 
 
 def _error(error: Exception, what: str) -> ServingError:
-    """Returns an error as the answer to a push. Its traceback is removed, because frames keep memory in use."""
+    """Returns the error that answers a push that failed with ``error``, without a traceback: its frames keep memory in use."""
     if isinstance(error, ServingError):
         return error.with_traceback(None)
     _log.error("%s could not be placed", what, exc_info=error)

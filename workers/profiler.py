@@ -20,7 +20,7 @@ MAX_SECONDS = 60.0
 
 
 class Profiler:
-    """Records profiles of this process with ``jax.profiler``. Belongs to the worker's loop."""
+    """Records profiles of this process with ``jax.profiler``. Only the thread of the worker's loop uses it."""
 
     def __init__(self, inbox: Inbox) -> None:
         self._thread = WorkThread("profiler", inbox)

@@ -96,7 +96,7 @@ class Worker:
         device: jax.Device,
         beat_ns: int = _BEAT_NS,
     ) -> None:
-        """``beat_ns``: the longest that an iteration waits for something to happen."""
+        """``channel``: to the supervisor. ``beat_ns``: the longest that an iteration of the loop waits for events."""
         self._beat_ns = beat_ns
         self._channel = channel
         self._options = options
@@ -214,7 +214,7 @@ class Worker:
             pass
 
     def iterate(self) -> bool:
-        """Waits for something to do, and does what is due. Returns False if this was the last iteration.
+        """Waits for events, receives and runs requests, and sends answers. Returns False if this was the last iteration.
 
         Raises: DeviceLost: the GPU failed for good.
         """
@@ -250,7 +250,7 @@ class Worker:
         return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Waits for events. Carries out datagrams received on lanes, and returns all other events: (descriptor, epoll events)."""
+        """Waits for events. Carries out datagrams received meanwhile; returns all other events: (descriptor, epoll events)."""
         now_ns, next_ns = time.monotonic_ns(), self._next_ns
         until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
         if self._stop_ns:
@@ -279,7 +279,7 @@ class Worker:
         return woken.events
 
     def _drains(self, at_once: bool) -> bool:
-        """Returns whether this iteration is to receive nothing, and only to run the requests that wait.
+        """Returns whether this iteration of the loop only runs requests that wait, and receives none.
 
         ``at_once``: a request is to be run now.
         """
@@ -525,7 +525,7 @@ class Worker:
             self._control_writing = writing
 
     def _watch(self, fd: int, writing: bool) -> None:
-        """Has epoll report input on a descriptor, and if ``writing`` also when it can be written to (EPOLLOUT)."""
+        """Has the worker's epoll report when a descriptor has input, and if ``writing`` also when it can be written to."""
         self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if writing else 0))
 
     @property
@@ -540,15 +540,15 @@ class Worker:
         return {**answers, "OK": answers["OK"] + self._poller.lane_requests}
 
     def recent_lane_errors(self) -> list[dict[str, Any]]:
-        """Describes the last errors that clients got on their lanes, the latest last."""
+        """Describes the last errors that clients got on their lanes (channels to this worker), the latest last."""
         return self._dispatcher.lane_answers.recent()
 
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the ``ModelVersion`` (queue, statistics) of what was loaded.
+        """Makes the ``ModelVersion`` (queue, statistics) of a loaded version, and returns it.
 
-        Each instance has a slot on the status page while it lives.
+        Until an instance ends, it has a slot on the status page, where the supervisor sees what it runs.
         """
         for instance in loaded.instances:
             # Those of the version before it have one.

@@ -37,7 +37,7 @@ class Asked(Own, total=False):
 
 
 class Pending:
-    """A call to another model that was begun and whose result can be waited for."""
+    """A call to another model that ``begin`` has sent; ``result`` waits for its outputs."""
 
     def __init__(self, call: ModelCall) -> None:
         self._call = call

@@ -66,7 +66,7 @@ class ModelCall:
           prepared: the part of the request that other requests may share: model, version, parameters.
           own: the rest of the request without its tensors: id, priority, timeout, sequence.
           arrays: the inputs by name, which must not be written to any more.
-          outputs: names of wanted outputs; none: all.
+          outputs: names of the wanted outputs; empty: all.
           streams: whether the caller takes any number of responses; False: exactly one.
           hint: the error message if the called model streams although ``streams`` is False.
           timeline: the timeline of the traced request that this call is traced with; None: it is not traced.
@@ -98,7 +98,7 @@ class ModelCall:
         self._first: Callable[[], None] | None = None
 
     def begin(self, by_coroutine: bool = False) -> None:
-        """Sends the request to the worker's loop; the caller must wait for the response next.
+        """Sends the request to the worker's loop; the caller must wait for the response next, by ``next`` or ``first``.
 
         ``by_coroutine``: the caller is a coroutine, not a thread.
         """

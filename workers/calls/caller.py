@@ -88,7 +88,7 @@ class ModelPort:
         Args:
           server: takes the calls that the code makes; None: nothing is served, so the code may make no calls.
           metrics: the registry of the worker's metrics; None: a new one.
-          code: makes a context that the worker's threads enter to run the model's code.
+          code: makes a context manager that the worker's threads enter to run the model's code.
         """
         self.name = name
         self.version = version
@@ -123,7 +123,7 @@ class ModelPort:
 
 
 class CallerPhase(enum.Enum):
-    """The phases of a model's life, which decide what its code may ask of the worker."""
+    """The phases of a model's life, which decide whether its code may call, load and unload other models."""
 
     #: It may call, load and unload other models.
     SERVING = enum.auto()
@@ -208,7 +208,7 @@ def calling(caller: Caller) -> Iterator[Caller]:
 
 
 def current() -> Caller | None:
-    """Returns the ``Caller`` that ``calling`` has set for this context; None: none, as in a thread that a model has started."""
+    """Returns the ``Caller`` that ``calling`` has set for this context; None: there is none, as in a thread that a model made."""
     return _current.get(None)
 
 

@@ -75,11 +75,9 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Adds a holder (a ``HeldFamily``) to the family of that name, made if there is none.
+        """Counts one more holder of a metric family, which is made if there is none of that name; ``release`` removes the holder.
 
-        The family exists while it has holders.
-
-        ``owner``: model and version whose code holds the family.
+        The family exists while it has holders. ``owner``: model and version whose code is the holder.
 
         Raises InvalidArgument: the name or description is malformed, or the family is of another kind; Unavailable: there are too
         many families.
@@ -104,7 +102,7 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Sequence[Labels]) -> None:
-        """Removes the holder ``owner`` (model, version) from a family and its metrics with the labels ``held``.
+        """Removes one holder (``owner``: its model, version) from a family, and from its metrics with the labels ``held``.
 
         The metrics, and the family, that have no holder left are removed.
         """
@@ -122,7 +120,7 @@ class MetricRegistry:
                 del self._families[name]
 
     def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None) -> tuple[Labels, Value]:
-        """Returns the key (for ``release``) and the value of a family's metric with these labels, which is made if there is none.
+        """Holds the metric of a family with these labels, made if there is none; returns its key, for ``release``, and its value.
 
         ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: the labels or buckets are malformed, or the
         buckets differ from the metric's; Unavailable: there are too many metrics.
@@ -145,7 +143,7 @@ class MetricRegistry:
             return key, value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
-        """Adds ``by`` to a counter or gauge.
+        """Adds ``by`` to ``value``, of a counter or gauge.
 
         Raises InvalidArgument: a counter would fall; Unsupported: the metric is a histogram.
         """

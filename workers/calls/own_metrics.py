@@ -14,12 +14,13 @@ from tensord.workers.calls.metric_registry import Labels, MetricKind, MetricRegi
 
 
 class HeldFamily:
-    """Keeps a metric family, and the metrics that it has made there, in existence for a model's code until it is closed."""
+    """Keeps a metric family, and the metrics got from this object, in existence for a model's code until ``close``."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         """Makes a family, or joins the family of that name.
 
-        Raises InvalidArgument: name or description is malformed, the family is of another kind, or no model's code is running.
+        Raises InvalidArgument: name or description is malformed, the family is of another kind, or no model's code is running;
+        Unavailable: there are too many families.
         """
         found = caller()
         if found is None:
@@ -71,7 +72,7 @@ class OwnMetric:
         """Makes a metric, or joins the one with the same name and labels.
 
         ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: an argument is malformed, the family is of
-        another kind, or the metric has other buckets; Unavailable: there are too many metrics.
+        another kind, the metric has other buckets, or no model's code is running; Unavailable: there are too many metrics.
         """
         self._held = HeldFamily(name, description, self._kind)
         self._value = self._held.metric(labels or {}, buckets)
@@ -95,7 +96,7 @@ class Counter(OwnMetric):
 
     @property
     def value(self) -> float:
-        """The metric's value on this worker; a new family's metrics begin with 0."""
+        """The value of the counter or gauge on this worker; a new one begins with 0."""
         return self._held.registry.value(self._kind, self._value)
 
 

@@ -77,7 +77,7 @@ class OwnProcesses:
         return {MODEL_MARK: self._mark} | ({} if worker is None else {MARK: worker})
 
     def forked(self, pid: int) -> None:
-        """Records a process that the model's code has forked, so that ``close`` ends it: it has no mark to find it by."""
+        """Records a process that the model's code has forked, so that ``close`` ends it: only executed programs are marked."""
         found = marked_processes.look(pid)
         with self._lock:
             if found is not None:

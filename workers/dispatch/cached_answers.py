@@ -35,7 +35,9 @@ class CachedAnswers:
         self._clock = clock
 
     def answer(self, version: ModelVersion, request: Request, cache: ResponseCache) -> bool:
-        """Answers a request from the cache, or with an error. Returns False if it has no cached answer and must be run.
+        """Answers a request from the cache, or with an error if its parameter set or a region's memory is gone.
+
+        Returns False if there is no cached answer, so that the request must be run.
 
         Copies inputs that lie in a client's region first, so that the client cannot change them while they are compared.
         """

@@ -41,7 +41,7 @@ def path(call: ModelCall) -> list[str]:
 
 
 class CallCircles:
-    """Finds calls between a worker's models that never end, because all that could run them wait for their end.
+    """Finds deadlocked calls between a worker's models: every instance that could run such a call waits until it has ended.
 
     Only the thread of the worker's loop uses it.
     """
@@ -55,9 +55,9 @@ class CallCircles:
         self._by_thread = False
 
     def find(self, now_ns: int) -> tuple[ModelCall | None, int]:
-        """Returns the latest call that waits for its own end, or None, and the time (ns) to search again if nothing changes.
+        """Returns the latest call that is deadlocked (waits for its own end; None: there is none), and when to search again.
 
-        ``NEVER`` as the time: a search is not needed before the next change.
+        That is a time in ns; ``NEVER``: a search is not needed before a call begins, is answered or ends.
         """
         again_ns = NEVER
         for call in reversed(self._calls):
@@ -140,7 +140,7 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """Returns the instance whose model waits for the responses to a request.
+        """Returns the instance whose model, through a call, takes the responses to a request.
 
         None: a client or a model's own thread takes them.
         """

@@ -117,7 +117,7 @@ class Calls:
                 self._end(call, Cancelled("the request was cancelled"))
 
     def settle(self, now_ns: int) -> None:
-        """Answers a model's call that can never end with Internal, if there is one: all that could run it wait for its end.
+        """Ends one deadlocked call, if there is any, with the error Internal: every instance that could run it waits for it.
 
         Runs after a call has begun, was answered or has ended, and now and then while calls wait.
         """

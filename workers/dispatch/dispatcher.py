@@ -248,7 +248,7 @@ class Dispatcher:
             self.withdraw(request)
 
     def withdraw(self, request: Request) -> None:
-        """Cancels a request that is in flight or was made inside the worker, with everything that runs for it."""
+        """Cancels a request of a client or of this worker's models, with its ensemble steps and the calls made for it."""
         version, request.cancelled = request.version, True
         request.submitter.returned = NEVER_LOOKED
         answers = version.planner.cancelled(request)
@@ -312,9 +312,9 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------------------- running
 
     def run_due(self, now_ns: int) -> int | None:
-        """Does what is due in one iteration: runs batches of at most one jitted model, and gives batches to all free instances.
+        """Runs what is due in one iteration: batches of one model in the loop, stepped models' steps, batches on instances.
 
-        Returns: the time by which to call it again (``now_ns`` or earlier: at once); None: not before the next event.
+        Returns: the time by which to call this again (``now_ns`` or earlier: at once); None: not before the next event.
         """
         agenda, blocked, kept = self._agenda, self._outbox.blocked, self.responses.kept
         if blocked or kept:
@@ -370,7 +370,7 @@ class Dispatcher:
     def _decide(self, version: ModelVersion, now_ns: int) -> Run | None:
         """Does what the planner of a version decides: refuses requests, gives batches to instances, or notes when to ask again.
 
-        Returns only a decision to run a batch in the loop itself, which is left to the caller; None: all is done.
+        Returns a decision to run a batch in the loop itself, which the caller must carry out; None: nothing is left to do.
         """
         planner, instances = version.planner, version.loaded.instances
         decision = planner.decide(now_ns)

@@ -396,7 +396,7 @@ class EnsembleRuns:
 
     @staticmethod
     def _send_unsent(run: _Run) -> None:
-        """Sends the held back response of a streaming ensemble, if there is one, as a response that others may follow.
+        """Sends the response that a streaming ensemble has held back, if there is one; further responses may follow.
 
         Each response is held back until it is known whether it is the last.
         """
@@ -407,7 +407,7 @@ class EnsembleRuns:
     def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
         """Ends the request of a streaming ensemble: sends the newest response, which was held back until now, as the last one.
 
-        After an error sends that response, if there is one, and then the error as the last; for a cancelled request Cancelled.
+        After an error, sends that response (if any), then the error as the last one; Cancelled if the client has cancelled.
         """
         error, sender.returned = run.error, True
         if error is None:

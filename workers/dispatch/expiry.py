@@ -35,14 +35,17 @@ class Expiry:
         self.next_ns = NEVER
 
     def note(self, sequences: SequenceBatcher[Request], now_ns: int) -> None:
-        """Schedules ``end`` for the earliest time at which one of a model's sequences may have been silent for too long."""
+        """Schedules ``end`` for the earliest time at which one of a model's sequences may have got no request for too long."""
         silent_ns = sequences.table.silent_ns(now_ns)
         if silent_ns < self.next_ns:
             self.next_ns = silent_ns
             self._agenda.put(self.end, silent_ns)
 
     def end(self, now_ns: int) -> None:
-        """Ends the sequences of all models that got no request for too long. Wakes the versions whose requests wait for slots."""
+        """Ends the sequences of all models that got no request for too long; refuses their requests that waited too long.
+
+        The loop then asks the model versions whose requests wait, because slots may have become free.
+        """
         self.next_ns = NEVER
         self._agenda.put(self.end, NEVER)
         for version in self._models.everyone():

@@ -64,7 +64,7 @@ class _Batch:
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """``key``: the shapes.  ``runs``: runs the requests of a model with sequences; None: the model has no sequences."""
+        """``key``: the inputs' shapes.  ``runs``: runs the requests of a model with sequences; None: it has no sequences."""
         self.version = version
         self.model = model
         self._key = key
@@ -77,7 +77,7 @@ class _Batch:
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
-        """For each input, the same for all programs: its name, the address of its first row, and the bytes from row to row."""
+        """For each input: its name, the address of its first row, and the bytes from row to row; the same for all programs."""
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _native.Batch:
@@ -394,7 +394,7 @@ class FastPath(Poller):
 
     @staticmethod
     def _found(places: Sequence[RegionSlice], regions: RegionTable | LaneSegments) -> dict[str, Region] | None:
-        """Returns the regions (name -> region) that slices lie in; None: a region is not mapped here, or a slice is empty."""
+        """Returns the regions (name -> region) in which ``places`` lie; None: one is not mapped here, or a place is empty."""
         found: dict[str, Region] = {}
         for place in places:
             try:
@@ -435,7 +435,7 @@ class FastPath(Poller):
 
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:
-    """Returns whether repeats of a request would be answered alike, but for their tensors, until other parameters are in use."""
+    """Returns whether answers to repeats of a request differ in nothing but tensors, until other parameters are in use."""
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
     if not request.tells:
@@ -474,7 +474,7 @@ def _is_large(request: Request) -> bool:
 def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
     """Reads a datagram by which a submitter gives leases of the response arena back, and frees them.
 
-    Returns whether its lane has something to send afterwards.
+    Returns whether the submitter's lane has something to send afterwards.
 
     Raises InvalidArgument: a lease that is given back is not outstanding.
     """

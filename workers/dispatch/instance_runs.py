@@ -143,7 +143,7 @@ class InstanceRuns:
 
 
 def _count_ahead(version: ModelVersion) -> None:
-    """Sets how many batches a version's queue counts as queued though its only instance has them: those that have not begun.
+    """Tells a version's queue how many batches its only instance has got and not begun to run: they count as still queued.
 
     Does nothing for a version whose instances get no batch before the last one has run.
     """

@@ -73,7 +73,7 @@ class LoopRuns:
             done += self._run(version, self._clock()) + 1 / _CALLS
 
     def _run(self, version: ModelVersion, now_ns: int) -> float:
-        """Runs a version's next batch. Returns its work as a fraction of a loop iteration; infinite: run no more batches now."""
+        """Runs a version's next batch. Returns the run's work as a fraction of a loop iteration; infinite: run no more now."""
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:
             self.share = 0.0

@@ -110,7 +110,7 @@ class Outbox:
             self.fail(request, error)
 
     def refuse(self, request: Request, refusal: Refusal, error: Unavailable, now_ns: int) -> None:
-        """Answers a request with an error because a queue is full or its time is up; counts and logs the refusal."""
+        """Answers a request with an error because a queue is full or the request waited too long; counts and logs it."""
         self._note(request, refusal, now_ns)
         self.fail(request, error)
 
@@ -129,7 +129,7 @@ class Outbox:
         self.lane_answers.rejected(submitter, record, error)
 
     def end(self, request: Request, error: ServingError | None = None) -> None:
-        """Ends a request: releases its regions and forgets its id. ``error``: its final answer; None: that was a good one."""
+        """Ends a request: releases its regions, frees its id. ``error``: what it was answered with; None: with a good answer."""
         if request.regions:
             request.release()
         submitter = request.submitter
@@ -198,7 +198,7 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Gives the result of a request that a model's call or an ensemble's step has made to that call or step.
+        """Hands the result of a request made inside the worker to the model's call or the ensemble's step that made it.
 
         Returns what was given: ``result``, or Cancelled if the request was cancelled.
 
@@ -420,7 +420,7 @@ class Outbox:
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends, without answering them, the requests of a submitter whose lane is closed that are held back or wait for room."""
+        """Ends requests of a submitter whose lane has closed, without answers: those held back or whose answers wait for room."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:

@@ -45,33 +45,33 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Adds a submitter's lane, whose file descriptor is in the epoll, to those that are served during a wait."""
+        """Has ``wait`` answer requests from a submitter's lane from now on; the caller has registered the lane with the epoll."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
-        """Removes a submitter's lane that has ended from those that are served during a wait."""
+        """Has ``wait`` answer no more requests from a submitter's lane, because the lane has ended."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        """Learns how an execution's requests were answered, so that ``wait`` may answer requests that differ only in data."""
+        """Stores how an execution's requests were answered, so that ``wait`` may answer later ones that differ only in data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Forgets what was learned for the number of a prepared request (the constant part of many requests) of a submitter.
+        """Drops what ``learn`` stored for a submitter's prepared request (the constant part of many requests, sent once).
 
-        From now on the number stands for another prepared request.
+        ``number``: by which requests refer to it; from now on it stands for another prepared request.
         """
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Forgets everything that was learned for a submitter's requests, so that it is learned anew."""
+        """Drops everything that ``learn`` has stored for a submitter's requests, so that it is learned anew."""
 
     @property
     def lane_requests(self) -> int:
-        """Count of all requests of directly connected clients (not through a front) that were answered during a wait so far."""
+        """How many requests of directly connected clients (not through a front) ``wait`` itself has answered so far."""
         return 0
 
     def close(self) -> None:
-        """Releases everything that was learned, before the loop ends."""
+        """Releases everything that ``learn`` has stored, before the worker's loop ends."""
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
-        """Waits until there is an event or the time is up. Returns what came; nothing if the time is up.
+        """Waits until there is an event or the time is up. Returns what came; its lists are empty if the time is up.
 
         Args:
           timeout_ns: how long to wait at most; 0 or less: only returns what is there.

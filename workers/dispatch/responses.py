@@ -80,7 +80,7 @@ class Responses:
         """Makes the sender of a request's responses. ``single``: it sends exactly one.
 
         For a client that is connected directly (not through a front) the bytes that may be sent before it has taken them are
-        limited so that all its requests together keep the limit of its lane.
+        limited so that all its requests together keep within the limit of its lane (channel to this worker).
         """
         segments, max_ahead = request.submitter.segments, self.max_ahead
         if segments is not None:
@@ -247,7 +247,7 @@ class Responses:
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Sends the responses that threads have queued without waking the loop, if the time ``look_ns`` has come."""
+        """Sends the responses that threads have queued without waking the loop, once the time ``look_ns`` has come."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()
@@ -309,14 +309,14 @@ class Responses:
             self._hand_over(request, result, final, byte_size)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Adds the run of a traced request and its last response to its timeline; None: a mark without outputs was the last."""
+        """Adds a traced request's run and its last response to its timeline; ``result``: None: it ended without outputs."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
 
     @staticmethod
     def _hand_over(request: Request, result: Result | None, final: bool, byte_size: int) -> None:
-        """Passes a response to whatever made a request inside the worker, which calls ``took`` when it has taken the response."""
+        """Passes a response to the call or ensemble step that made the request; that calls ``took`` when it has taken it."""
         assert isinstance(request, InnerRequest)
         request.ahead.append(byte_size)
         if result is not None and not isinstance(result, ServingError):

@@ -38,7 +38,7 @@ COMPILER_SLOT = 1
 
 
 class ShapeCompiler:
-    """Has programs for unexpected shapes compiled in a thread, and parks the requests that need them until they are there."""
+    """Has programs for unexpected shapes compiled in a thread; requests that need them are parked (wait) until then."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class ShapeCompiler:
         return compiled
 
     def _next_grouped(self) -> None:
-        """Has the programs that run several requests in one call compiled for the shape that has waited for this longest.
+        """Begins to compile the programs that run several requests in one call, for the shape that has waited for that longest.
 
         Does nothing while anything else is being compiled. Until then the requests of that shape are run one by one.
         """

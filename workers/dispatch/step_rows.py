@@ -41,7 +41,7 @@ class _Joined(NamedTuple):
 
 
 class _Lane:
-    """Sends the responses of a step that go to one submitter."""
+    """Sends to one submitter, on its lane, each step's responses to its requests."""
 
     def __init__(self, submitter: SubmitterLink[Request], numbered: Numbered[PreparedAnswer], sizes: list[int]) -> None:
         self._submitter = submitter
@@ -86,7 +86,7 @@ class StepRows:
     def join(self, slot: int, sender: ResponseSender) -> None:
         """Has a request's next responses sent together with those of other requests, from the next step on.
 
-        Does nothing if the request does not take plain small responses, or if its client has too many bytes still to take.
+        Does nothing if the request does not take plain small responses, or if its client has too many bytes of them to take.
         """
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
@@ -158,7 +158,7 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Has requests answered separately again whose clients may have too many bytes still to take; after many steps all.
+        """Has requests answered separately again whose clients may have too many bytes to take; after 4096 steps all requests.
 
         Returns the senders of these requests.
         """

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Given(NamedTuple):
-    """An insertion or a step that was launched on the device and has not been read yet."""
+    """An insertion of requests into slots, or a step, that runs on the device, and whose results have not been read yet."""
 
     what: list[Request] | Step[Request]
     run: DeviceRun
@@ -58,7 +58,7 @@ class SteppingRuns:
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """Has a model version stepped in every iteration from now on, because it has requests."""
+        """Has each call of ``step`` run steps of a stepped model version, as long as the version has requests."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)
@@ -71,11 +71,11 @@ class SteppingRuns:
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
-        """Launches the next insertions and steps of each version with requests, and answers with the finished ones.
+        """Launches each version's next insertions of requests into slots and next steps; sends the answers of finished ones.
 
         Args:
-          wait: whether to wait until the oldest launch of each version has finished.
-        Returns: whether there is more to do at once: a launch was to be read, or a request may begin.
+          wait: whether to wait until the oldest launch (insertion or step on the device) of each version has finished.
+        Returns: whether there is more to do at once: results of a launch to be read, or a request that may get a slot.
         """
         pending = False
         for version, stepping in list(self.living.items()):
@@ -90,7 +90,7 @@ class SteppingRuns:
 
 
 class Stepping:
-    """Runs the insertions and steps of one version of a stepped model."""
+    """Runs the steps of one version of a stepped model, and the insertions of requests into its slots, on the device."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Stepping:
     def dispatch(self, now_ns: int) -> bool:
         """Launches insertions of requests into free slots, and steps, on the device, as many as the planner allows.
 
-        Returns: whether a launch is to be read, or a waiting request may get a slot.
+        Returns: whether results of an insertion or step are to be read, or a waiting request may get a slot.
         """
         batcher, given = self._batcher, self.given
         if given and given[0].run.ready:
@@ -189,7 +189,7 @@ class Stepping:
     # ------------------------------------------------------------------------------------------------------ from the device
 
     def read(self, wait: bool) -> None:
-        """Reads the launches that have finished, and answers their requests. ``wait``: waits at least for the oldest launch."""
+        """Reads the finished insertions and steps, and answers their requests. ``wait``: waits for the oldest at least."""
         while self.given and (wait or self.given[0].run.ready):
             wait = False
             what, run, began_ns = self.given.popleft()
@@ -258,7 +258,7 @@ class Stepping:
                 self._pause(sender)
 
     def _pause(self, sender: ResponseSender) -> None:
-        """Pauses the request of a slow client, until the client has taken some responses."""
+        """Leaves the request of a slow client out of steps, until the client has taken some responses."""
         request = sender.request
         if sender.when_room(lambda: self._batcher.resume(request)):
             self._batcher.pause(request)
@@ -291,5 +291,5 @@ class Stepping:
 
 
 def _held(request: Request) -> ParameterSet | None:
-    """Returns the parameter set that a request with a slot continues with; None: the main set."""
+    """Returns the parameter set with which the steps of a request with a slot run; None: the main set."""
     return request.chosen if isinstance(request.chosen, ParameterSet) else None

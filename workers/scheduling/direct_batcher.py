@@ -50,7 +50,7 @@ class DirectBatcher(Generic[S]):
             self._limits.pop(key, None)
 
     def at_once(self, key: Hashable) -> int:
-        """Returns how many rows with this batching key may share a batch without a delay; 0: requests wait for fuller batches."""
+        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed for fuller ones."""
         return 0 if self._delay_ns else self._limits.get(key, self._rules.slots)
 
     def end_delays(self) -> None:
@@ -58,7 +58,7 @@ class DirectBatcher(Generic[S]):
         self._delay_ns = 0
 
     def due_ns(self) -> int | None:
-        """Returns when the next batch should run, or None while no slot is ready."""
+        """Returns when the next batch should run, or None while no sequence has a request that may run."""
         if not self._ready:
             return None
         if not self._delay_ns:

@@ -57,14 +57,14 @@ class DynamicBatcher(QueuePlanner[W]):
 
     @property
     def lives(self) -> bool:
-        """Always False: while no request waits there is nothing to decide."""
+        """Always False: the dispatcher need not call ``decide`` while no request waits."""
         return False
 
     def done(self, requests: Iterable[W], now_ns: int) -> None:
-        """Does nothing: no request waits for another one to end."""
+        """Does nothing when requests have run, because no other request waits for their end."""
 
     def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Returns an empty list: that a taken request will never run makes no other request fail."""
+        """Returns an empty list: no other request fails because one that ``take`` returned will never run."""
         return []
 
     def stop(self) -> None:
@@ -90,7 +90,10 @@ class DynamicBatcher(QueuePlanner[W]):
             self._changed.add(key)
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
-        """Returns what the dispatcher should do now for a free instance; None: nothing until a request comes."""
+        """Returns what to do for a free instance: run a batch, refuse requests that waited too long, or wait until a time.
+
+        None: nothing before a request comes.
+        """
         expiries = self._queue.expiries
         if expiries and expiries[0][0] <= now_ns:
             return Refuse(self.tick(now_ns))
@@ -138,7 +141,7 @@ class DynamicBatcher(QueuePlanner[W]):
             self._due[key] = oldest_ns if self._ready_rows(key) else oldest_ns + self._rules.delay_ns
 
     def _ready_rows(self, key: Hashable) -> int:
-        """Returns how many rows of a batching key's first requests are due at once as a batch; 0: they may wait for more."""
+        """Returns how many rows of a batching key's first requests make a batch that need not wait; 0: it waits for more rows."""
         limit, preferred = self._limit(key), self._rules.preferred
         largest = min(preferred[-1], limit) if preferred else limit
         if self._queue.rows(key) < (preferred[0] if preferred and preferred[0] < largest else largest):

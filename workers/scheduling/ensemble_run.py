@@ -106,7 +106,7 @@ class EnsembleRun(Generic[T]):
                 del self._open[key]  # type: ignore[arg-type]
 
     def worked_on(self, step: int) -> int:
-        """Returns how many answers of a streaming step (one of any number of answers) later steps run for or still need."""
+        """Returns how many answers of a streaming step (one of any number of answers) are in use: steps run on or need them."""
         held = {at for tensor, at in self._values if self._graph.origin.get(tensor) == step}
         return len(held | {at for origin, at in self._open if origin == step})
 
@@ -116,7 +116,7 @@ class EnsembleRun(Generic[T]):
 
     @property
     def stuck(self) -> bool:
-        """True if an answer is incomplete; asked when no step runs any more, this means that the request has failed."""
+        """True if an answer to the client is incomplete; if no step runs any more, this means that the request has failed."""
         if not any(map(self._dynamic, self._needed.outputs)):
             return not self._answered
         # Of an iteration that has begun everything is there, or was when it was answered.
@@ -134,7 +134,7 @@ class EnsembleRun(Generic[T]):
                     self._controls[tensor, iteration] = controls
 
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
-        """Returns a tensor's value, None if it was left out, and drops the tensor after its last use.
+        """Returns a tensor's value for one more use, and drops the tensor after its last one; None: the tensor was left out.
 
         Args:
           iteration: the number of the streaming step's answer that is worked on.
@@ -192,7 +192,7 @@ class EnsembleRun(Generic[T]):
         return next((self._controls[key] for key in keys if key in self._controls), None)
 
     def _answers(self) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Returns the answers that have become complete, in the order of their iterations."""
+        """Returns the answers to the client that have become complete, in the order of the streaming step's answers."""
         out: list[StepStart[T] | EnsembleAnswer[T]] = []
         dynamic = any(self._dynamic(name) for name in self._needed.outputs)
         while (dynamic or not self._answered) and all(

@@ -55,7 +55,7 @@ class Expiries(Generic[S]):
 
     @property
     def earliest_ns(self) -> int | None:
-        """The earliest time at which ``next`` may find a request, in ns; None while no request has a deadline."""
+        """The earliest time at which ``next`` may find a request, in ns; None while none has a deadline or a timeout."""
         # Requests that wait no more are let go of, with the memory that they are in, unless one that waits is before them.
         while self._moments and self._moments[0][2].line < 0:
             heapq.heappop(self._moments)

@@ -11,7 +11,7 @@ from tensord.workers.scheduling.sequence import Controls
 
 
 class IterativeIds:
-    """Gives each request to one model version that comes without a correlation id a new one, for runs that its model asks for."""
+    """Makes correlation ids for requests without one to an iterative model version, which may ask to run a request again."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)

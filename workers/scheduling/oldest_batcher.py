@@ -19,7 +19,7 @@ _UNBOUNDED = QueueRules(sys.maxsize)
 
 
 class OldestBatcher(Generic[S]):
-    """Makes one instance's batches for Triton's strategy "oldest": of the oldest waiting requests of its ready sequences."""
+    """Makes one instance's batches for Triton's strategy "oldest": of the oldest requests of its sequences that may run now."""
 
     def __init__(self, rules: BatchRules) -> None:
         self._queue: RequestQueue[S] = RequestQueue(_UNBOUNDED)
@@ -46,7 +46,7 @@ class OldestBatcher(Generic[S]):
         self._batcher.end_delays()
 
     def due_ns(self) -> int | None:
-        """Returns when the next batch should run, or None while no sequence is ready."""
+        """Returns when the next batch should run, or None while no sequence has a request that may run."""
         return self._batcher.due_ns()
 
     def take(self, now_ns: int) -> list[LiveSequence[S]]:

@@ -76,7 +76,10 @@ class Planner(Protocol[P]):
         """True while the dispatcher must go on to call ``decide`` although no request waits."""
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
-        """Returns what the dispatcher should do now for a free instance; None: nothing until a request comes or a run ends."""
+        """Returns what to do for a free instance: run a batch, refuse requests that waited too long, or wait until a time.
+
+        None: nothing before a request comes or a run ends.
+        """
 
     def due_ns(self, instance: int = 0) -> int | None:
         """Returns when an instance's next batch should run, or None while no request waits for it."""
@@ -85,16 +88,16 @@ class Planner(Protocol[P]):
         """Removes and returns the requests of a free instance's next batch; empty if no batch is due."""
 
     def done(self, requests: Iterable[P], now_ns: int) -> None:
-        """Tells the planner that requests have run, successfully or not, so that requests that wait for their end may run."""
+        """Tells the planner that requests have run, successfully or not: the next ones of their sequences may run."""
 
     def dropped(self, request: P, now_ns: int) -> list[tuple[P, ServingError]]:
-        """Tells the planner that a taken request will never run.
+        """Tells the planner that a request that ``take`` returned will never run.
 
-        Returns requests that fail because of that, each with its error.
+        Returns requests that fail because of that, such as later ones of its sequence, each with its error.
         """
 
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """Queues requests again that were taken but could not run. Returns those that fail instead, each with its error."""
+        """Queues requests again that ``take`` returned and that could not run. Returns those that fail instead, with errors."""
 
     def limit(self, key: Hashable, rows: int) -> None:
         """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
@@ -113,9 +116,10 @@ Decision = Run | WaitUntil | Refuse[P] | None
 
 
 def decide(planner: Planner[P], now_ns: int, instance: int) -> Decision[P]:
-    """Returns what the dispatcher should do now, from the planner's due time and next expiry; implements ``Planner.decide``.
+    """Implements ``Planner.decide``: compares the time with when the planner's next batch is due and when a request expires.
 
-    Removes requests that waited too long from the planner; the decision is then to refuse them.
+    Returns whether to run a batch, refuse requests (which are then removed from the planner), or wait until a time; None: wait
+    for a request or the end of a run.
     """
     tick_ns = planner.next_tick_ns
     if 0 < tick_ns <= now_ns:

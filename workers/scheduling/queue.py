@@ -237,7 +237,7 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Inserts a request into a line, before the requests of its batching key with a higher ``sequence``.
+        """Inserts a request into a line, before those of its batching key with a higher ``sequence`` (place in the queue).
 
         ``number``: of the line: 2 * (level - 1) for a level's requests that are on time, one more for its late ones.
         """

@@ -71,7 +71,8 @@ class Resources(Generic[A]):
     def ask(self, asker: A) -> bool:
         """Asks for the resources of an instance that wants to run.
 
-        Returns True if it holds them now; otherwise it waits until ``give_back``, ``withdraw`` or ``remove`` returns it.
+        Returns True if it holds them now; otherwise it waits until ``give_back``, ``withdraw`` or ``remove`` of another instance
+        returns it.
         """
         self._waiting[asker] = None
         return asker in self._grant()
@@ -92,7 +93,7 @@ class Resources(Generic[A]):
     def give_back(self, asker: A, again: bool = False) -> list[A]:
         """Frees an instance's resources. Returns the waiting instances that may run now, which hold their resources from now on.
 
-        ``again``: ``asker`` asks for another run at once, so it may be among them.
+        ``again``: ``asker`` asks for the resources again at once, for another run, so it may be among the returned ones.
         """
         if again:
             self._waiting[asker] = None

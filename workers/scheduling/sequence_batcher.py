@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Strategy(Protocol[S]):
-    """Makes batches of the ready sequences of one instance: ``DirectBatcher`` or ``OldestBatcher``."""
+    """Interface for making the batches of one instance from its sequences: of ``DirectBatcher`` and ``OldestBatcher``."""
 
     def ready(self, live: LiveSequence[S]) -> None:
         """Adds a sequence, whose first waiting request may run now, to those of which ``take`` makes batches."""
@@ -39,7 +39,7 @@ class Strategy(Protocol[S]):
         """Stops delaying requests for fuller batches."""
 
     def due_ns(self) -> int | None:
-        """Returns when the next batch should run, or None while no sequence is ready."""
+        """Returns when the next batch should run, or None while no sequence has a request that may run."""
 
     def take(self, now_ns: int) -> list[LiveSequence[S]]:
         """Removes and returns the sequences of the next batch; empty if no batch is due."""
@@ -64,7 +64,7 @@ class SequenceBatcher(Generic[S]):
         Args:
           strategy: makes the strategy of one instance.
           events: registers each sequence when it arrives, begins and ends.
-          attach: called with each request before it may run; None: not needed.
+          attach: called with each request before it may run; adds its sequence's state to its inputs. None: not needed.
         """
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
         self._attach = attach
@@ -171,7 +171,10 @@ class SequenceBatcher(Generic[S]):
         return self.table.run_now(asked)
 
     def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Marks the requests that ``run_now`` began for these sequences as run, successfully or not, so that others may run."""
+        """Notes that the requests that ``run_now`` began have ended, successfully or not: their sequences' next ones may run.
+
+        ``chosen``: what ``run_now`` returned. ``now_ns``: since when the sequences are idle.
+        """
         self.table.have_run(chosen, now_ns)
 
     def at_once(self, key: Hashable) -> int:
@@ -187,11 +190,14 @@ class SequenceBatcher(Generic[S]):
 
     @property
     def lives(self) -> bool:
-        """Always False: while no request waits only silent sequences have to be ended (at ``silent_ns`` of ``table``)."""
+        """Always False: ``decide`` need not be called while no request waits; ``Expiry`` ends sequences silent for too long."""
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[S]:
-        """Returns what the dispatcher should do now for a free instance; None: nothing until a request comes or a run ends."""
+        """Returns what to do for a free instance: run a batch, refuse requests that waited too long, or wait until a time.
+
+        None: nothing before a request comes or a run ends.
+        """
         return decide(self, now_ns, instance)
 
     def due_ns(self, instance: int = 0) -> int | None:

@@ -186,7 +186,10 @@ class SequenceTable(Generic[S]):
         return chosen
 
     def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Marks the requests that ``run_now`` began for these sequences as run, successfully or not, so that others may run."""
+        """Notes that the requests that ``run_now`` began have ended, successfully or not: their sequences' next ones may run.
+
+        ``chosen``: what ``run_now`` returned. ``now_ns``: since when the sequences are idle.
+        """
         idle = self._idle
         for live in chosen:
             live.running = False
@@ -210,7 +213,7 @@ class SequenceTable(Generic[S]):
     # ---------------------------------------------------------------------------------------------------------- running
 
     def take(self, live: LiveSequence[S]) -> S:
-        """Removes and returns the first waiting request of a ready sequence, to be run."""
+        """Removes and returns the first waiting request of a sequence, to be run; the sequence must be ``ready``."""
         assert live.slot is not None
         request = live.waiting.popleft()
         request.line = -1

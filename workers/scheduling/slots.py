@@ -14,7 +14,7 @@ class Slots:
     """Gives the sequences of one model version the slots in which they run, and takes the slots back."""
 
     def __init__(self, of_each: int, instances: int) -> None:
-        """Makes ``of_each`` slots for each instance."""
+        """Makes ``of_each`` free slots for each of ``instances`` instances."""
         self._instances = instances
         #: How many slots there are, and how many are free.
         self.count = self.free = of_each * instances
@@ -23,7 +23,7 @@ class Slots:
         self._fresh = 0
 
     def take(self) -> Slot:
-        """Marks the lowest free slot as used and returns it; a slot must be free."""
+        """Marks the lowest free slot as used and returns it; the caller must know (``free``) that there is one."""
         self.free -= 1
         # Whatever was used before is lower than what never was.
         if self._freed:
@@ -33,7 +33,7 @@ class Slots:
         return Slot(number, instance)
 
     def give_back(self, slot: Slot) -> None:
-        """Marks a used slot as free."""
+        """Marks a slot that ``take`` returned as free again."""
         self.free += 1
         heapq.heappush(self._freed, slot)
 

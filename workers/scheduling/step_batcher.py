@@ -31,7 +31,7 @@ EMITS, FINISHED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """The limits of one version of a stepped model, whose requests run step by step in slots: slots, steps, and insertions."""
+    """The limits of a version of a stepped model: how many slots, steps of each request, and insertions into slots per step."""
 
     #: Requests that take part in steps at a time.
     slots: int
@@ -124,11 +124,14 @@ class StepBatcher(QueuePlanner[W]):
 
     @property
     def lives(self) -> bool:
-        """True while a request has a slot, or a step was given to the device and is not read."""
+        """True while a request has a slot, or the results of a step on the device are not read yet."""
         return bool(self._holders) or self._on_their_way > 0
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
-        """Returns what the dispatcher should do now; ``Run`` means that waiting requests may get slots."""
+        """Returns what to do now: give slots to waiting requests (``Run``), refuse those that waited too long, or wait.
+
+        None: wait until a request comes or a slot is free.
+        """
         return decide(self, now_ns, instance)
 
     def due_ns(self, instance: int = 0) -> int | None:
@@ -137,7 +140,7 @@ class StepBatcher(QueuePlanner[W]):
         return None if head is None else head.since_ns
 
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
-        """Gives slots to the next waiting requests and returns these requests, to be inserted together.
+        """Gives slots to the next waiting requests and returns them, to be inserted (put into the device's state) together.
 
         Empty: none may get a slot before the next step.
         """
@@ -158,7 +161,7 @@ class StepBatcher(QueuePlanner[W]):
             self._leave(request)
 
     def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Frees the slot of a request that will not be stepped any more.
+        """Frees the slot of a request that will take part in no further step.
 
         Returns an empty list, because no other request fails.
         """
@@ -166,12 +169,15 @@ class StepBatcher(QueuePlanner[W]):
         return []
 
     def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
-        """Queues requests again that could not be inserted. Returns those that newer ones replace, each with its error."""
+        """Frees the slots of requests that could not be inserted there, and queues the requests again.
+
+        Returns those that newer ones replace, each with its error.
+        """
         self.done(requests, now_ns)
         return super().restore(requests, now_ns)
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Does nothing: the program of a key does not depend on the number of rows."""
+        """Does nothing: requests to a stepped model have slots and do not share batches, so no batch has to be limited."""
 
     def at_once(self, key: Hashable) -> int:
         """Always returns 0: requests to a stepped model have slots and do not share batches."""
@@ -214,7 +220,7 @@ class StepBatcher(QueuePlanner[W]):
             self._masked |= {holder.number}
 
     def resume(self, request: W) -> None:
-        """Lets a paused request take part in steps again."""
+        """Lets a request that ``pause`` has left out take part in steps again. Ignores any other request."""
         holder = self._holders.get(request)
         if holder is None or not holder.paused:
             return
@@ -260,7 +266,7 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], says: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
-        """Makes answers of the result flags of the oldest step on the device, and frees the slots of requests that are over.
+        """Makes answers from the result flags of a step, the oldest on the device, and frees the slots of requests that are over.
 
         Args:
           says: for each slot the flags EMITS (its request gets outputs) and FINISHED (it is over), or'ed.
