@@ -227,7 +227,7 @@ class ParameterPushes:
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:
-        """Returns whether this very load of a version still serves or is held back: it was neither unloaded nor replaced."""
+        """Returns whether a version still serves or is held back (not yet served), and was not replaced by a new load of it."""
         key = version.name, version.version
         return version is (self._models.held.get(key) or self._models.serving(*key))
 

@@ -307,7 +307,9 @@ class Worker:
             self._receive_control()
 
     def _receive(self, submitter: SubmitterLink[Request], datagram: Datagram | None = None) -> None:
-        """Receives and carries out what a submitter sent on its lane; closes the lane if that is malformed or the submitter gone.
+        """Receives and carries out what a submitter sent on its lane (channel).
+
+        Closes the lane if that is malformed, or if the submitter is gone.
 
         ``datagram``: a datagram that was received already; None: it is to be received.
         """
@@ -345,7 +347,7 @@ class Worker:
         return self._lines <= _MAX_LINES
 
     def _receive_all(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Receives the datagrams that have arrived on a lane, up to a bound, and carries out their records.
+        """Receives the datagrams that have arrived on a lane (channel), up to a bound, and carries out their records.
 
         Raises: ChannelClosed: the submitter is gone.  InvalidArgument: a record is malformed.
         """
@@ -469,7 +471,7 @@ class Worker:
     def end_idle_lanes(self) -> int:
         """Ends all clients' lanes (channels to this worker) on which neither a request nor an answer is in flight.
 
-        Returns how many clients' lanes remain.
+        Returns how many clients' lanes are left open.
         """
         for submitter in list(self._clients.values()):
             if not (submitter.in_flight or submitter.lane.waiting or submitter.lane.ready(0)):
@@ -592,7 +594,7 @@ class Worker:
         return not self._models.draining
 
     def close(self) -> None:
-        """Closes all lanes, regions and descriptors of the worker.
+        """Closes all lanes (channels), regions and descriptors of the worker.
 
         The process ends after this; its threads may still be inside models.
         """

@@ -173,7 +173,7 @@ class Dispatcher:
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
         """Submits a request of a client that is connected directly, not through a front.
 
-        Answers it with Unavailable above the limits of the client's lane, and clears the fields that only a front may set.
+        Answers it with Unavailable above the limits of the client's lane (channel); clears the fields that only a front may set.
         """
         assert submitter.segments is not None
         self.lane_requests += 1
@@ -278,7 +278,7 @@ class Dispatcher:
             self.responses.taken(request, record.byte_size)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Cancels all requests of a submitter whose lane has ended; requests that run are forgotten when they end."""
+        """Cancels all requests of a submitter whose lane (channel) has ended; those that run get no answer when they end."""
         submitter.closed = True
         for request in list(submitter.in_flight.values()):
             self.withdraw(request)
@@ -298,7 +298,7 @@ class Dispatcher:
                 version.sequences.close_client(submitter.peer)
 
     def end_sequence(self, submitter: SubmitterLink[Request], record: EndSequence) -> None:
-        """Ends a sequence whose last request came on the client's own lane. Ignores any other.
+        """Ends a sequence whose last request came on this submitter's lane (channel to the worker). Ignores any other.
 
         Raises: InvalidArgument: a front sends this; only a client that is connected directly may.
         """
@@ -337,7 +337,7 @@ class Dispatcher:
 
     @property
     def runs_short_programs(self) -> bool:
-        """True if the last program run in the loop took much less time than an iteration, and no stepped model has requests."""
+        """True if the last program run in the loop took much less time than an iteration, and no model runs steps."""
         return not self._stepping.living and self.loop_runs.share < 1
 
     def _retry(self, now_ns: int) -> None:
@@ -412,7 +412,7 @@ class Dispatcher:
         self._agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
-        """Answers a request with Cancelled, unrun, if it was cancelled or its submitter's lane has ended.
+        """Answers a request with Cancelled, unrun, if it was cancelled or its submitter's lane (channel) has ended.
 
         Returns whether it did; False: the request is still to be run.
         """

@@ -420,7 +420,9 @@ class Outbox:
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends requests of a submitter whose lane has closed, without answers: those held back or whose answers wait for room."""
+        """Ends, without answering them, requests of a submitter whose lane (channel) has closed.
+
+        These are the requests that are held back, and those whose answers wait for room."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:

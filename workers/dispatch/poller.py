@@ -45,10 +45,10 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Has ``wait`` answer requests from a submitter's lane from now on; the caller has registered the lane with the epoll."""
+        """Has ``wait`` answer requests from a submitter's lane (channel), which the caller has registered with the epoll."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
-        """Has ``wait`` answer no more requests from a submitter's lane, because the lane has ended."""
+        """Has ``wait`` answer no more requests from a submitter's lane (channel), because the lane has ended."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         """Stores how an execution's requests were answered, so that ``wait`` may answer later ones that differ only in data."""

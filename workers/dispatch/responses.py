@@ -107,7 +107,7 @@ class Responses:
 
         Args:
           result: the response; None: only the mark that no further one follows.
-          byte_size: the bytes that it counts as until it is written to the lane.
+          byte_size: the bytes that it counts as until it is written to its client's lane (channel).
           wake: False if the loop is about to be woken anyway.
         """
         self._arrived.append((sender, (result, final, byte_size)))
@@ -269,7 +269,7 @@ class Responses:
 
     @staticmethod
     def _respond_encoded(sender: ResponseSender, alike: ResponsesAlike, records: list[bytes], now_ns: int) -> None:
-        """Queues encoded responses (``records``), none of them the first of its request, on the lane; there is always room."""
+        """Queues encoded responses (``records``), none the first of its request, on the lane (channel); there is always room."""
         request = sender.request
         request.submitter.lane.complete_encoded(alike.kind.numbered, records)
         request.submitter.flush_soon()
@@ -325,7 +325,7 @@ class Responses:
         hand_over(request, result, None, final)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
-        """Writes a response to the lane.
+        """Writes a response to the lane (channel) of the request's submitter, a front or a client.
 
         Returns the bytes that count until the client has taken them; None: the response arena is full; an error: send this error
         instead of the response.

@@ -45,7 +45,7 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """``submitters``: file descriptor of a lane -> its submitter."""
+        """``submitters``: file descriptor of a lane (channel to the worker) -> the front or client that sends on it."""
         self._version = version
         self._model = model
         self._sequences = sequences
@@ -85,7 +85,7 @@ class SequenceRuns:
         return len(self._chosen)
 
     def _note_clients(self, clients: list[int]) -> None:
-        """Sets for each chosen sequence the client whose lane its request came on: the sequence ends when that lane ends."""
+        """Sets for each chosen sequence the client on whose lane (channel) its request came; when the lane ends, it ends."""
         for live, fd in zip(self._chosen, clients, strict=False):
             submitter = self._submitters.get(fd)
             live.client = 0 if submitter is None else submitter.peer
@@ -125,7 +125,7 @@ class SequenceRuns:
         """Answers requests with an error, because their run failed or its outputs were not as expected; none is run again.
 
         Args:
-          requests: file descriptor of the lane, request id, and time of arrival (monotonic, ns) of each.
+          requests: file descriptor of the lane (channel), request id, and time of arrival (monotonic, ns) of each.
           error: what the run raised; None: it raised nothing, but its outputs were wrong.
         """
         name, model, version = self._version.name, self._model, self._version

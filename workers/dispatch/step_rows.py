@@ -32,7 +32,7 @@ _MOST = 4096
 
 
 class _Joined(NamedTuple):
-    """A request in a slot of a stepped model whose responses are sent together with those of other requests."""
+    """A request that runs step by step in a slot, and whose responses are sent together with those of other requests."""
 
     sender: ResponseSender
     #: How many steps were noted by then, and how many will be when its client may be too far behind.
@@ -41,7 +41,7 @@ class _Joined(NamedTuple):
 
 
 class _Lane:
-    """Sends to one submitter, on its lane, each step's responses to its requests."""
+    """Sends each step's responses to the joined requests of one submitter (front or client), all at once, on its channel."""
 
     def __init__(self, submitter: SubmitterLink[Request], numbered: Numbered[PreparedAnswer], sizes: list[int]) -> None:
         self._submitter = submitter
@@ -61,7 +61,7 @@ class _Lane:
 
 
 class StepRows:
-    """Sends the responses of each step of one stepped model version to many requests at once: to those that have joined.
+    """Sends the responses of each step of a model version that runs step by step to all requests that have joined, at once.
 
     ``joined[slot]`` is True where the slot's request has joined.
     """
@@ -139,7 +139,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Assigns each of these slots to the lane of its request's submitter, on which ``send`` answers it.
+        """Assigns each of these slots to the lane (channel) of its request's submitter, on which ``send`` answers it.
 
         Joined requests in other slots are answered separately again.
         """

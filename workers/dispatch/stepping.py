@@ -58,7 +58,7 @@ class SteppingRuns:
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """Has each call of ``step`` run steps of a stepped model version, as long as the version has requests."""
+        """Has each call of ``step`` run steps of a model version that runs requests step by step, as long as it has requests."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)
@@ -67,7 +67,7 @@ class SteppingRuns:
 
     @property
     def waits(self) -> bool:
-        """True while any request to a stepped model waits for a slot, in which its steps would run."""
+        """True while any request to a model that runs requests step by step waits for a slot."""
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
@@ -90,7 +90,7 @@ class SteppingRuns:
 
 
 class Stepping:
-    """Runs the steps of one version of a stepped model, and the insertions of requests into its slots, on the device."""
+    """Runs one version of a stepped model on the device: its steps, and the insertions of requests into its slots."""
 
     def __init__(
         self,

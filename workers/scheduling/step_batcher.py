@@ -31,7 +31,7 @@ EMITS, FINISHED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """The limits of a version of a stepped model: how many slots, steps of each request, and insertions into slots per step."""
+    """The limits of a version of a stepped model (one that runs requests in slots, step by step): slots, steps, insertions."""
 
     #: Requests that take part in steps at a time.
     slots: int
@@ -63,7 +63,7 @@ class SlotHolder(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """One step of a stepped model: which requests take part, for which it is the last step, and which slots are left out."""
+    """One step of a model that runs requests step by step: which take part, for which it is the last, which slots do not."""
 
     #: Requests that take part, and slots for which it is the last step.
     holders: Sequence[SlotHolder[W]]
@@ -84,7 +84,7 @@ class Step(NamedTuple, Generic[W]):
 
 
 class SlotAnswer(NamedTuple, Generic[W]):
-    """An answer to a request to a stepped model, made by a step or when the request was inserted into its slot."""
+    """An answer to a request that runs step by step, made by a step or when the request was inserted into its slot."""
 
     request: W
     #: The request's row of the outputs.
@@ -95,7 +95,7 @@ class SlotAnswer(NamedTuple, Generic[W]):
 
 
 class StepBatcher(QueuePlanner[W]):
-    """Plans which requests to one version of a stepped model get a slot, and which take part in each step."""
+    """Plans, for one version of a model that runs requests step by step, which of them get a slot, and which join each step."""
 
     def __init__(self, rules: StepRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
@@ -304,7 +304,7 @@ class StepBatcher(QueuePlanner[W]):
         return lost
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that each slot is free or has one request, and that each stepped request has a slot."""
+        """Asserts, for tests, that each slot is free or has one request, and that each request in a step has a slot."""
         self._queue.check_invariants()
         numbers = [holder.number for holder in self._holders.values()]
         assert sorted(numbers + self._free) == list(range(self._rules.slots))
