@@ -286,9 +286,9 @@ class Control:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Refuses what came without its file descriptors, because this process has as many files open as it may.
+        """Refuses records that came without their file descriptors, because this process has as many files open as it may.
 
-        ``lost``: the records of it. A call is answered with Unavailable; a client's lane (its channel to this worker) is
+        ``lost``: has these records. A call is answered with Unavailable; a client's lane (its channel to this worker) is
         reported as closed (LaneClosed).
 
         Raises: InvalidArgument: a record is neither of them.

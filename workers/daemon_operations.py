@@ -26,7 +26,7 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Has the daemon load, unload or check models when a worker's models ask for it; only ``ask`` is for any thread."""
+    """Has the daemon load, unload or check models when a worker's models ask; any thread may call ``ask``, the loop the rest."""
 
     def __init__(self, channel: Channel, loader: WorkThread, inbox: Inbox) -> None:
         self._channel = channel

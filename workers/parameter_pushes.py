@@ -51,7 +51,7 @@ class _Staged(NamedTuple):
 
 
 class ParameterPushes:
-    """Carries out pushes of parameters to a worker's models, and makes and drops their parameter sets. Belongs to the loop.
+    """Carries out pushes of parameters to a worker's models, and makes and drops their sets. For the worker's loop only.
 
     A push is staged (checked, and placed on the device), and then committed (put into use) or aborted.
     """
@@ -176,7 +176,7 @@ class ParameterPushes:
     def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
         """Returns the leaves (arrays) of a pushed parameter set from the sealed memory of ``fd``, checked to fit the model.
 
-        None: the leaf is not pushed, because all sets share it, or because it is a random key.
+        None in the list: a leaf that is not pushed, because all sets share it, or because it is a random key.
 
         Args:
           what: names the pushed set in errors.
@@ -222,7 +222,7 @@ class ParameterPushes:
     def _let_go(self, unused: list[object]) -> None:
         """Has the thread for parameters free objects that are not used any more, because that takes long.
 
-        ``unused`` must hold the only references to them; it is empty afterwards.
+        ``unused`` must hold the only references to them; the thread empties it.
         """
         self._thread.do(unused.clear, lambda _: None)
 

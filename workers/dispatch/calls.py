@@ -43,7 +43,7 @@ MAX_DEPTH = 16
 class Calls:
     """Runs the calls that a worker's models make to models of the same worker as requests, and answers the calls.
 
-    Any thread may use the methods of ``CallServer``; all other methods are for the worker's loop.
+    Any thread may use the methods of ``CallServer`` (``begin`` to ``ask``); all other methods are for the worker's loop.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Calls:
                 self._end(call, Cancelled("the request was cancelled"))
 
     def settle(self, now_ns: int) -> None:
-        """Ends one deadlocked call, if there is any, with the error Internal: every instance that could run it waits for it.
+        """Ends one deadlocked call, if there is any, with Internal: every instance that could run the call waits for its end.
 
         Runs after a call has begun, was answered or has ended, and now and then while calls wait.
         """

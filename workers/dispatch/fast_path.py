@@ -445,9 +445,9 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns the encoded end of a traced request's timeline, for the C extension, which writes the moments before it.
+    """Returns the encoded last part of a traced request's timeline; the C extension writes the moments before that part.
 
-    It names the parameter set ``main`` and its version, if that was pushed.
+    The part names the parameter set ``main`` and its version, if that was pushed.
     """
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)

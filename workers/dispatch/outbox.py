@@ -422,7 +422,8 @@ class Outbox:
     def drop(self, submitter: SubmitterLink[Request]) -> None:
         """Ends, without answering them, requests of a submitter whose lane (channel) has closed.
 
-        These are the requests that are held back, and those whose answers wait for room."""
+        These are the requests that are held back, and those whose answers wait for room.
+        """
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:

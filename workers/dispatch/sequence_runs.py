@@ -62,7 +62,7 @@ class SequenceRuns:
     def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
         """Begins to run those of the requests that may run now; the function that ``program`` returns then computes them.
 
-        Returns how many, counted from the first; the others (all for 0) go the ordinary way through Python.
+        Returns how many, counted from the first; the others (all, if 0) go the ordinary way through Python.
 
         Args:
           asked: (correlation id, START, END) of each request.
@@ -85,7 +85,7 @@ class SequenceRuns:
         return len(self._chosen)
 
     def _note_clients(self, clients: list[int]) -> None:
-        """Sets for each chosen sequence the client on whose lane (channel) its request came; when the lane ends, it ends."""
+        """Sets for each chosen sequence the client on whose lane (channel) its request came; the sequence ends with that lane."""
         for live, fd in zip(self._chosen, clients, strict=False):
             submitter = self._submitters.get(fd)
             live.client = 0 if submitter is None else submitter.peer

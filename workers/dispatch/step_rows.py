@@ -158,7 +158,7 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Has requests answered separately again whose clients may have too many bytes to take; after 4096 steps all requests.
+        """Has requests answered separately again whose clients may have too many bytes to take; after 4096 steps, all.
 
         Returns the senders of these requests.
         """

@@ -30,7 +30,7 @@ class EnsembleStep(NamedTuple):
 
 
 class EnsembleGraph:
-    """The steps of an ensemble, and for each tensor the streaming step (of any number of answers) behind it, if any.
+    """The steps of an ensemble, and the streaming step (of any number of answers), if any, that each tensor is computed from.
 
     The caller has checked that only one step makes each tensor, and that it is computed from at most one streaming step.
     """

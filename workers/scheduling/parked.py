@@ -41,7 +41,7 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests that were taken from the queue, without a bound. Returns the discarded ones, each with its newer one."""
+        """Adds requests taken from the queue, however many. Returns those that newer ones of the same replace key replaced."""
         replacements: list[Replacement[W]] = []
         for request in batch:
             at = self._at.get(request.replace_key)

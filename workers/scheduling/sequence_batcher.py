@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Strategy(Protocol[S]):
-    """Interface for making the batches of one instance from its sequences: of ``DirectBatcher`` and ``OldestBatcher``."""
+    """Makes the batches of one instance from its sequences; ``DirectBatcher`` and ``OldestBatcher`` implement this."""
 
     def ready(self, live: LiveSequence[S]) -> None:
         """Adds a sequence, whose first waiting request may run now, to those of which ``take`` makes batches."""
