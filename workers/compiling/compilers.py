@@ -34,7 +34,7 @@ class Compilers:
     def __init__(self, count: int, long_seconds: float = 0.0) -> None:
         """Starts no process yet.
 
-        ``long_seconds``: a program that compiles for longer does not count towards ``count`` (``Turns``).
+        ``long_seconds``: a program that compiles for longer does not count towards ``count`` (``Turns``); 0: all count.
         """
         self.count = count
         self._turns = Turns(count, long_seconds)
@@ -99,7 +99,7 @@ class _Process:
     def compile(self, asked: Compile) -> Compiled | CompileRefused | None:
         """Has the process compile a program. Returns the executable, or the compiler's error.
 
-        Returns: None if the process had ended without work, so that another one has to be asked.
+        Returns: None if the process had ended by itself, idle, before it got the program, so that another one has to be asked.
         Raises: CompilerDied: the process ended while it compiled.
         """
         if self._process.poll() is not None:

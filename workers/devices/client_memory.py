@@ -35,5 +35,7 @@ def may_be_written(memory: memoryview) -> bool:
 
 
 def _look(memory: memoryview) -> None:
-    """Reads the last byte of memory. If a client has truncated the object, ``shm.guard`` counts a fault: the request fails."""
+    """Reads the last byte of memory. If a client has truncated its object, the SIGBUS handler of ``shm.guard`` counts a fault,
+    and the request fails.
+    """
     memory[-1]

@@ -58,7 +58,7 @@ class SeveralDevices:
     def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
         """Returns the ids of a program's devices, in the program's order.
 
-        Raises some exception if this version of JAX does not tell.
+        Raises: any exception, if this version of JAX does not tell them.
         """
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         # The attribute is private but needed: a program that is loaded for another order ends the process when it is run.

@@ -62,7 +62,8 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
     """Returns a loaded ensemble with what it takes over from the models of its steps.
 
-    That is whether any of them streams or keeps sequences, whether all are repeatable, and the labels of their outputs.
+    That is whether any of them streams or keeps sequences, whether all are repeatable (a request may be run again), and the
+    labels of their outputs.
 
     Raises NotFound: one of the models is not loaded.
     """

@@ -123,7 +123,8 @@ class Loader:
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
         """Loads a model version: runs its code, compiles its programs and starts its instances.
 
-        ``tell``: called as each program is begun, with its number, how many there are, and how many were compiled so far.
+        ``tell``: called before each program is compiled or read from the cache, with its number, how many there are, and how many
+        were compiled so far.
 
         Raises: ServingError: loading failed; the message is one sentence, and details are in the log.  Cancelled:
         the load was cancelled.

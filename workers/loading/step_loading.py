@@ -45,9 +45,10 @@ def load_stepped(
     """Creates a stepped model and compiles its programs.
 
     Args:
-      described: the model's signature; its inputs include properties of requests that insert asks for.
+      described: the model's signature; its inputs include the properties of requests that its insert function asks for.
       declared: what model.py declares about slots and steps.
-      asked: properties of requests that insert asks for; None: none.
+      asked: these properties; None: none.
+      progress: is told of each program, and has the cancellation of the load.
       flags: settings of JAX that the model's code has changed for itself.
     Raises: ServingError: the model cannot be served; or whatever the model's code raises.
     """

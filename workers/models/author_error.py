@@ -22,7 +22,8 @@ _LINK_OR_PATH = re.compile(
 def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> str:
     """Describes an exception of a model's code: type and message, on one line and without this host's paths.
 
-    ``folders``: the version's and the model's folder; the text names files in them by relative path, and the line that failed.
+    ``folders``: the version's and the model's folder; files in them are named by relative path, and the text ends
+    with the line that failed, if it is in one of them.
     """
     # Where it is comes behind it, as for any other.
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
@@ -35,7 +36,9 @@ def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> st
 
 
 def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
-    """Returns the text for a failure of loading a version, with advice if a missing file lies in the version's folder.
+    """Returns the text for a failure of loading a version.
+
+    A file that was not found by a relative path, but is in the version's folder, adds advice to the text: how to find it there.
 
     ``folders``: the version's and the model's folder.
     """

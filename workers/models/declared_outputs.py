@@ -35,7 +35,7 @@ class DeclaredOutputs:
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output in the client's shape, or as it is if it has other dimensions than declared, which is logged once.
+        """Returns an output in the client's shape; or, if its dimensions are not as declared, unchanged, and logs this once.
 
         ``rows``: the rows of its request. Raises Internal: the output is not as declared and ``strict_outputs`` is set.
         """

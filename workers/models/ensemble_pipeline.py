@@ -39,7 +39,7 @@ class _Step(NamedTuple):
 
 
 class EnsemblePipeline:
-    """Computes one choice of outputs of one ensemble version, by running the programs of its steps directly one after another.
+    """Computes one set of requested outputs of an ensemble version: runs the programs of its steps directly one after another.
 
     No requests to the ensemble's models are made. Used by the worker's loop only.
     """
@@ -60,7 +60,7 @@ class EnsemblePipeline:
 
     @property
     def free(self) -> bool:
-        """True while no request waits for any of the ensemble's models."""
+        """True while no request waits for any of the ensemble's models, so that a run of the pipeline overtakes none."""
         return not any(len(step.version.planner) for step in self._steps)
 
     def answers(self, request: Request) -> bool:
@@ -118,7 +118,7 @@ class EnsemblePipeline:
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Counts runs of the pipeline in the statistics of the ensemble's models.
+        """Counts runs of the pipeline in the statistics of the ensemble's models; ``done``: how many, and how long they took.
 
         Each model is credited with all requests, and with the share of the time that its program took.
         """
@@ -209,12 +209,15 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether a request's steps must run as requests: it names a parameter set, or asks which one was used."""
+    """Returns whether a request to an ensemble has to run as requests to the models of its steps, not by a pipeline.
+
+    It has to if it names a parameter set, or asks which one was used.
+    """
     return bool(request.own.parameter_set or request.prepared.parameters.get(TELLING_PARAMETER))
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
-    """Returns the program that computes a step for ``rows`` rows; None: a step takes more than a program (a thread, a cache...).
+    """Returns the program that computes a step for ``rows`` rows; None: it needs more than a program (a thread, a cache...).
 
     ``batches``: whether the ensemble has a batch dimension; None is also returned if the step's model differs in this.
     """

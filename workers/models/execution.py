@@ -181,9 +181,9 @@ class RunnableModel(Describing, Protocol):
 
 
 def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) -> None:
-    """Runs a batch; if that fails, runs its requests one by one where that is safe.
+    """Runs a batch. If that fails, runs its requests one by one, if they may be run again; else all get the error.
 
-    Then each has a result or error in ``execution``.
+    Afterwards each request has a result or an error in ``execution``.
 
     ``check``: raises if the model's device has failed.
     """

@@ -126,7 +126,7 @@ class _Run:
     def go_on(self, alone: bool) -> None:
         """Runs the generator to its end, or until too many of its responses are not acknowledged. Raises what the model raises.
 
-        ``alone``: whether this is called outside of the model's ``execute``, so that the loop must be woken at its end.
+        ``alone``: whether this is called outside of the model's ``execute``; then the worker's loop is woken at the end.
         """
         sender, generator, request = self._sender, self._generator, self._request
         # Of one that was given ahead, and that nobody waits for by now, nothing runs.

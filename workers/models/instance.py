@@ -58,7 +58,8 @@ class Instance:
         check: CheckDevice = works,
         code: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """``create`` makes the model, and ``warm`` is called with it before the instance counts as started, in the thread.
+        """``create`` makes the model, and ``warm``, if given, is called with it before the instance counts as started: both in
+        the thread.
 
         ``page``: where the thread notes what it runs. ``check``: raises if the model's device has failed.
         ``code``: makes the context that the thread works in: JAX's settings as the model's code has made them.
@@ -120,7 +121,7 @@ class Instance:
 
     @property
     def running(self) -> Execution | None:
-        """The execution that the thread runs, as far as the loop knows, or None."""
+        """The execution that the thread runs or has just finished (the loop has not yet learned of it); None: there is none."""
         return self.given[0] if self.given else None
 
     @property

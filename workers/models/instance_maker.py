@@ -15,7 +15,7 @@ from tensord.workers.models.warmup import Sample
 
 @dataclass(frozen=True, slots=True)
 class InstanceMaker:
-    """What is needed to make an instance of a loaded model version.
+    """What is needed to make an instance of a loaded model version: functions, warmup samples, imports, numbers of GPUs.
 
     A later load (loading) that changes only the number of instances takes over the code and the instances, and uses this object.
     """

@@ -23,7 +23,7 @@ _SECONDS = 5.0
 
 
 class IsReadyCalls:
-    """Calls ``is_ready()`` of a version's instances.
+    """Calls ``is_ready()``, by which a Triton Python model says whether it can work, of a version's instances.
 
     ``join`` and ``leave`` are for the instances' threads, the rest for the loop.
     """
@@ -38,7 +38,10 @@ class IsReadyCalls:
 
     @classmethod
     def of(cls, module: ModuleType, name: str, inbox: Inbox) -> IsReadyCalls | None:
-        """Returns an ``IsReadyCalls`` if the module's ``TritonPythonModel`` has ``is_ready``, else None."""
+        """Returns an ``IsReadyCalls`` if ``TritonPythonModel`` of a model.py has ``is_ready``, else None.
+
+        ``name``: the model's, for the log. ``inbox``: calls to the worker's loop.
+        """
         return cls(name, inbox) if hasattr(module.TritonPythonModel, "is_ready") else None
 
     def join(self, is_ready: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ from tensord.workers.models.model_version import ModelVersion
 
 
 class ModelTable:
-    """The model versions of a worker that serve, are held back, or drain (finish their requests)."""
+    """The model versions of a worker that serve, are held back (loaded, without requests), or drain (finish their requests)."""
 
     def __init__(self) -> None:
         self._serving: dict[tuple[str, int], ModelVersion] = {}
@@ -38,7 +38,7 @@ class ModelTable:
     def add(self, version: ModelVersion) -> None:
         """Adds a version, to which requests go from now on.
 
-        If it was loaded before, the former one drains (only finishes its requests).
+        A version of the same model and number that was added before drains (only finishes its requests).
         """
         old = self._serving.pop((version.name, version.version), None)
         if old is not None and version.loaded.taken_over:
@@ -66,7 +66,7 @@ class ModelTable:
     def hold(self, version: ModelVersion) -> None:
         """Holds a loaded version back: no request goes to it before ``serve_held``.
 
-        If the version was held before, the former one ends.
+        A version of the same model and number that was held back before ends.
         """
         self.discard_held(version.name, version.version)
         self.held[version.name, version.version] = version

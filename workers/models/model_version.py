@@ -215,7 +215,7 @@ class ModelVersion:
 
         Returns objects that are not used any more, to be freed.
 
-        ``moves``: sequences and stepped requests that have begun use them too, instead of those that they began with.
+        ``moves``: begun sequences and begun requests of a stepped model use them too, instead of those that they began with.
         """
         assert self.sets is not None
         former = self.sets.newest(parameters.name)
@@ -240,10 +240,10 @@ class ModelVersion:
         return held
 
     def _hold_steps(self, former: ParameterSet, new: ParameterSet, now: ParameterSet | None, moves: bool) -> bool:
-        """Decides with which parameters stepped requests go on that have begun with ``former``: ``now`` if ``moves``, else these.
+        """Decides which parameters a stepped model's requests that have begun with ``former`` go on with.
 
-        ``now``: None: the newest of the parameter set ``main``. ``new``: the parameters that such requests name in their answers
-        if they change over. Returns whether any request goes on with ``former``.
+        ``now`` (None: the newest of the parameter set ``main``) if ``moves``, else ``former``. ``new``: the parameters that those
+        who change over name in their answers. Returns whether any request goes on with ``former``.
         """
         if self.steps is None:
             return False

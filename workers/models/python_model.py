@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> ModelConfig:
     """Returns the configuration as completed by the model's ``auto_complete_config``, or as it is if the model has none.
 
+    ``port``: connects the model's code with the worker.
+
     Raises: InvalidArgument: the model returned no valid configuration; or any error that the model itself raises.
     """
     complete = getattr(module.TritonPythonModel, "auto_complete_config", None)
@@ -123,7 +125,8 @@ class PythonModel:
     ) -> Callable[[str], PythonModel]:
         """Returns a function that makes an instance of the model, given the instance's name.
 
-        ``kind``: "CPU" or "GPU", which the model is told.
+        ``kind``: "CPU" or "GPU", which the model is told. ``port``: connects its code with the worker. ``sequences``: None: it
+        has none. ``readiness``: where its ``is_ready`` is registered; None: it has none.
 
         Raises InvalidArgument: a model parameter is invalid.
         """

@@ -53,7 +53,7 @@ class RateLimiter:
     def may_run(self, instance: Instance) -> bool:
         """Takes the resources that an instance needs, which it has until ``done``. Returns whether the instance has them now.
 
-        If not, the instance waits for them: ask again when ``moved`` is set, which says that resources became free.
+        If not, the instance waits for them: call this again once ``moved`` is True, which says that resources became free.
         """
         return self._resources.runs(instance) or self._resources.ask(instance)
 

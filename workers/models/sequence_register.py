@@ -93,7 +93,7 @@ class RegisteredSequences:
             self._register.page.withdraw_slots(self._keys.slots)
 
     def publish_slots(self) -> None:
-        """Writes to the sequence page how many slots are free and how many sequences wait; not after ``retire``."""
+        """Writes to the sequence page how many slots are free and how many sequences wait; does nothing after ``retire``."""
         if self._table is not None:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 

@@ -29,7 +29,7 @@ MAX_RESPONSES = 1024
 
 
 class Duration:
-    """Counts how often something happened, and how long it took."""
+    """Counts how often a kind of event happened, such as a cache hit or a failure, and the nanoseconds that all of them took."""
 
     __slots__ = ("count", "ns")
 
@@ -341,7 +341,7 @@ class VersionStatistics:
         self.copied_byte_size += request.copied_byte_size
 
     def add(self, done: NativeRuns) -> None:
-        """Adds the counts of successful requests that were counted outside of this class (``NativeRuns``)."""
+        """Adds the counts of successful requests that C code has answered."""
         self.success_count += done.answered
         self.request_ns += done.request_ns
         self.queue_ns += done.queue_ns

@@ -140,7 +140,7 @@ class SteppedModel:
         return self._run(self.executables.inserts[key], (inputs, numbers), chosen)
 
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
-        """Computes a step for slots 0 to ``last``, and on to the next compiled size; the slots in ``masked`` take no part.
+        """Computes a step by the smallest program that has slots 0 to ``last``; it steps all its slots but those in ``masked``.
 
         ``chosen``: the parameter set to use; None: ``main``. Raises StateLost: the step failed, and the state
         of all slots is lost. Any other error leaves all slots unchanged.

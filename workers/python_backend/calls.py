@@ -107,7 +107,7 @@ class ResponseIterator:
     def __init__(self, call: ModelCall | None, first: _Answer, response: InferenceResponse | None = None) -> None:
         """``call`` brings further responses unless ``first`` (a response, and whether it is the last) is the last.
 
-        ``response``: used instead of the one in ``first``.
+        ``call``: None: no model was called. ``response``: used instead of the one in ``first``; None: that one.
         """
         self._call = None if first[1] else call
         self._kept = [response or response_of(first[0])]

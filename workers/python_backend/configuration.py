@@ -30,7 +30,7 @@ class ModelConfig:
         self._config["max_batch_size"] = given or max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Chooses dynamic batching, unless a scheduler is configured already."""
+        """Adds ``dynamic_batching`` to the configuration, unless it has a scheduler (dynamic, sequence or ensemble) already."""
         if not {"dynamic_batching", "sequence_batching", "ensemble_scheduling"} & self._config.keys():
             self._config["dynamic_batching"] = {}
 

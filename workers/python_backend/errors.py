@@ -50,7 +50,7 @@ class ErrorCode(enum.Enum):
 
     @classmethod
     def of(cls, code: str) -> ErrorCode:
-        """Returns Triton's code for the code of a ``tensord.shm.errors.ServingError``."""
+        """Returns Triton's code for the code of a ``tensord.shm.errors.ServingError``, such as "NOT_FOUND"."""
         if code == "DEADLINE_EXCEEDED":  # Triton has no code for it
             return cls.CANCELLED
         return cls.INVALID_ARG if code == "INVALID_ARGUMENT" else cls[code]

@@ -155,7 +155,8 @@ class InferenceRequest:
     def set_release_flags(self, flags: int) -> None:
         """Sets what happens to the request after ``execute``.
 
-        RESCHEDULE: the response must be None, and a later batch has the request again (iterative sequences).
+        With the flag RESCHEDULE a later batch has the request again (iterative sequences), and ``execute`` must return None for
+        it; other flags change nothing.
         """
         self.release_flags = flags
 

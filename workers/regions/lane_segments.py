@@ -25,9 +25,9 @@ _MAX_REFUSED = 256
 
 
 class LaneSegments(ArenaMap):
-    """The memory segments that one client has announced on its lane; only records of this lane can name them (``@<number>``).
+    """The memory segments that a client has announced on its lane (channel to the worker); only the lane's records can name them.
 
-    A front has a request arena instead.
+    Their names are ``@<number>``. A front has a request arena instead.
     """
 
     def __init__(self, table: RegionTable, limits: LaneLimits) -> None:
@@ -43,7 +43,7 @@ class LaneSegments(ArenaMap):
     def open(self, segment: int, byte_size: int, fd: int) -> None:
         """Maps a segment that the client announced, and takes the descriptor over.
 
-        Raises: InvalidArgument: number or size are invalid, the number is in use, or the memory is not what it should be.
+        Raises: InvalidArgument: number or size are invalid, the number is in use, or the memory is no memfd of this fixed size.
           Unavailable: the lane has too many segments, or the segment cannot be mapped now; requests that name it fail likewise.
         """
         name, limits = f"{_MARK}{segment}", self.limits

@@ -114,7 +114,7 @@ class RegionTable:
         return region
 
     def leave_private(self, region: Region) -> None:
-        """Closes a region that ``open_private`` made, once no request uses it. The caller has removed its name from the lane."""
+        """Closes a region that ``open_private`` made, once no request uses it. The lane must have forgotten it before."""
         self.private_byte_size -= region.byte_size
         self.leaving.append(region)
         self.settle()
@@ -212,7 +212,7 @@ class RegionTable:
         return region.leases
 
     def when_closed(self, name: str, done: Callable[[], None]) -> None:
-        """Calls ``done`` once all former regions of this name are closed that wait for this now."""
+        """Calls ``done`` once all former (unregistered or replaced) regions of this name that are still open now are closed."""
         leaving = [region for region in self.leaving if region.name == name and not _is_private(region)]
         self._waiting.append((leaving, done))
         self._call_waiters()
@@ -222,7 +222,7 @@ class RegionTable:
 
         Args:
           name: only regions of this name; "": all.
-        Returns: name -> tensors in the region of this name, and tensors in former regions of this name.
+        Returns: name -> tensors in the region of this name, and in former (unregistered or replaced) regions of this name.
         """
         found = {key: (region.leases, 0) for key, region in self._regions.items() if name in ("", key)}
         for region in self.leaving:

@@ -21,7 +21,7 @@ LIMIT = 1 << 18
 
 
 class PackedTensor(NamedTuple):
-    """Where one tensor is in the rows of a ``Packing``."""
+    """Where a ``Packing`` puts one tensor: in which row (one array for each dtype), and in which of its elements."""
 
     name: str
     #: The number of its row.
@@ -81,7 +81,7 @@ Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
 
 
 class OutputLayout:
-    """Says where each output of a program is in the buffers that a run returns; layouts are compared by identity."""
+    """Says where each output of a program is in the buffers that a run returns; layouts are equal only if they are one object."""
 
     __slots__ = ("batches", "outputs", "row_byte_size")
 

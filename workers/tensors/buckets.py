@@ -107,7 +107,7 @@ class Buckets:
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
         """Returns the size, in units (``ragged.unit``), that a ragged input of ``count`` units is padded to.
 
-        ``rows``: the rows of the batch after padding. An input none of whose dims varies is padded to as many units.
+        ``rows``: the rows of the batch after padding, which is also the size in units of an input none of whose dims varies.
         """
         if -1 not in spec.model_dims:
             return rows
@@ -186,7 +186,7 @@ def _ragged_axis(spec: TensorSpec) -> str | None:
 
 
 def _most_of(spec: TensorSpec) -> str:
-    """Returns a name, which no axis can have, for the size of the largest request in a ragged input."""
+    """Returns the name that the size of a ragged input's largest request has among the sizes of axes; no axis has this name."""
     return f"most of {spec.name}"
 
 

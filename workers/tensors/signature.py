@@ -242,10 +242,11 @@ def declare(
 
 
 def agree(what: str, field: Any, declared: Declared, where: str = "model.py") -> None:
-    """Completes a tensor of a configuration with its declaration in the file ``where``.
+    """Fills in datatype and dims of a tensor, if the configuration lacks them, from its declaration in the file ``where``.
 
     Args:
       what: the tensor's name in errors.
+      field: the tensor's entry in the configuration.
     Raises: InvalidArgument: declaration and configuration contradict each other.
     """
     if not field.data_type:

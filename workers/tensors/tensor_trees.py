@@ -22,9 +22,9 @@ from tensord.shm.errors import Internal, InvalidArgument
 
 
 def name_of(keys: Any, kind: str) -> str:
-    """Returns the name of an array in a tree: the keys on the path to it (JAX's), joined by dots; ``input_0`` for a lone number.
+    """Returns the name of an array in a tree: the keys on the path to it (JAX's), joined by dots.
 
-    ``kind``: "input" or "output".
+    ``kind``: "input" or "output"; stands before a name that would be only a number or empty: ``input_0``.
     """
     name = jax.tree_util.keystr(keys, simple=True, separator=".")
     return f"{kind}_{name or 0}" if re.fullmatch(r"\d*", name) else name

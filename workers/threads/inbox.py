@@ -40,9 +40,9 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """To be called by the loop before it waits. ``looks``: whether the loop will soon call ``run`` anyway.
+        """Returns whether the loop, which is about to wait, must call ``run`` first: calls are queued, and ``looks`` is False.
 
-        Returns True if the loop must call ``run`` now, because calls are queued and ``looks`` is False.
+        ``looks``: whether the loop will soon call ``run`` anyway, so that a call posted with ``soon`` False need not wake it.
         """
         self._looks = looks
         # Who posts reads ``_looks`` after it has queued its call: either the call is found here, or it wakes the loop.
