@@ -18,7 +18,7 @@ _MOST = 1 << 16
 
 
 def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | None:
-    """Returns which parameters differ between sets, and how many sets lie on the device; None: batches do not mix sets.
+    """Returns which parameters differ between parameter sets, and how many sets the device has; None: batches do not mix sets.
 
     Raises: InvalidArgument: a declaration is malformed.  Unsupported: a model of this kind cannot mix sets in a batch.
     """
@@ -45,7 +45,7 @@ def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | N
 
 
 def _names(message: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
-    """Returns the names in ``batch_sets``; empty: all leaves; None: ``batch_sets`` is not given."""
+    """Returns the names in ``batch_sets``: parameters that differ between sets; empty: all may; None: it is False or missing."""
     given, where = getattr(module, "batch_sets", False), "batch_sets of model.py"
     if "batch_sets" in message.parameters:
         text, where = message.parameters["batch_sets"].string_value, "parameter 'batch_sets'"
@@ -62,7 +62,7 @@ def _names(message: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
 
 
 def _resident(message: ModelConfig, module: ModuleType) -> tuple[int | None, str]:
-    """Returns ``resident_sets`` (None: it is not given), and the words by which errors name the place where it is given."""
+    """Returns ``resident_sets`` (how many sets the device has; None: not given), and the words by which errors name its place."""
     given, where = getattr(module, "resident_sets", None), "resident_sets of model.py"
     if "resident_sets" in message.parameters:
         text, where = message.parameters["resident_sets"].string_value, "parameter 'resident_sets'"

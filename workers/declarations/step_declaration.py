@@ -32,7 +32,7 @@ _NAMES = ("max_steps", "inserts_per_step", "step_slots", "insert_rows", "gather"
 
 @dataclass(frozen=True, slots=True)
 class StepDeclaration:
-    """What model.py of a stepped model declares: how many requests share a step, for how long, and how responses are joined."""
+    """A stepped model's declarations: how many requests share steps, how many steps each gets, and how answers are joined."""
 
     rules: StepRules
     #: Numbers of slots that steps are compiled for, ascending; the last is all slots.
@@ -44,7 +44,7 @@ class StepDeclaration:
 
 
 def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration | None:
-    """Returns what a stepped model declares, or None for any other model.
+    """Returns what a stepped model (it computes many requests together, step by step) declares; None: the model is no such.
 
     Marks a stepped model as decoupled in its configuration.
 

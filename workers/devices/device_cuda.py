@@ -91,6 +91,8 @@ class CudaDevice:
     def gather(self, parts: Sequence[GatheredPart]) -> tuple[dict[str, jax.Array], int]:
         """Gathers the inputs of a batch on the device. Returns them as arguments of the program, and how many bytes were copied.
 
+        ``parts``: name, dtype and shape of each input, and the requests' arrays that it consists of.
+
         Raises: InvalidArgument: a region cannot be read any more.  Unavailable: there is no memory for the staging buffer.
         DeviceLost: the GPU failed.
         """

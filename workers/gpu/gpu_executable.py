@@ -133,7 +133,7 @@ class GpuExecutable(Executable):
         return sizes if sum(sizes.values()) > LIMIT or stays(requests[0]) else None
 
     def offer(self, request: Request, places: Places) -> None:
-        """Does nothing: on a GPU ``compute`` gets the places, and the GPU copies the outputs there after the run."""
+        """Does nothing: on a GPU ``compute`` gets the places for outputs, and the GPU copies them there after the run."""
 
     def settle(self, places: Places) -> None:
         """Does nothing: outputs that the GPU delivers are copies, which no later run can change."""

@@ -19,7 +19,7 @@ _OF_ITS_OWN = frozenset({"__class__", "__loader__", "__name__", "__package__", "
 
 
 class Importer(abc.ABC):
-    """The imports of one model; the builtins of the model's code refer to it."""
+    """Imports modules for the code of one model, whose builtins refer to this object."""
 
     @abc.abstractmethod
     def own_module(self, name: str) -> ModuleType | None:
@@ -31,7 +31,10 @@ class Importer(abc.ABC):
 
 
 class PlainName(ModuleType):
-    """A placeholder in ``sys.modules`` for all models' modules with one short name; attributes come from the asking model's."""
+    """A placeholder in ``sys.modules`` for all models' modules with one short name.
+
+    Its attributes are those of the module of the model whose code asks.
+    """
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OF_ITS_OWN:

@@ -42,7 +42,7 @@ def load_stepped(
     progress: LoadProgress,
     target: LoadTarget,
 ) -> SteppedModel:
-    """Creates a stepped model and compiles its programs.
+    """Creates a stepped model (it computes many requests together, step by step) and compiles its programs.
 
     Args:
       described: the model's signature; its inputs include the properties of requests that its insert function asks for.

@@ -124,7 +124,7 @@ class _Run:
         self._resume = execution.resume
 
     def go_on(self, alone: bool) -> None:
-        """Runs the generator to its end, or until too many of its responses are not acknowledged. Raises what the model raises.
+        """Runs the generator to its end, or until its client has too many responses to acknowledge. Raises what the model raises.
 
         ``alone``: whether this is called outside of the model's ``execute``; then the worker's loop is woken at the end.
         """

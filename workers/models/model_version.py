@@ -55,7 +55,7 @@ class VersionState(enum.Enum):
 
 
 class ModelVersion:
-    """A loaded model version: its queue, planner, statistics, and the requests that wait for a program to be compiled."""
+    """A loaded model version: its queue, planner (forms batches), statistics, and requests that wait for a compilation."""
 
     def __init__(
         self,

@@ -98,7 +98,9 @@ class RegisteredSequences:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """Registers a sequence on the sequence page before it is admitted.
+        """Registers a sequence on the sequence page before it is admitted (gets a slot).
+
+        ``generation``: its number; later sequences have higher ones.
 
         Raises Unavailable: too many are live; then it is not registered.
         """
@@ -108,11 +110,17 @@ class RegisteredSequences:
         self._register.changed.add(self)
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the sequence page that the first request of a sequence is about to run."""
+        """Writes to the sequence page that a sequence's first request is about to run.
+
+        ``generation``: its number; later sequences have higher ones.
+        """
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Has the sequence page say that a sequence has ended: no request of it waits or runs."""
+        """Writes to the sequence page that a sequence has ended: none of its requests waits or runs.
+
+        ``generation``: its number; later sequences have higher ones.
+        """
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

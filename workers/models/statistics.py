@@ -282,7 +282,10 @@ class VersionStatistics:
         batch.output_ns += output_ns
 
     def stepped(self, count: int, infer_ns: int) -> None:
-        """Counts one step of a stepped model for ``count`` requests. The requests are counted by ``streamed`` when they end."""
+        """Counts one step of a stepped model, which computes ``count`` requests together.
+
+        The requests are counted by ``streamed`` when they end.
+        """
         self.execution_count += 1
         self._count_batches(count, 1, 0, infer_ns, 0)
 

@@ -34,7 +34,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class DeviceRun(NamedTuple):
-    """A run of a stepped model's program, an insertion or a step, given to the device; ``read`` returns its results."""
+    """A run that the device was given: a stepped model puts requests into slots, or computes one step of those there."""
 
     made: Any
     #: Arrays that the device may still read.

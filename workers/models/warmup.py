@@ -74,6 +74,8 @@ class Sample:
         """Runs the sample on a jitted model, whose program is compiled first if there is none for the sample's shapes.
 
         ``runner``: the model's object for the calling thread.
+
+        Raises InvalidArgument: the model failed; or what compiling raises.
         """
         self._key = model.key(self._arrays)
         wanted = model.wanted_by([self.request(model_name)])
@@ -94,7 +96,10 @@ class Sample:
 
 
 def prepared_samples(record: Load, message: ModelConfig, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
-    """Makes the warmup samples of a version that is being loaded. ``made_inputs``: inputs that the worker adds to requests."""
+    """Makes the warmup samples of a version that is being loaded. ``made_inputs``: inputs that the worker adds to requests.
+
+    Raises InvalidArgument: a sample does not fit the model, or its file cannot be read.
+    """
     nobody = made_inputs.nobody
     made = {*nobody, *(name for name, spec in described.inputs.items() if spec.of_batch is not None)}
     return samples(message, described.without_inputs(made), Path(record.model_path), nobody)
