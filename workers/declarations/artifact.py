@@ -41,7 +41,7 @@ def is_artifact(folder: Path, file: str) -> bool:
 
 
 def digest(folder: Path) -> bytes:
-    """Returns a digest of all programs in a version folder."""
+    """Returns a digest of the contents of all program files in a version folder."""
     found = hashlib.sha256()
     for path in artifact_files.programs(folder):
         found.update(hashlib.sha256(path.read_bytes()).digest())

@@ -17,7 +17,8 @@ RESIDENT, ON_DEMAND = "resident", "on_demand"
 def is_on_demand(message: ModelConfig, module: ModuleType) -> bool:
     """Returns whether a model's parameters may leave the device for other parameters, and come back with the next request.
 
-    Raises: InvalidArgument: the policy is unknown.  Unsupported: a model of this kind has no parameters on the device.
+    Raises: InvalidArgument: ``memory_policy`` is neither "resident" nor "on_demand".
+      Unsupported: a model of this kind has no parameters on the device.
     """
     given, where = getattr(module, "memory_policy", RESIDENT), "memory_policy of model.py"
     if "memory_policy" in message.parameters:

@@ -203,7 +203,11 @@ def _said(error: BaseException) -> str:
 
 
 def _of_stablehlo(name: str, content: bytes) -> export.Exported:
-    """Wraps function ``main`` of a StableHLO module as jax.export would: results are a tuple, arguments positional."""
+    """Reads a StableHLO module and returns its function ``main`` as an exported program with positional arguments and a tuple of
+    results.
+
+    ``name``: the file's, for errors. Raises InvalidArgument: the module has no ``main``, or one that cannot be served.
+    """
     # A lowered function has a context with all of JAX's dialects; no public function makes one.
     lowered: Any = jax.jit(lambda: ()).lower().compiler_ir("stablehlo")
     context = lowered.context

@@ -263,7 +263,7 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------ outputs
 
     def keep(self, made: jax.Array) -> DeviceArray:
-        """Returns an output as an array that stays on the device. The output must be computed: nothing here waits for XLA."""
+        """Returns an output as an array that stays on the device. The output must be computed already: this does not wait."""
         kept = self._seen(made)
         if self._staging <= kept.pointer < self._staging + self._staging_byte_size:
             # The program has returned an input as it is, which the next batch will overwrite.

@@ -52,7 +52,7 @@ class SourceLoader(SourceFileLoader):
         self._builtins = builtins
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compiles the file. Raises OSError: the file cannot be read; SyntaxError: it is not valid Python."""
+        """Compiles the module's source file. Raises OSError: the file cannot be read; SyntaxError: it is not valid Python."""
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 

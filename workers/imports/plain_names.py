@@ -69,7 +69,7 @@ class PlainNames:
 
 
 def asking_model() -> Importer | None:
-    """Returns the imports of the model whose code is nearest on the stack, or None if no model's code is on it."""
+    """Returns the ``Importer`` of the model whose code is nearest on the call stack; None: no model's code is on it."""
     frame = sys._getframe(1)
     while frame is not None:
         asking = importer_of(frame.f_builtins)
@@ -80,7 +80,7 @@ def asking_model() -> Importer | None:
 
 
 def importer_of(builtins: dict[str, Any]) -> Importer | None:
-    """Returns the imports of the model whose code has these builtins, or None if they are no model's."""
+    """Returns the ``Importer`` of the model whose code has these builtins, or None if they are no model's."""
     function = builtins.get("__import__")
     if type(function) is MethodType and isinstance(function.__self__, Importer):
         return function.__self__

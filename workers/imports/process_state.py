@@ -102,7 +102,7 @@ class ProcessState:
             return changed
 
     def _look(self) -> None:
-        """Records the state before the first model is loaded, which is restored later."""
+        """Records the process-wide state before the first model is loaded, to restore it later."""
         self._known = True
         self._flags: dict[str, Any] = dict(jax.config.values)
         self._settings = {name: ask() for name, (ask, _) in _SETTINGS.items()}
@@ -112,13 +112,13 @@ class ProcessState:
         self._accept()
 
     def _accept(self) -> None:
-        """Records the present state as unchanged, so that only later changes are noticed."""
+        """Records the present process-wide state as unchanged, so that only later changes are noticed."""
         self._updates = WholeProcess.updates
         self._known_filters = list(warnings.filters)
         self._known_path = list(sys.path)
 
     def _put_back(self, who: str) -> None:
-        """Restores the recorded state, and logs the changes as made by ``who``."""
+        """Restores the recorded process-wide state, and logs the changes as made by the model ``who``."""
         changed = [
             *self._put_back_flags(),
             *self._put_back_settings(),

@@ -120,7 +120,7 @@ class InstanceGroups:
         return any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Logs that a model's instances run one at a time. Raises Unsupported if they also need resources of the rate limiter.
+        """Only logs that a model's instances run one at a time. Raises Unsupported: one needs the rate limiter's resources.
 
         ``kind``: what kind of model has its instances take turns, for the error, such as "a model with batch_sets".
         """

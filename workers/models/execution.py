@@ -138,7 +138,7 @@ class Execution:
         self.cut = None
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns the response sender by which the model answers a request; its entry in ``results`` must be ``STREAMED``."""
+        """Returns the sender by which the model answers a request; its run must set the request's result to ``STREAMED``."""
         self.by_senders = True
         if self.responder is None:
             return ResponseSender(request, Nobody(), self.began_ns)

@@ -51,7 +51,7 @@ class ModelTable:
             self._drain(old, version.statistics.inherit)
 
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
-        """Removes a version, to which no request goes any more; ``done`` is called once its requests and instances have ended."""
+        """Removes a version: no further request goes to it. ``done`` is called once its requests and instances have ended."""
         self.discard_held(name, number)
         version = self._serving.pop((name, number), None)
         for gone in (version, *self.draining):
@@ -113,7 +113,7 @@ class ModelTable:
         return (name, number) in self._found
 
     def vouches(self, name: str, number: int) -> bool:
-        """Returns whether a version takes requests on this worker and has no ``is_ready`` to be asked; callable in any thread."""
+        """Returns whether a version is ready without being asked: it takes requests and has no ``is_ready``; for any thread."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 

@@ -168,7 +168,7 @@ class ModelVersion:
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes the next batch, as many of its requests as the largest program has room for; the others wait again.
+        """Takes the next batch from the queue, cut to what the largest program has room for; the other requests wait again.
 
         ``instance``: the number of the instance that the batch is for.
         """

@@ -27,7 +27,7 @@ class RateLimiter:
     def add(self, instances: Iterable[Instance]) -> None:
         """Adds those instances that need resources and were not added before.
 
-        The caller has checked that none needs more than the operator has configured.
+        The caller must have checked that none needs more than the operator has configured.
         """
         for instance in instances:
             if instance.needs and instance not in self._known:

@@ -365,7 +365,7 @@ class VersionStatistics:
         self.padded_elements += elements
 
     def failed(self, lasted_ns: int, why: Failure = Failure.REJECTED) -> None:
-        """Counts a request that was accepted and failed ``lasted_ns`` after its arrival; by default it waited too long."""
+        """Counts a request that was accepted and failed ``lasted_ns`` after its arrival. By default it waited too long."""
         self.fail.add(lasted_ns)
         self.failures[why] += 1
 

@@ -32,7 +32,7 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 
 
 class MemoryType(enum.Enum):
-    """The kinds of memory that tensors may be in."""
+    """The kinds of memory that tensors may be in: that of the processor, and that of a GPU."""
 
     TRITONSERVER_MEMORY_GPU = enum.auto()
     TRITONSERVER_MEMORY_CPU = enum.auto()
