@@ -121,7 +121,7 @@ class ModelImports(Importer):
 
     @property
     def processes(self) -> EndsLater | None:
-        """The processes that the model's code has started, or None."""
+        """The processes that the model's code has started; None: none are known."""
         return None if self._port is None else self._port.processes
 
     def join(self, port: ModelPort) -> None:

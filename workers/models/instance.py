@@ -130,7 +130,7 @@ class Instance:
         return self._thread.ident or -1
 
     def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Has the instance's thread run a batch; ``done`` is called on the loop afterwards."""
+        """Has the instance's thread run a batch; ``done`` is called on the worker's loop afterwards."""
         self.given.append(execution)
         self._ahead.append(execution)
         self._jobs.put((execution, done))
@@ -145,7 +145,7 @@ class Instance:
         return False
 
     def close(self, closed: Callable[[], None]) -> None:
-        """Ends the model and the thread after all given executions; ``closed`` is called on the loop then.
+        """Ends the model and the thread after all given executions; then ``closed`` is called on the worker's loop.
 
         An instance that is being initialised ends after that.
         """

@@ -61,7 +61,7 @@ class Buckets:
     axes: Mapping[str, tuple[int, ...]]
 
     def rows(self, rows: int) -> int:
-        """Returns the smallest batch bucket that holds ``rows`` rows."""
+        """Returns the batch size that ``rows`` rows are padded to: the smallest bucket that holds them; there must be one."""
         return self.batch[bisect.bisect_left(self.batch, rows)]
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Inbox:
-    """A queue of calls that any thread adds (``post``) and the loop runs (``drain``)."""
+    """A queue of calls that any thread adds (``post``) and the worker's loop runs (``drain``)."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
@@ -26,7 +26,7 @@ class Inbox:
         return self._fd
 
     def post(self, call: Callable[[], None], soon: bool = True) -> None:
-        """Queues a call for the loop and wakes the loop; ignored once the inbox is closed.
+        """Queues a call for the worker's loop and wakes the loop; ignored once the inbox is closed.
 
         ``soon``: False: the loop need not be woken if it is about to run calls anyway.
         """

@@ -39,7 +39,7 @@ class WorkThread:
         self.pending = 0
 
     def do(self, job: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Queues ``job`` for the thread; ``done`` is called on the loop with the job's result or the exception it raised."""
+        """Queues ``job`` for the thread; the worker's loop calls ``done`` with its result or the exception that it raised."""
         if not self._threads:
             self._start()
         self.pending += 1
@@ -61,7 +61,7 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Has the loop call a function; a job calls this, and goes on without waiting for the function."""
+        """Has the worker's loop call a function; a job calls this, and goes on without waiting for the function."""
         self._inbox.post(call)
 
     def step_aside(self) -> None:
