@@ -335,7 +335,7 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, found: os.stat_result) -> str:
-        """Returns how an object is used: "guarded" (mapped; a SIGBUS handler sees losses) or "snapshot" (not mapped, copied).
+        """Returns how an object is used: "guarded" (mapped; a SIGBUS handler sees lost pages) or "snapshot" (not mapped, copied).
 
         ``found``: the object's status, such as its owner.
         """
