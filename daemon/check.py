@@ -64,7 +64,12 @@ class Verdict:
 
 
 def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Options) -> list[FoundModel]:
-    """Returns copies of the models that say which workers would load them, or why none can (``error``)."""
+    """Returns copies of the models that name the devices of the workers that would load each (``devices``), or say why none can
+    (``error``). Nothing is loaded.
+
+    Args:
+      devices: the devices of all workers.
+    """
     found: list[FoundModel] = []
     taken: dict[str, float] = {}
     for model in models:
@@ -110,10 +115,10 @@ def check(
 
 
 def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
-    """Words the error that an ensemble's members form a circle, as the daemon words it. ``name``: the ensemble.
+    """Returns the daemon's error message for an ensemble (``name``) whose members depend on each other in a circle.
 
     Args:
-      waiting: ensembles, by name, each of which has a member among them.
+      waiting: ensembles by name; each, the ensemble itself too, has a member among them.
     """
     way = [name]
     while (member := next(each for each in dict(waiting[way[-1]].members) if each in waiting)) not in way:
@@ -122,7 +127,10 @@ def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
 
 
 def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
-    """Checks an ensemble against its members, as the daemon does once they are loaded. ``tried``: their verdicts, by name."""
+    """Returns the verdict on an ensemble: whether it fits its members, by the rules that the daemon applies at a load.
+
+    ``tried``: the verdicts on the members, by name.
+    """
     reason, name = model.problem, model.name
     message = model_config.from_bytes(model.config)
     members = {
@@ -156,7 +164,7 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
 def _tried(
     models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
 ) -> Iterator[Verdict]:
-    """Loads models that are no ensembles, in several processes, and yields their verdicts in the order of ``models``.
+    """Loads models, none of them an ensemble, in several processes, and yields their verdicts in the order of ``models``.
 
     Args:
       devices: the devices of all workers; a model is loaded on the first of its workers' devices.
@@ -202,7 +210,7 @@ def _tried(
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
-    """Waits a moment at most for one of the processes to end, and kills each that has exceeded its time."""
+    """Waits, at most ``_LOOK_SECONDS``, until one of the processes ends, and kills each that has passed its ``deadline``."""
     poll = select.poll()
     for attempt in running:
         poll.register(attempt.pidfd, select.POLLIN)
@@ -217,7 +225,10 @@ def _wait(running: Sequence[_Attempt]) -> None:
 
 
 class _Attempt:
-    """Runs one process that loads the chosen versions of models on a device, until ``end`` kills it and all that it started."""
+    """Runs one process that loads models on a device: of each the versions that its version policy chooses.
+
+    ``end`` kills the process and all that it started.
+    """
 
     def __init__(self, models: Sequence[FoundModel], options: bytes, device: Device, timeout: float) -> None:
         self.device = device.name
@@ -264,7 +275,10 @@ class _Attempt:
         return [_LINES.decode(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
     def end(self) -> None:
-        """Kills the process and all that it started, if they still run. Idempotent. A later call of ``look`` closes the files."""
+        """Kills the process and all that it started, if they still run. A second call does nothing.
+
+        The files with what the process wrote stay open until ``look`` is called once more.
+        """
         if self.ended:
             return
         self.ended = True
@@ -277,7 +291,7 @@ class _Attempt:
     def look(self, verdicts: dict[str, Verdict]) -> bool:
         """Adds the verdicts that are known by now to ``verdicts``, by model. Returns whether the process has ended.
 
-        If the process has ended, it never began the models that are in ``self.left`` then.
+        If it has, ``self.left`` then holds the models that it never began.
         """
         lines = self._lines()
         outcomes = {(line.name, line.version): line for line in lines if isinstance(line, LoadOutcome)}

@@ -208,10 +208,10 @@ def check(
 
 
 def _became(name: str | None) -> bool:
-    """Makes root's process run as the user that a check is to run as. Returns whether the user was changed.
+    """Makes this process, if it is root's, run as another user. Returns whether that was done. Exits if the user is unusable.
 
     Args:
-      name: the user's name; None: the user of the installed service, if there is one.
+      name: the user's name, which must be the caller's own unless root calls; None: the user of the installed service, if any.
     """
     if os.geteuid() != 0:
         if name is not None and name not in (str(os.geteuid()), os.environ.get("USER")):

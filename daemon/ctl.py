@@ -78,12 +78,15 @@ class _Daemon:
             _fail(str(error), 2)
 
     def do(self, command: str, **words: Any) -> None:
-        """Has the daemon carry out a command, and prints the answer, if there is one, as JSON. ``words``: the arguments."""
+        """Sends a command to the daemon, and prints the answer, if it is not null, as JSON. ``words``: the command's arguments.
+
+        If the daemon refuses or is not reached, the program exits.
+        """
         if (result := self.ask(command, **words)) is not None:
             _print_json(result)
 
     def show(self, watch: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
-        """Prints the daemon's answer to a command.
+        """Prints the daemon's answer to a command. If the daemon refuses or is not reached, the program exits.
 
         Args:
           watch: ask and print again after so many seconds, until the user interrupts; None: only once.
@@ -107,7 +110,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _watched(command: F) -> F:
-    """Adds the option ``--watch`` to a command that shows something."""
+    """Adds the option ``--watch`` (show it again every so many seconds) to a command, a decorated function; returns it."""
     option = click.option(
         "--watch",
         type=click.FloatRange(min=0.1),
@@ -120,9 +123,10 @@ def _watched(command: F) -> F:
 
 
 def _names(command: str, read: Callable[[Any], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
-    """Makes a function for click that completes a name in the shell, from the daemon's answer to ``command``.
+    """Makes a function for click that completes a name in the shell; if the daemon is not reached, it offers none.
 
     Args:
+      command: the daemon's answer to it has the names.
       read: returns the names in the answer.
     """
 

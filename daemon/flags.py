@@ -337,7 +337,7 @@ class FlagCommand(click.Command):
 
 
 class FlagOption(click.Option):
-    """A click option for one flag: its value is passed to ``settings`` as it was written, and checked later with all others."""
+    """A click option for one flag. ``settings`` returns its value as the user wrote it; ``tensord.config.layers`` checks it."""
 
     def __init__(self, flag: Flag) -> None:
         names = [f"--{name}" for name in (flag.name, flag.alias) if name]

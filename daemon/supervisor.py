@@ -236,7 +236,7 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------------- starting
 
     def tell(self, front: FrontProcess) -> None:
-        """Sends a new front everything that it needs: lanes to the workers, regions, model states and trace settings.
+        """Sends a new front everything that it needs: lanes (sockets) to the workers, regions, model states and trace settings.
 
         Lanes come before the model states, which name the lanes' workers.
         """
@@ -259,7 +259,10 @@ class Supervisor:
             worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
 
     async def _join(self, worker: WorkerProcess) -> None:
-        """Gives a new worker regions, lanes to the fronts, and models, in this order: no request may name a region it lacks."""
+        """Gives a new worker the registered regions, then lanes (sockets) to the fronts, then models to load.
+
+        Regions come first, so that no request can name one that the worker lacks.
+        """
         await self._regions.restore(worker)
         if not worker.alive or worker.stopping:
             return
@@ -308,7 +311,7 @@ class Supervisor:
         _log.log(logging.INFO if self._models.readiness.ready else logging.WARNING, "%s", line)
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Publishes a model's new state, or the daemon's readiness, to every front and to ``ClientLanes``.
+        """Passes a model's new state, or the daemon's readiness, to every front and to ``ClientLanes``, which serves local clients.
 
         Changed readiness is also shown: on the progress bar at the start, later in the log and to systemd.
         """
@@ -339,7 +342,7 @@ class Supervisor:
         self._tasks.spawn(self._join(worker))
 
     def worker_asked(self, worker: WorkerProcess, call: ControlCall) -> None:
-        """Starts a task that carries out an operation for a model on ``worker``, such as loading a model, and sends the reply."""
+        """Starts a task that carries out an operation which a model in ``worker`` asks for, such as a load, and replies."""
         self._tasks.spawn(self._answer_worker(worker, call))
 
     def worker_dismissed(self, worker: WorkerProcess) -> None:
@@ -347,7 +350,10 @@ class Supervisor:
         self._models.worker_dismissed(worker.incarnation)
 
     def worker_answered(self, worker: WorkerProcess, record: Loading | Loaded | Unloaded) -> None:
-        """Passes a worker's report on loading or unloading a version to ``Models``; ``Loaded`` goes to ``Parameters`` first."""
+        """Passes a worker's report on loading or unloading a version to ``Models``.
+
+        ``Loaded`` goes to ``Parameters`` first, which gives the worker pushed parameters and then tells ``Models``.
+        """
         if isinstance(record, Loading):
             self._models.loading(worker.incarnation, record)
         elif isinstance(record, Loaded):
@@ -418,7 +424,8 @@ class Supervisor:
     def needs(self, child: Child) -> bool:
         """Returns whether a dead child process is to be replaced now.
 
-        A worker is, until the fronts have finished their requests; a front is not, once the daemon stops.
+        A worker is, until the fronts have finished their requests, unless it was told to stop, or its slot is taken or gone. A
+        front is, until the daemon begins to stop.
         """
         if isinstance(child, WorkerProcess):
             return self.phase is not DaemonPhase.STOPPING and not child.stopping and self.workers.is_vacant(child.name)
@@ -478,7 +485,7 @@ class Supervisor:
         self._models.drain(draining)
 
     def refuse_requests(self, refuses: bool) -> None:
-        """Makes the fronts refuse new requests, and opens no new client lanes (True), or ends that (False)."""
+        """Makes the fronts refuse new requests, and gives clients no new lanes, which are sockets to workers; False ends both."""
         self._lanes.draining = refuses
         self.fronts.publish(RequestsRefused(refuses))
 
@@ -554,7 +561,7 @@ class Supervisor:
         return {**self.describe(), "standings": standings, "errors": errors}
 
     def client_records(self) -> list[dict[str, Any]]:
-        """Returns user, process and lanes of each client on the clients' socket, as JSON values for ``tensorctl``."""
+        """Returns user, process and lanes (sockets to workers) of each client of the clients' socket, as JSON values."""
         return self._lanes.records()
 
     def _availability(self) -> tuple[bool, str]:

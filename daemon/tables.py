@@ -19,7 +19,7 @@ def show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
 def shown(value: Any) -> str:
     """Returns a value as the text of a table cell, on one line; "" for None.
 
-    A mapping says what a worker runs: its keys are "model", "version" and "seconds".
+    A mapping must be what a worker runs now, with the keys "model", "version" and "seconds" (how long already).
     """
     if value is None:
         return ""
@@ -46,7 +46,10 @@ def scaled(number: float, step: int, unit: str) -> str:
 
 
 def statistics(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Makes a table row for each model version in a statistics answer: its counts, and mean durations in microseconds."""
+    """Makes a table row for each model version in an answer of the HTTP statistics endpoint.
+
+    A row holds the version's counts, and mean durations in microseconds.
+    """
     rows = []
     for entry in answer["model_stats"]:
         of = entry["inference_stats"]
