@@ -311,7 +311,7 @@ class Supervisor:
         _log.log(logging.INFO if self._models.readiness.ready else logging.WARNING, "%s", line)
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Passes a model's new state, or the daemon's readiness, to every front and to ``ClientLanes``, which serves local clients.
+        """Passes a model's new state, or the daemon's readiness, to every front and ``ClientLanes``, which serves local clients.
 
         Changed readiness is also shown: on the progress bar at the start, later in the log and to systemd.
         """

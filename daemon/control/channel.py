@@ -30,7 +30,7 @@ class ControlChannel:
     def __init__(
         self, channel: Channel, on_record: Callable[[Any, list[int]], None], on_close: Callable[[], None]
     ) -> None:
-        """Stores the callbacks. ``on_record(record, fds)`` must close the file descriptors; only a record sent alone has any."""
+        """Stores the callbacks. ``on_record(record, fds)`` must close the file descriptors that came with the record."""
         self._channel = channel
         self._on_record = on_record
         self._on_close = on_close
@@ -73,7 +73,7 @@ class ControlChannel:
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
-        """Calls ``on_record`` with the last records of a peer that is gone, and closes the channel."""
+        """Calls ``on_record`` with the records that a peer which is gone has left in the socket, and closes the channel."""
         if not self._closed:
             self._readable()
         self.close()
@@ -116,7 +116,7 @@ class ControlChannel:
         """Receives the records of one datagram and their file descriptors; None: none is waiting.
 
         Replies whose file descriptors were lost are returned without them. Raises InvalidArgument: the datagram is malformed, or
-        other records lost theirs because too many files are open; ChannelClosed: the peer is gone.
+        records that are no replies lost them, as too many files are open; ChannelClosed: the peer is gone.
         """
         try:
             return self._channel.receive()

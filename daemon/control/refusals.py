@@ -27,7 +27,7 @@ _NEVER_NS = 1 << 63
 
 
 def uncounted(refusal: Refusal) -> None:
-    """Ignores a refusal, in a front without shared counters."""
+    """Does nothing: counts refusals for a front that has no shared counters."""
 
 
 class Refusals:
@@ -50,12 +50,15 @@ class Refusals:
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Counts a request answered with this error because of a client's mistake; only for the next line in the log."""
+        """Counts a request answered with an error that its client caused, for the next line in the log, not in the metrics.
+
+        ``code``, ``message``: of the error.
+        """
         self._mistakes.note(model, code, time.monotonic_ns(), message)
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Wraps ``on_room``, the callback of a wait for request memory, so that an error is counted as a refusal."""
+        """Wraps ``on_room``, which is called with request memory or an error, so that the error is counted as a refusal."""
 
         def given_room(given: T | ServingError) -> None:
             if isinstance(given, ServingError):

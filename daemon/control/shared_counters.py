@@ -46,10 +46,13 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedCounters:
-    """The page of counters that the fronts of one protocol share, a row for each. It owns the page's file descriptor."""
+    """Counters in one page of shared memory, with a row for each front of one protocol. Owns the page's file descriptor.
+
+    A front that replaces a dead one has its row.
+    """
 
     def __init__(self, fd: int) -> None:
-        """Maps a page that ``create`` made, and owns its file descriptor from then on.
+        """Maps a page that ``create`` made, in this process or another, and owns the file descriptor from then on.
 
         Raises OSError or ValueError: the file descriptor is not such a page.
         """
@@ -152,7 +155,10 @@ class FrontCounters:
 
     @property
     def codes(self) -> tuple[memoryview, int]:
-        """Returns the words of all fronts' rows, and the index of the first of this front's counts of answers by status code."""
+        """Returns the 64-bit words of all fronts' rows, and the index of this front's first count of answers.
+
+        From there on stands one count for each code of the protocol, in the order of ``CODES``.
+        """
         return self._words, self._at + _CODES
 
     def own(self) -> int:

@@ -31,7 +31,7 @@ def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
     If the archive contains the model in a folder, that folder's contents become ``folder``'s.
 
     Args:
-      name: the archive's file name, which tells its kind and appears in messages.
+      name: the archive's file name, whose ending tells the format; it also appears in error messages.
       max_byte_size: how many bytes all files in the archive together may have.
 
     Raises InvalidArgument: the archive is damaged, too large, or has members that are not allowed; OSError: a file cannot be

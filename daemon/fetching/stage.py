@@ -51,7 +51,7 @@ class Plan(msgspec.Struct, frozen=True):
     files: tuple[File, ...]
 
     def same(self, other: Plan | None) -> bool:
-        """Returns whether another plan is known to have the same content; False if no tag or hash identifies a file."""
+        """Returns whether another plan is known to have the same content; False also if a file has no tag or hash to tell."""
         return self == other and all(file.identity for file in self.files)
 
 
@@ -95,7 +95,7 @@ class Stage:
         os.close(self._lock)
 
     def holds(self, plan: Plan) -> bool:
-        """Returns whether the model that is served was fetched by an equal plan, so that nothing needs to be fetched."""
+        """Returns whether the model in its folder was fetched by a plan with the same content, so that no fetch is needed."""
         return plan.same(_read(self.folder / RECORD))
 
     def fill(self, source: Source, plan: Plan, max_byte_size: int) -> Iterator[int]:

@@ -46,7 +46,7 @@ _PATIENCE = 2.0
 
 
 class _OfSlot:
-    """Adds up the counters of the processes that one worker slot has had, one after the other; each counts from zero."""
+    """Adds up the counters of the processes that one worker slot (place of a worker process) has had; each counts from zero."""
 
     def __init__(self) -> None:
         #: The worker that reported last.
@@ -88,7 +88,7 @@ class _OfSlot:
 
     @property
     def compiles(self) -> Compiles:
-        """Returns the sums for all programs that this slot's processes have ever compiled."""
+        """Returns number, time and cache hits of all programs that this slot's processes have ever compiled."""
         return Compiles(*self._sum[1:])
 
 

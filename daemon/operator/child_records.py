@@ -21,7 +21,7 @@ _MAX_ERRORS = 100
 
 
 async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Returns the list that a child process answers to this operation; empty if it does not answer in time.
+    """Asks a child process for a list (``operation``), such as its connections; empty if it does not answer in time.
 
     A worker whose loop runs a long batch does not answer in time.
     """
@@ -35,7 +35,7 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
-    """Returns the latest errors that fronts have sent to clients, and workers to clients with a lane to them, the newest first.
+    """Returns the latest errors that clients got from fronts, or from workers by lanes (direct sockets), the newest first.
 
     Each error is a row of JSON values, with the name of the front or worker as ``front``.
     """

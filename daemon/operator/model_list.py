@@ -49,7 +49,7 @@ class ServedModels:
 
 
 def summary(models: Models, devices: Iterable[str]) -> str:
-    """Describes the models in one line, which begins with "ready" or "not ready", as ``/v2/health/ready`` answers.
+    """Describes the models in one line, which begins with "ready" or "not ready", as ``/v2/health/ready`` tells it.
 
     ``devices``: the devices of the workers.
     """
@@ -90,7 +90,7 @@ def of_model(models: Models, name: str, index: Iterable[Mapping[str, Any]], work
     """Returns one model's versions as JSON, each with its entry in ``index``, its workers, folder, metadata and configuration.
 
     Args:
-      index: the detailed repository index.
+      index: the entries of the repository index, with the bytes that each version takes.
       workers: the name of each worker by its incarnation.
 
     Raises InvalidArgument: there is no such model.

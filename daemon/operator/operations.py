@@ -81,7 +81,8 @@ class Operations:
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
         """Carries out a call and returns its reply record; every failure becomes an error code and a sentence.
 
-        ``end``: a file descriptor that came with the call (see ``answer``); -1: none. ``by_model``: a model made the call.
+        ``end``: a descriptor that came with a registration or push and that the caller must close (see ``answer``); -1: none.
+        ``by_model``: a model made the call.
         """
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
@@ -94,7 +95,10 @@ class Operations:
             return Reply(call_id, Internal.code, FAILED)
 
     async def reply_to_model(self, call: ControlCall) -> Reply:
-        """Returns the reply to a call that a model in a worker made; all but loading, unloading and readiness is Unsupported."""
+        """Carries out a call that a model in a worker made and returns the reply.
+
+        A call for anything but loading, unloading or readiness is refused, with the error Unsupported in the reply.
+        """
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
@@ -208,7 +212,7 @@ class ReadinessQuery:
         self._workers = workers
 
     async def is_ready(self, name: str, number: int = 0) -> bool:
-        """Returns whether a version (0: the newest) serves and its model says in all its workers that it is ready."""
+        """Returns whether a version (0: the newest) serves, and its ``is_ready()``, if it has one, is true in all its workers."""
         versions = self._lifecycle.models[name].versions if self._lifecycle.is_ready(name, number) else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY]
         if not ready:

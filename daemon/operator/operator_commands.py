@@ -116,7 +116,7 @@ class OperatorCommands:
         return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
 
     async def _profile(self, name: str, seconds: float, folder: str) -> bytes:
-        """Has a worker record a profile for ``seconds``. Returns its folder as JSON.
+        """Has a worker record a profile for ``seconds``. Returns the profile's folder as JSON, {"folder": path}.
 
         Raises InvalidArgument: there is no such worker.
 
@@ -131,21 +131,21 @@ class OperatorCommands:
         return msgspec.json.encode({"folder": folder})
 
     async def _connections(self) -> bytes:
-        """Returns all clients' connections as JSON: those of each front, and those on the clients' socket."""
+        """Returns all clients' connections as JSON: those of each front, and those on the socket for direct lanes to workers."""
         rows: list[dict[str, Any]] = []
         for front in list(self._supervisor.fronts):
             rows += [{"front": front.name, **row} for row in await records(front, ConnectionRecords())]
         return msgspec.json.encode([*rows, *self._supervisor.client_records()])
 
     async def _sequences(self) -> bytes:
-        """Returns all sequences as JSON, each with the name of its worker."""
+        """Returns the live sequences of all workers as JSON, each with the name of its worker."""
         rows: list[dict[str, Any]] = []
         for worker in self._supervisor.workers.ready():
             rows += [{"worker": worker.name, **row} for row in await records(worker, SequenceRecords())]
         return msgspec.json.encode(rows)
 
     async def _reload(self, wait: bool) -> bytes:
-        """Reloads the configuration. ``wait``: returns only when the loads of models that begin with that have ended.
+        """Reloads the configuration. ``wait``: returns only when the loads of models that the reload began have ended.
 
         Raises InvalidArgument: the configuration is refused; Unavailable: a load has failed (only with ``wait``).
         """

@@ -26,13 +26,13 @@ _MAX_FILES = 100_000
 
 
 def check(wanted: PushParameters, memory: int, most: int) -> None:
-    """Checks a push of parameters: the set's name, the push's number, checksum and source, and the memory that came along.
+    """Checks a push of parameters: the set's name, number and source, the checksum's form, and the memory that came along.
 
     Args:
       memory: the file descriptor that was sent along; -1: none.
       most: how many bytes a push may have.
 
-    Raises InvalidArgument: one of them is wrong.
+    Raises InvalidArgument: one of these is wrong.
     """
     if not _NAME.fullmatch(wanted.set):
         raise InvalidArgument(
@@ -58,9 +58,9 @@ def check(wanted: PushParameters, memory: int, most: int) -> None:
 
 
 def check_memory(memory: int, most: int) -> None:
-    """Checks memory that was sent along with a push; ``most``: how many bytes it may have.
+    """Checks memory (a file descriptor) that was sent along with a push; ``most``: how many bytes it may have.
 
-    Raises InvalidArgument: it is not a memfd of ordinary pages, or is too large or too small.
+    Raises InvalidArgument: the descriptor is not a memfd of ordinary pages, or is too large or too small.
     """
     try:
         fcntl.fcntl(memory, fcntl.F_GET_SEALS)
@@ -97,7 +97,7 @@ def is_sealed(memory: int) -> bool:
 def check_owner(owners: Sequence[str], peer: Peer) -> None:
     """Checks that a client on a Unix socket may change parameters; other clients always pass.
 
-    ``owners``: the users who may, besides root and the daemon's own; empty: all. Raises Unsupported: the client's user may not.
+    ``owners``: the users who may, besides root and the daemon's user; empty: all may. Raises Unsupported: this user may not.
     """
     if peer.kind != "unix" or not owners or peer.uid in (0, os.geteuid()):
         return

@@ -51,7 +51,10 @@ class Content:
             os.close(memory)
 
     def describe(self) -> dict[str, Any]:
-        """Returns number, size, time and client of the push, and where it is kept, for ``GET /v2/models/M/parameters``."""
+        """Returns number, size, time and client of the push, and where its parameters are now (such as "memory" or "file").
+
+        It is what ``GET /v2/models/M/parameters`` answers for a set.
+        """
         if self.pushed_by is None:
             return {"number": self.number, "kept": "repository"}
         return {
@@ -101,7 +104,7 @@ class PushedSets:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Returns, for each model version, how many sets it has, and the number of the push in force in ``main``; 0: none."""
+        """Returns, for each model version, how many sets have pushes, and the number of the push in force in ``main`` or 0."""
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()
@@ -110,8 +113,8 @@ class PushedSets:
     def put(self, key: VersionKey, name: str, content: Content) -> None:
         """Stores new parameters of a set as those in force, and owns their memory from then on.
 
-        The parameters that were in force stay as the set's former ones. Beyond ``limit`` former parameters of all sets lose their
-        memory, the oldest first, and then the new ones.
+        The parameters that were in force stay as the set's former ones. If all sets take more than ``limit``, former parameters
+        lose their memory, the oldest first, and if need be the new ones, too.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)
@@ -145,7 +148,7 @@ class PushedSets:
             self._drop(content)
 
     def _drop(self, content: Content) -> None:
-        """Closes the memory of a set's parameters; where they came from stays known."""
+        """Closes the memory of a set's parameters; their push, and the file that they came from, stay known."""
         if content.memory >= 0:
             self.byte_size -= content.byte_size
             content.close()

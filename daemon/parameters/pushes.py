@@ -65,7 +65,7 @@ _NAMED = 3
 
 
 class _NoWorker(Exception):
-    """Says that no worker that serves the version is left."""
+    """No worker is left that serves the model version whose parameters are to change."""
 
 
 class Parameters:
@@ -214,7 +214,7 @@ class Parameters:
     def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
         """Returns the number of a version that serves; with ``number`` 0 the newest. Raises NotFound: none serves.
 
-        ``lacking``: also accepts a version that does not serve only because pushed parameters were not kept for a new worker.
+        ``lacking``: also accepts a version that does not serve only because a new worker cannot have its pushed parameters.
         """
         served = self._models.lifecycle.ready_models().get(model, [])
         if lacking:
@@ -259,7 +259,7 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Brings pushed parameters to every worker, and puts them into force. Returns them as they are stored in ``sets``.
+        """Brings pushed parameters to every worker of a version, and puts them into force (in ``sets``). Returns them.
 
         Raises ServingError: the push was refused, and nothing has changed.
         """
@@ -295,9 +295,11 @@ class Parameters:
             raise
 
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
-        """Puts pushed parameters into force for a version that is not served for lack of them, and loads it again.
+        """Puts pushed parameters into force for a version that is not served because it lacks them, and loads it again.
 
-        Raises ServingError: these parameters are not complete sealed memory, or the version could not be loaded.
+        ``memory``: sealed memory with all parameters of the set, which the caller must close.
+
+        Raises ServingError: the memory is not that, or the version could not be loaded.
         """
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
@@ -320,7 +322,9 @@ class Parameters:
             await self._news.wait()
 
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
-        """Returns sealed memory with the parameters of a push, which the caller must close; a worker makes it where necessary.
+        """Returns sealed memory with all parameters of a push, which the caller must close.
+
+        It is that of ``memory`` (-1: none came) if that is sealed and has nothing to be added or checked; else a worker makes it.
 
         Raises _NoWorker: no worker is there to make it, or the worker died; ServingError: the worker refused.
         """
@@ -331,7 +335,9 @@ class Parameters:
         return await self._make(next(iter(self._serving(key)), None), operation, memory)
 
     async def _make(self, worker: WorkerProcess | None, operation: MakeParameters, memory: int = -1) -> int:
-        """Has a worker make sealed memory with parameters, which the caller must close.
+        """Has a worker make sealed memory with parameters. Returns its descriptor, which the caller must close.
+
+        ``memory``: a descriptor of the pushed bytes, for the worker; -1: none.
 
         Raises _NoWorker: there is no worker, or it died; ServingError: the worker refused.
         """
@@ -353,10 +359,12 @@ class Parameters:
             descriptors.close(fds)
 
     async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
-        """Returns a descriptor of the memory of a set's parameters, which the caller must close; -1: they were not kept.
+        """Returns a descriptor of the memory of a set's parameters, which the caller must close.
 
-        If only their file is known, and unchanged, a worker makes the memory again. ``worker``: that worker; None: any that
-        serves the version. Raises _NoWorker: there is no such worker, or it died; ServingError: the worker refused.
+        -1: neither their memory nor the file that they came from, unchanged, is left.
+
+        From a file a worker makes the memory again. ``worker``: that worker; None: any that serves the version. Raises _NoWorker:
+        there is no such worker, or it died; ServingError: the worker refused.
         """
         if content.memory >= 0:
             return os.dup(content.memory)
@@ -425,7 +433,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> None:
-        """Has a worker carry out a change that is in force already; a worker that cannot is killed, and so replaced."""
+        """Has a worker carry out what is decided already, such as a commit or drop. A worker that cannot is killed and replaced."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -447,7 +455,7 @@ class Parameters:
                 del self._waiting[model], self._turns[model]
 
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
-        """Carries out a change of a version's parameters while no other change of its model runs; again if all its workers died.
+        """Runs ``change`` of a version's parameters while no other change of its model runs. Repeats it if all workers died.
 
         Raises Unavailable: too many changes are waiting, or no worker serves the version for longer than a request would wait;
         ServingError: the change was refused.
@@ -479,9 +487,10 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------- loads and workers
 
     def sent(self, worker: int, load: Load) -> Load:
-        """Returns the Load record as it is to be sent to a worker.
+        """Returns the Load record (has a worker load a version) as it is to be sent to ``worker``, an incarnation.
 
-        If parameters were pushed into the version, the record is ``held``: the worker serves the version only after ServeLoaded.
+        If parameters were pushed into the version, it is marked ``held``: the worker then waits for the record ServeLoaded, after
+        it got these parameters, before it lets requests find the version.
         """
         key = load.name, load.version
         if not (self.sets.of(key) or key in self._changing):
@@ -490,7 +499,7 @@ class Parameters:
         return msgspec.structs.replace(load, held=True)
 
     def forget(self, name: str, version: int) -> None:
-        """Forgets the parameters that were pushed into a version, because it is loaded from its files again or unloaded."""
+        """Drops all parameters that were pushed into a version, because it is loaded from its files again or unloaded."""
         self._changing.discard((name, version))
         self._lacking.pop((name, version), None)
         if names := self.sets.forget((name, version)):
@@ -504,11 +513,11 @@ class Parameters:
         self._tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets which versions a worker, which has died, was to serve only after it had their pushed parameters."""
+        """Forgets for which versions a worker that has died was still to get pushed parameters. ``worker``: its incarnation."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Reports a worker's answer to a Load to ``Models``, once the worker also has the version's pushed parameters."""
+        """Reports a worker's answer to a Load record to ``Models``: at once, or when a task has given the worker pushed parameters."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)
@@ -577,7 +586,7 @@ class Parameters:
         return failed
 
     def _pass_on(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Reports a worker's answer to a Load to ``Models``; if the load succeeded, allows the worker to serve the version."""
+        """Reports a worker's answer to a Load record to ``Models``; if the load succeeded, lets the worker serve the version."""
         held = worker.incarnation, (answer.name, answer.version)
         if worker.alive:
             if held in self._held and not answer.reason:

@@ -63,7 +63,9 @@ def check_fields(options: RegionsOptions, request: Registration) -> None:
 
 
 def check_quota(options: RegionsOptions, request: Registration, peer: Peer, there: Iterable[RegisteredRegion]) -> None:
-    """Checks that a new region is within all limits, alone and together with the registered regions ``there``.
+    """Checks that a new region is within all limits, alone and together with the existing regions ``there``.
+
+    ``peer``: the client that registers it, whose user or host has limits of its own.
 
     Raises InvalidArgument: the region itself is too large; Unavailable: it is too much together with registered ones.
     """
@@ -77,7 +79,7 @@ def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed:
     A client that was restarted repeats its registration: its memory has the same key, but may be another object by now.
 
     Args:
-      sealed: the memfd that was sent with the registration, which must be the existing one; -1: none.
+      sealed: the memfd that was sent with the registration; it repeats ``region`` only if that has the same memfd. -1: none.
     """
     there = region.request
     if peer.owner != region.peer.owner or request.byte_size != there.byte_size:
@@ -99,9 +101,10 @@ def check_bounds(
 ) -> None:
     """Checks that one more region of this size is within every limit, for all regions together and for those of its owner.
 
-    An owner is the client that asked, not the owner of the memory object (``Peer.owner``): a user on Unix sockets, a host on TCP.
+    An owner is the user (on Unix sockets) or the host (on TCP) of the client that registers, not the memory object's owner.
 
     Args:
+      peer: the client that registers the region.
       registered: the client and the size in bytes of each existing region.
 
     Raises InvalidArgument: the region itself is too large; Unavailable: it is too much together with existing ones.

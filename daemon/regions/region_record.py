@@ -118,12 +118,12 @@ class EndWatch:
         self._ended()
 
     def pause(self) -> None:
-        """Suspends the callback until ``resume``; an end that comes in between is reported after that."""
+        """Suspends the callback until ``resume``; if the descriptor becomes readable before that, it comes after that."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 
     def resume(self) -> None:
-        """Lets the callback come again after ``pause``."""
+        """Lets the callback come again after ``pause``; if the descriptor became readable meanwhile, soon."""
         if self._fd >= 0:
             self._loop.add_reader(self._fd, self._readable)
 

@@ -243,7 +243,7 @@ class RegionRegistry:
         descriptors.check_reserve(region.fd, f"failed to register shared memory region '{region.request.name}'")
 
     async def restore(self, worker: WorkerProcess) -> None:
-        """Registers every region on a new worker, before the worker gets requests."""
+        """Registers every region on a new worker, before the worker gets requests. A region that the worker refuses is logged."""
         regions = [region for region in self._regions.values() if region.state is RegionState.REGISTERED]
         await asyncio.gather(*(self._restore_one(region, worker) for region in regions))
 
@@ -338,7 +338,7 @@ class RegionRegistry:
         ]
 
     async def records(self, name: str) -> bytes:
-        """Returns a JSON array with all that is known of the named region, or of all ("").
+        """Returns a JSON array with all that is known of the named region; name "": of all regions.
 
         Raises NotFound: no region has the name.
         """
