@@ -86,7 +86,7 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
     def operation(self, model: str, version: int, name: str, memory_byte_size: int = -1) -> PushParameters:
-        """Makes the operation that pushes parameters into a model's set ``name`` ("": main).
+        """Makes the operation that pushes parameters into the set ``name`` ("": main) of a model's version (0: the newest).
 
         ``memory_byte_size``: how many bytes were sent with the push itself; below 0: none were.
 
@@ -106,7 +106,7 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read(text: bytes) -> PushFields:
-    """Parses the fields of a push from JSON; an empty text gives the defaults. Raises InvalidArgument: the JSON is malformed."""
+    """Parses the JSON of a push of parameters; empty ``text`` gives the defaults. Raises InvalidArgument: the JSON is malformed."""
     try:
         return msgspec.json.decode(text, type=PushFields) if text else PushFields()
     except msgspec.MsgspecError as error:

@@ -44,7 +44,7 @@ class ScrapeRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScrapeAnswer:
-    """An HTTP answer; ``headers`` are those besides Content-Length and Connection."""
+    """An HTTP answer on the metrics port; ``headers`` are those besides Content-Length and Connection."""
 
     status: int
     body: bytes
@@ -76,7 +76,7 @@ class ScrapeExchange:
         self._whole = False
 
     async def request(self, reader: asyncio.StreamReader) -> ScrapeRequest | None:
-        """Reads the request and discards its body. Returns None if the client closed the connection before it sent anything.
+        """Reads the request, without keeping its body. Returns None if the client closed the connection before it sent anything.
 
         Raises BadRequest: the request is invalid, or its head is too large.
         """

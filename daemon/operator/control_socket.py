@@ -126,6 +126,6 @@ class ControlSocket:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Removes control sockets from the folder that killed daemons of this user have left there."""
+    """Removes from a folder the control sockets that killed daemons of this user have left there."""
     for path in runtime_directory.sockets(folder, CONTROL_SOCKET):
         unix_socket.remove_stale(path, socket.SOCK_STREAM)

@@ -66,7 +66,7 @@ class Drain:
         self._draining = asyncio.get_running_loop().create_task(self._drain(seconds))
 
     def announce(self) -> None:
-        """Makes the daemon say that it is not ready, to clients and load balancers; requests are still accepted."""
+        """Makes the daemon tell clients and load balancers that it is not ready; requests are still accepted."""
         self.phase = DrainPhase.ANNOUNCED
         self._supervisor.drain_models(True)
 

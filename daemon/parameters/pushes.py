@@ -361,10 +361,10 @@ class Parameters:
     async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
         """Returns a descriptor of the memory of a set's parameters, which the caller must close.
 
-        -1: neither their memory nor the file that they came from, unchanged, is left.
+        -1: neither their memory nor the unchanged file that they came from is left. From a file a worker makes the memory again.
+        ``worker``: that worker; None: any that serves the version.
 
-        From a file a worker makes the memory again. ``worker``: that worker; None: any that serves the version. Raises _NoWorker:
-        there is no such worker, or it died; ServingError: the worker refused.
+        Raises _NoWorker: there is no such worker, or it died; ServingError: the worker refused.
         """
         if content.memory >= 0:
             return os.dup(content.memory)
@@ -433,7 +433,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> None:
-        """Has a worker carry out what is decided already, such as a commit or drop. A worker that cannot is killed and replaced."""
+        """Has a worker carry out what is decided already, such as a commit. A worker that cannot is killed and replaced."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -517,7 +517,7 @@ class Parameters:
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Reports a worker's answer to a Load record to ``Models``: at once, or when a task has given the worker pushed parameters."""
+        """Reports a worker's answer to a Load record to ``Models``: at once, or after giving the worker pushed parameters."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)

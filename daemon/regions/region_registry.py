@@ -190,7 +190,7 @@ class RegionRegistry:
         return gpu
 
     def _placed(self, region: RegisteredRegion) -> bool:
-        """Returns whether requests that name the region must go to the workers on its GPU."""
+        """Returns whether fronts must send requests that name the region to the workers on its GPU; False: any worker will do."""
         return bool(region.device) and len(self._workers.devices) > 1
 
     async def _spread(self, region: RegisteredRegion, renews: bool = False) -> None:
@@ -299,7 +299,7 @@ class RegionRegistry:
         await self._unregister_one(kind, name)
 
     async def _forget(self, region: RegisteredRegion) -> None:
-        """Unregisters a region on every worker; its name is free when the workers have answered."""
+        """Unregisters a region on every worker that has it; its name is free for another region when all have answered."""
         name = region.request.name
         region.state = RegionState.UNREGISTERING
         region.close()
