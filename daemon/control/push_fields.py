@@ -106,7 +106,7 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read(text: bytes) -> PushFields:
-    """Parses the JSON of a push of parameters; empty ``text`` gives the defaults. Raises InvalidArgument: the JSON is malformed."""
+    """Parses the JSON of a push of parameters; "" gives the defaults. Raises InvalidArgument: the JSON is malformed."""
     try:
         return msgspec.json.decode(text, type=PushFields) if text else PushFields()
     except msgspec.MsgspecError as error:
