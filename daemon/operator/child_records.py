@@ -21,7 +21,7 @@ _MAX_ERRORS = 100
 
 
 async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Asks a child process for a list (``operation``), such as its connections; empty if it does not answer in time.
+    """Asks a child process for a list (``operation``), such as its connections. Returns it; empty: no answer came in time.
 
     A worker whose loop runs a long batch does not answer in time.
     """

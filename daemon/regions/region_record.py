@@ -118,12 +118,12 @@ class EndWatch:
         self._ended()
 
     def pause(self) -> None:
-        """Suspends the callback until ``resume``; if the descriptor becomes readable before that, it comes after that."""
+        """Suspends the callback until ``resume``. If the descriptor becomes readable meanwhile, ``ended`` is called after that."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 
     def resume(self) -> None:
-        """Lets the callback come again after ``pause``; if the descriptor became readable meanwhile, soon."""
+        """Ends a ``pause``: if the descriptor is or becomes readable, the loop calls ``ended``."""
         if self._fd >= 0:
             self._loop.add_reader(self._fd, self._readable)
 
