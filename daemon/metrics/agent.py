@@ -93,7 +93,7 @@ class Agent:
 
 
 class _Answer(asyncio.Protocol):
-    """Sends a client the line that answers HAProxy's agent-check, and closes the connection when the client does, or after 2 s."""
+    """Sends a client the line that answers HAProxy's agent-check, and closes the connection when the client does or after 2 s."""
 
     def __init__(self, line: Callable[[], bytes]) -> None:
         self._line = line

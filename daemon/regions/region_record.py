@@ -118,7 +118,7 @@ class EndWatch:
         self._ended()
 
     def pause(self) -> None:
-        """Suspends the callback until ``resume``. If the descriptor becomes readable meanwhile, ``ended`` is called after that."""
+        """Suspends the callback until ``resume``. If the descriptor becomes readable by then, ``ended`` is called after that."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 
