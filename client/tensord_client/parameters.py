@@ -155,7 +155,8 @@ def layout(parameters: Any) -> Iterator[Buffer]:
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yields (name, leaf) for each leaf of a tree.
 
-    If the program has imported JAX, JAX walks the tree, and any pytree is accepted.
+    If the program has imported JAX, JAX walks the tree, and any pytree is accepted; otherwise mappings, lists and tuples are
+    walked, and anything else is a leaf. Names are keys and indices joined by dots, such as ``dense.0.kernel``.
     """
     if "jax" in sys.modules:
         from tensord_client import in_jax

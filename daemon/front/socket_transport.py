@@ -122,7 +122,11 @@ class SocketTransport(asyncio.Transport):
             self._look_for((_OUT if self._unsent else 0) | (_BROKEN if self._ended else _LEFT))
 
     def _left_unread(self, events: int) -> None:
-        """Ends the connection, or watches it further, after the client has closed or ended its side while reading is paused."""
+        """Handles that the client has closed, or ended its side of, the connection while reading is paused.
+
+        Closed: ends the connection. Ended: ends it if the protocol heeds that, else the end is read in its order later.
+        ``events``: the mask that epoll reported.
+        """
         if events & _BROKEN:
             self._fail(ConnectionResetError("the client has gone"))
         elif self._watch.heeds_end:

@@ -114,7 +114,7 @@ class Routes:
         return [("GET", "/v2/openapi.yaml", self.openapi, "OpenApi")]
 
     def application(self) -> Starlette:
-        """Makes the ASGI application that serves the routes of ``table``, ``refused`` and ``undescribed``."""
+        """Makes the ASGI application of all routes: documented, answered with an error, or left out of the OpenAPI document."""
         routes = [
             Route(
                 path,

@@ -147,9 +147,10 @@ class DeviceRoom:
         return parameters.byte_size <= self._limit
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps a set that a newer version has replaced in host memory, so that it can be put into use again (roll-back).
+        """Keeps in host memory a set that a newer version has replaced, so that it can be put into use again (roll-back).
 
-        The oldest of the replaced sets are forgotten while all of them have more bytes than sets may take on the device.
+        The oldest of the kept sets are forgotten while these have together more bytes than sets may take on the device: one limit
+        for both.
         """
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:

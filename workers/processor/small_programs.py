@@ -50,9 +50,9 @@ class SmallPrograms:
         self._possible = True
 
     def open(self) -> Placement | None:
-        """Returns the placement of small programs: the single-thread device, with the parameters in the same memory.
+        """Returns the placement of small programs: the single-thread device, with the version's parameters, which are not copied.
 
-        None: this version cannot use that device.
+        None: an attempt of this version to use that device has failed.
         """
         with self._opening:
             if self._placement is None and self._possible:
