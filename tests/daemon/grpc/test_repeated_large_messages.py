@@ -439,11 +439,13 @@ def test_tracing_that_begins_and_ends_in_between(tmp_path: Path, served: Served,
     front.sync()
     for number in range(3):
         ask(client, worker, path, number, f"id{number}")
-        assert is_numbered(worker.record) and worker.record.trace
+        assert is_numbered(worker.record)
+        assert worker.record.trace
     front.send(TraceChanged("", 0, 1, 0, ""))
     front.sync()
     ask(client, worker, path, 3, "id3")
-    assert is_numbered(worker.record) and not worker.record.trace
+    assert is_numbered(worker.record)
+    assert not worker.record.trace
     until(lambda: traces(file) == {f"id{number}": BEGIN + END for number in range(3)})
     nothing_on_loan(front, worker)
 
