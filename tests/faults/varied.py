@@ -178,7 +178,10 @@ class Dice:
             found["sequence_id"] = self.choice(number, f"sequence {number}")
             found |= {key: True for key in ("sequence_start", "sequence_end") if self.chance(0.5)}
         if self.chance(0.1):
-            found["parameter_set"] = self.choice("main", f"customer-{self._random.randrange(10)}")
+            # No model here has a set of a customer.
+            found["parameter_set"] = (
+                self.choice("main", f"customer-{self._random.randrange(10)}") if self._wrong else "main"
+            )
         return found
 
     def asked(self) -> Asked:
