@@ -20,9 +20,9 @@ class Footprint:
     #: Resident and shared with nobody. Arenas are in ``shared_bytes``, but for what no other process has mapped now.
     private_bytes: int
     shared_bytes: int
-    #: Of ``private_bytes``, what lies in arenas: ``arenas.keep_byte_size`` of it may be kept for the next large tensors.
+    #: The part of ``private_bytes`` that is arenas; ``arenas.keep_byte_size`` of it may be kept for the next large tensors.
     arena_bytes: int = 0
-    #: What the descriptors are, "socket" or "memfd:tensord" -> how many.
+    #: Kind of descriptor, such as "socket" or "memfd:tensord" -> how many of it there are.
     kinds: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod

@@ -43,7 +43,7 @@ class Run:
     busiest: float
     #: Requests that the client had answered and the daemon does not count as answered.
     lost: int
-    #: Of all other processes of the daemon: the supervisor, and fronts of other protocols.
+    #: Processor time of all other processes of the daemon: the supervisor, and fronts of other protocols.
     others_us: float = 0.0
 
     @property

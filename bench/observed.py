@@ -34,7 +34,7 @@ from bench.server import Usage, children, serving
 _PORT = 18140
 _ROWS = ("small-http-c16", "small-grpc-c16")
 _SCRAPES = 50
-#: What the state before has left to do is over by then.
+#: A pause after each switch of the daemon's state, in which work that the state before has left to it ends.
 _SETTLE_SECONDS = 0.5
 #: Takes spans, on a port that it prints.
 _COLLECTOR = """

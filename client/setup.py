@@ -8,7 +8,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-#: As ``tensord_client.native.SOURCES``.
+#: The sources of the part in C, those that ``tensord_client.native.SOURCES`` names, in the same order.
 _SOURCES = ("tensord_client/_exchange.c", "tensord_client/_records.c", "tensord_client/_records.h")
 _CHECKSUM = 0
 for _source in _SOURCES:

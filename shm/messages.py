@@ -316,9 +316,14 @@ def set_named(parameters: Mapping[str, Parameter]) -> tuple[dict[str, Parameter]
         return others, ""
     if type(name) is not str:
         raise InvalidArgument(f"parameter '{SET_PARAMETER}' is {name!r}, a text is expected")
+    return others, checked_set_name(name)
+
+
+def checked_set_name(name: str) -> str:
+    """Returns the name of a parameter set that a request names. Raises InvalidArgument: it is empty."""
     if not name:
         raise InvalidArgument(f"parameter '{SET_PARAMETER}' is empty, the name of a parameter set is expected")
-    return others, name
+    return name
 
 
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:

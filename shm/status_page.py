@@ -46,7 +46,7 @@ class WorkerState(enum.IntEnum):
 
 
 class Outputs(enum.IntEnum):
-    """Whether XLA writes a worker's large outputs directly where clients or fronts read them, or they are copied there."""
+    """Says whether XLA writes a worker's large outputs directly where clients or fronts read them, or they are copied there."""
 
     #: Nothing is decided: the worker starts.
     UNKNOWN = 0

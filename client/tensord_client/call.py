@@ -112,7 +112,7 @@ class Call:
         self.streams = streams
         self.pure = pure
         self.detached = detached
-        #: What a connection has found out about the inputs of a call that is sent many times; None: the call is sent once.
+        #: Layouts that a connection keeps for a call that is sent many times; None: the call is sent once.
         self.layouts: dict[Any, Any] | None = None
 
     @property

@@ -9,7 +9,7 @@ from tensord_client.worker_lane import WorkerLane
 
 
 class OpenedModel:
-    """What the daemon said of one version of a model, or of its newest: the description, and lanes (sockets) to its workers."""
+    """Holds a model's description as the daemon gave it, of one version or the newest, and the lanes (sockets) to its workers."""
 
     def __init__(self, description: Description, lanes: list[WorkerLane], coming: int, opened_at: float) -> None:
         """Stores an answer of the daemon.

@@ -46,7 +46,7 @@ _TAKEN = 1024
 _SENDINGS = 2
 #: Seconds between two looks at a request that another thread sends again.
 _ASIDE = 0.005
-#: What is known of an output whose bytes come in the answer's record: name, shape, dtype, byte size.
+#: Describes an output whose bytes come in the answer's record: name, shape, dtype, byte size.
 Plan = tuple[str, tuple[int, ...], np.dtype, int]
 
 

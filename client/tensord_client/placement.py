@@ -346,18 +346,6 @@ def own_fields(call: Call) -> bytes:
     Raises: InvalidArgument: one has no encoding.
     """
     deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
-    if not (
-        call.request_id
-        or call.priority
-        or call.timeout_us
-        or call.sequence_id
-        or call.sequence_start
-        or call.sequence_end
-        or call.replace_key
-        or call.parameter_set
-        or deadline_ns
-    ):
-        return wire.BARE
     try:
         return wire.own_fields(
             call.request_id,

@@ -65,7 +65,8 @@ class Answer(dict):  # type: ignore[type-arg]
     @property
     def copied_bytes(self) -> int | None:
         """Returns how many bytes the server copied for the request; None: the server did not say."""
-        return None if self.times is None else Timing(*self.times).copied_bytes
+        timing = self.timing
+        return None if timing is None else timing.copied_bytes
 
     def release(self) -> None:
         """Gives the memory that outputs lie in back to the server, and removes all outputs from this answer. Idempotent.

@@ -133,7 +133,7 @@ def request(
 
 
 #: The encoded fields of a request whose fields all have their default values.
-BARE = b"\xa0\xcf" + bytes(8) + b"\0\0\0\0\xc2\xc2" + bytes((TIMING, 0)) + b"\xa0\xa0"
+_BARE = b"\xa0\xcf" + bytes(8) + b"\0\0\0\0\xc2\xc2" + bytes((TIMING, 0)) + b"\xa0\xa0"
 
 
 def own_fields(
@@ -160,7 +160,7 @@ def own_fields(
     """
     scheduled = priority or timeout_us or sequence_id or sequence_start or sequence_end or replace_key
     if not (client_id or scheduled or parameter_set):
-        return BARE if not deadline_ns else b"".join((BARE[:2], deadline_ns.to_bytes(8, "big"), BARE[10:]))
+        return _BARE if not deadline_ns else b"".join((_BARE[:2], deadline_ns.to_bytes(8, "big"), _BARE[10:]))
     return b"".join(
         (
             msgpack.text(client_id),

@@ -54,7 +54,7 @@ class LaneEnded(Exception):
 
 
 class Waiting(Protocol):
-    """What a lane (the socket to a worker) uses of a request in flight: methods to call when an answer comes or the lane ends."""
+    """Describes what a lane (the socket to a worker) calls of a request in flight: on its answers, and at the lane's end."""
 
     #: False once an answer has come or the request has ended.
     waiting: bool

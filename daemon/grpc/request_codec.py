@@ -23,7 +23,7 @@ from tensord.shm.arrays import DTYPES, byte_content
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
-from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput
+from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput, checked_set_name
 
 _INT64 = (1 << 63) - 1
 #: Datatype of a contents field, and the datatypes that may come in it.
@@ -307,9 +307,7 @@ def _text(key: str, value: Any, kind: str | None) -> str:
 
 
 def _set_name(key: str, value: Any, kind: str | None) -> str:
-    if not (name := _text(key, value, kind)):
-        raise InvalidArgument(f"parameter '{key}' is empty, the name of a parameter set is expected")
-    return name
+    return checked_set_name(_text(key, value, kind))
 
 
 def _priority(key: str, value: Any, kind: str | None) -> int:

@@ -7,7 +7,6 @@ as Triton writes them, though JSON has no such literals.
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from tensord.shm.arrays import DTYPES, array
+from tensord.shm.arrays import array
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import PreparedTensor
 
@@ -76,9 +75,6 @@ def _values(tensor: PreparedTensor, content: bytes | memoryview) -> npt.NDArray[
         raise InvalidArgument(
             f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
         )
-    dtype = DTYPES[tensor.datatype]
-    if tensor.datatype != "BYTES" and len(content) == math.prod(tensor.shape) * dtype.itemsize:
-        return np.frombuffer(content, dtype)
     return array(content, tensor.datatype, tensor.shape, f"output '{tensor.name}'").ravel()
 
 

@@ -42,7 +42,7 @@ from tensord.daemon.http.request_head import (
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
-from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput
+from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput, checked_set_name
 from tensord.shm.open_shape import OPEN, check, closed, elements, is_open
 
 #: Shorter texts are read whole, longer ones only once their large data is cut out.
@@ -412,9 +412,7 @@ def _sequence_id(key: str, value: Any) -> int | str:
 
 
 def _set_name(key: str, value: Any) -> str:
-    if not (name := text(key, value)):
-        raise InvalidArgument(f"parameter '{key}' is empty, the name of a parameter set is expected")
-    return name
+    return checked_set_name(text(key, value))
 
 
 #: Name of a parameter -> the field of Scheduling that it fills, and what reads it.

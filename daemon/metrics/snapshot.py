@@ -19,7 +19,7 @@ from tensord.shm.refusals import Refusal
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """What the metrics show of one worker slot, the place of one worker process, whether a process runs there now or not."""
+    """Holds what the metrics show of one worker slot: the place of one worker process, whether one runs there now or not."""
 
     name: str
     device: str
@@ -45,7 +45,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class FrontSlot:
-    """What the metrics show of one front slot, the place of one front process, whether a process runs there now or not."""
+    """Holds what the metrics show of one front slot: the place of one front process, whether one runs there now or not."""
 
     name: str
     protocol: str

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class State(NamedTuple):
-    """What one poll has found of a model's folder; the model is loaded again only if this has changed since its last load."""
+    """Holds what one poll has found of a model's folder; the model is loaded again only if this has changed since."""
 
     fingerprint: str
     chosen: tuple[int, ...]

@@ -434,7 +434,7 @@ GRPC_FAULTS = [
 def test_grpc(
     inject: Callable[..., Fault], caplog: pytest.LogCaptureFixture, owner: Any, name: str, row: GrpcRow, warm: int
 ) -> None:
-    """The same faults are told over gRPC; on a stream a fault changes no other client's messages, nor the stream's other ones."""
+    """Faults are told over gRPC as over HTTP; on a stream a fault changes no other client's messages, nor the stream's others."""
 
     fault = inject(owner, name, -1)
 

@@ -35,7 +35,7 @@ from tests.faults.mutations import Mutator
 
 COUNT = int(os.environ.get("TENSORD_BAD_REQUESTS", "10000"))
 SEED = int(os.environ.get("TENSORD_BAD_REQUESTS_SEED", "1"))
-#: Of all, on connections of their own; the others are bodies, each of which takes thirty times as long to make up.
+#: Requests with changed bytes, each on a connection of its own; the others are bodies, which take 30 times as long to make up.
 MUTATED = COUNT * 24 // 25
 CLIENTS = 4
 #: Not supported; not in this control mode; not this version of HTTP.

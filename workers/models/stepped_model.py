@@ -9,9 +9,7 @@ in the order in which the runs were given to the device. Used by the worker's lo
 from __future__ import annotations
 
 import bisect
-import contextlib
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -79,10 +77,6 @@ class SteppedModel:
         self.gather = declared.gather
         self._version = version
         self._signature = signature
-        #: Makes the context of a run.
-        self._precision: Callable[[], contextlib.AbstractContextManager[object]] = (
-            functools.partial(precision, signature) if signature.wide else contextlib.nullcontext
-        )
         self._shapes = RequestShapes(signature, buckets)
         self._largest = {axis: sizes[-1] for axis, sizes in buckets.axes.items()}
         self._named = buckets.named
@@ -155,7 +149,7 @@ class SteppedModel:
     def _run(self, call: DeviceCall, given: tuple[Any, ...], chosen: ParameterSet | None) -> DeviceRun:
         executables = self.executables
         parameters = (executables.sets.main if chosen is None else chosen).on(executables.at)
-        with self._precision():
+        with precision(self._signature):
             if self._carry is None:
                 self._carry = executables.init(parameters)
             carry = self._carry
