@@ -21,10 +21,13 @@ from types import ModuleType
 STALE = "it was built from other sources than those that lie beside it"
 
 
-def sources(files: Sequence[Path]) -> str:
-    """Returns the names of source files and a hash of their contents, the text that is compiled into an extension as SOURCES."""
-    found = hashlib.sha256(b"\0".join(file.read_bytes() for file in files))
-    return " ".join([*(file.name for file in files), found.hexdigest()])
+def sources(folder: Path, names: Sequence[str]) -> str:
+    """Returns the names of source files and a hash of their contents, the text that is compiled into an extension as SOURCES.
+
+    ``names``: the files' paths, relative to the extension's folder.
+    """
+    found = hashlib.sha256(b"\0".join((folder / name).read_bytes() for name in names))
+    return " ".join([*names, found.hexdigest()])
 
 
 def check(module: ModuleType) -> None:
@@ -34,13 +37,10 @@ def check(module: ModuleType) -> None:
     """
     assert module.__file__ is not None
     folder, built = Path(module.__file__).parent, getattr(module, "SOURCES", "")
-    files = [folder / name for name in built.split()[:-1]]
-    if not built or (any(file.exists() for file in files) and not _are(files, built)):
+    names = built.split()[:-1]
+    there = [(folder / name).exists() for name in names]
+    if not built or (any(there) and not (all(there) and sources(folder, names) == built)):
         raise ImportError(STALE)
-
-
-def _are(files: Sequence[Path], built: str) -> bool:
-    return all(file.exists() for file in files) and sources(files) == built
 
 
 def missing(parts: Mapping[str, str]) -> tuple[str, ...]:

@@ -10,17 +10,7 @@
  * Source: RFC 7541; sections stand where they are followed.
  */
 
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
-
-/* Python 3.13.0's own returns a constant without a reference, because it counts none of them: the Pythons before it would end sooner
- * or later, with a part that was built there. */
-#undef Py_RETURN_NONE
-#define Py_RETURN_NONE return Py_INCREF(Py_None), Py_None
-#undef Py_RETURN_TRUE
-#define Py_RETURN_TRUE return Py_INCREF(Py_True), Py_True
-#undef Py_RETURN_FALSE
-#define Py_RETURN_FALSE return Py_INCREF(Py_False), Py_False
+#include "../../shm/_python.h"
 
 #include <stdbool.h>
 #include <stdint.h>

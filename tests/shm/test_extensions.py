@@ -26,25 +26,28 @@ ADVICE = (
 
 
 def test_sources_are_told_by_names_and_content(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.c", tmp_path / "b.h"
-    first.write_bytes(b"one")
-    second.write_bytes(b"two")
-    told = sources([first, second])
-    assert told.split()[:-1] == ["a.c", "b.h"]
-    assert sources([first, second]) == told
-    second.write_bytes(b"other")
-    assert sources([first, second]) != told
+    (tmp_path / "folder").mkdir()
+    names = ("a.c", "../b.h")
+    (tmp_path / "folder" / "a.c").write_bytes(b"one")
+    (tmp_path / "b.h").write_bytes(b"two")
+    told = sources(tmp_path / "folder", names)
+    assert tuple(told.split()[:-1]) == names
+    assert sources(tmp_path / "folder", names) == told
+    (tmp_path / "b.h").write_bytes(b"other")
+    assert sources(tmp_path / "folder", names) != told
 
 
 def test_parts_that_were_built_with_the_newest_python_are_for_older_ones() -> None:
     """Python 3.13's headers parse "#" in a format otherwise, and return None without a reference: a part then fails in 3.11."""
     parts = [path for folder in ("client", "daemon", "shm", "workers") for path in (ROOT / folder).rglob("*.[ch]")]
-    texts = {path.name: path.read_text() for path in parts}
-    assert {"_guard.c", "_records.c"} <= texts.keys()
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in parts}
     assert [name for name, text in texts.items() if re.search(r'"[^"\n]*[esuyz]#[^"\n]*"', text)] == []
-    for name, text in texts.items():
-        for constant in ("NONE", "TRUE", "FALSE") if "<Python.h>" in text else ():
-            assert f"#define Py_RETURN_{constant} return Py_INCREF(" in text, name
+    # Each distribution includes Python's headers in one place.
+    places = {name for name, text in texts.items() if "<Python.h>" in text}
+    assert places == {"client/tensord_client/_records.h", "shm/_python.h"}
+    for name in places:
+        for constant in ("NONE", "TRUE", "FALSE"):
+            assert f"#define Py_RETURN_{constant} return Py_INCREF(" in texts[name], name
 
 
 @pytest.mark.skipif(not guard.available, reason="the C extension was not built")
@@ -53,9 +56,13 @@ def test_parts_that_were_built_with_the_newest_python_are_for_older_ones() -> No
     [
         (lambda folder: None, "True"),
         # As in a wheel.
-        (lambda folder: (folder / "_guard.c").unlink(), "True"),
+        (lambda folder: [(folder / name).unlink() for name in ("_guard.c", "_python.h")], "True"),
         (
             lambda folder: (folder / "_guard.c").write_text("/* newer */"),
+            f"False W (tensord.shm._guard: {STALE}) {ADVICE}",
+        ),
+        (
+            lambda folder: (folder / "_python.h").write_text("/* newer */"),
             f"False W (tensord.shm._guard: {STALE}) {ADVICE}",
         ),
         (
@@ -63,7 +70,7 @@ def test_parts_that_were_built_with_the_newest_python_are_for_older_ones() -> No
             f"False W (tensord.shm._guard: it was not built) {ADVICE}",
         ),
     ],
-    ids=["built", "no sources", "stale", "not built"],
+    ids=["built", "no sources", "stale", "stale header", "not built"],
 )
 def test_a_checkout_in_each_state(tmp_path: Path, change: Callable[[Path], object], said: str) -> None:
     package = tmp_path / "tensord"
