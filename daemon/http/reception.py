@@ -22,8 +22,6 @@ from tensord.shm.refusals import Refusal
 
 #: Larger JSON of known length goes straight into memory of its own.
 COLLECT_JSON_BYTE_SIZE = 64 << 10
-#: The body before ``begin``.
-_NO_BODY = CollectedBody()
 
 
 class Reception(Receiver):
@@ -58,7 +56,8 @@ class Reception(Receiver):
         self._head = head
         self._pause = pause
         self._on_progress = progressed
-        self.body: Body = _NO_BODY
+        #: Its own from the start: also the bytes of a request that is refused before ``begin`` are counted here.
+        self.body: Body = CollectedBody()
 
     @property
     def ready(self) -> bool:

@@ -57,6 +57,18 @@ def test_no_room_is_said_with_both_numbers() -> None:
             assert client.answer().status == 200
 
 
+def test_bodies_of_refused_requests_do_not_add_up() -> None:
+    """Requests for a model that is not there are answered so, also when their bodies together exceed what one may have."""
+    with serving(http={"port": 0, "max_body_byte_size": MIB}) as (front, (worker,)), front.client() as client:
+        missing = binary_request(bytes(300_000), model="missing")
+        for _ in range(6):
+            client.send(missing)
+            assert client.answer().status == 404
+        client.send(binary_request(bytes(300_000)))
+        worker.echo(worker.next())
+        assert client.answer().status == 200
+
+
 def test_who_leaves_while_waiting_for_room_keeps_none() -> None:
     arenas = {"byte_size": MIB, "max_byte_size": MIB, "wait": 60.0, **WHOLE}
     with serving(arenas=arenas) as (front, (worker,)), contextlib.ExitStack() as stack:
