@@ -203,8 +203,7 @@ class SubmitterLane:
                 number = record.prepared
                 # The number is resolved now: a later record may give it another meaning.
                 if isinstance(number, PreparedAnswer):
-                    # What lies in no region travels with every record.
-                    prepared, own = number, sum([tensor.region is None for tensor in number.outputs])
+                    prepared, own = number, _own_tensors(number)
                 else:
                     prepared, own = known[number]
                 if len(record.contents) != own:
@@ -215,8 +214,7 @@ class SubmitterLane:
                     prepared, record = LAST, self._unreachable(record.request_id, record.lease)
                 answers.append((prepared, record))
             elif type(record) is PrepareAnswer:
-                own = sum([tensor.region is None for tensor in record.prepared.outputs])
-                known.learn(record.number, (record.prepared, own))
+                known.learn(record.number, (record.prepared, _own_tensors(record.prepared)))
             else:
                 self._apply_segment(record, [])
         return answers
@@ -477,6 +475,11 @@ class WorkerLane:
         self._channel.close()
         self._requests.close()
         self._arena.close()
+
+
+def _own_tensors(prepared: PreparedAnswer) -> int:
+    """Returns how many tensors each answer of one kind carries in its own record: those that lie in no region."""
+    return sum([tensor.region is None for tensor in prepared.outputs])
 
 
 def _agree(records: list[Any], fds: list[int]) -> bool:

@@ -152,9 +152,7 @@ class Submitter:
             else:
                 self._put(workers[0] if len(workers) == 1 else min(workers, key=load), request)
         except BaseException:
-            everything.pop(request.record.request_id, None)
-            for lease in request.leases:
-                self.give_back(lease)
+            self._finish(request)
             raise
 
     def _too_many(self, request: InFlight) -> Unavailable:
@@ -237,10 +235,13 @@ class Submitter:
         self._finish(request)
 
     def _finish(self, request: InFlight) -> None:
-        """Removes a request from those in flight and gives back its inputs' leases. (``_receive`` mostly does so itself.)"""
-        if self._in_flight.pop(request.record.request_id, None) is not None:
-            for lease in request.leases:
-                self.give_back(lease)
+        """Removes a request from those in flight and gives back its inputs' leases. Idempotent.
+
+        ``_receive`` does the same by itself for answers that are no errors, which are most.
+        """
+        self._in_flight.pop(request.record.request_id, None)
+        for lease in request.leases:
+            self.give_back(lease)
 
     # --------------------------------------------------------------------------------------- records leave for workers
 
