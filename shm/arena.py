@@ -400,11 +400,6 @@ class Buddies:
                 self._free[order][offset] = None
             given.clear()
 
-    def free_blocks(self) -> dict[int, int]:
-        """Returns offset -> byte size of every free block, joined where possible; for tests and statistics."""
-        self._join()
-        return {offset: BLOCK << order for order, blocks in enumerate(self._free) for offset in blocks}
-
 
 class ArenaMap:
     """An arena in a process that only reads it: the owner's segments, mapped once SegmentOpened came, as read-only views."""

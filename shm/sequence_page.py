@@ -274,12 +274,6 @@ class SequencePage:
         words[hole] = 0
         return True
 
-    def longest_way(self) -> int:
-        """Returns how many entries a reader compares to find the key that is hardest to find; for tests."""
-        words, span = self._words, self._end - _HEADER
-        places = range(_HEADER, self._end, _ENTRY)
-        return max(((at - self._home(words[at])) % span // _ENTRY + 1 for at in places if words[at]), default=0)
-
     def close(self) -> None:
         """Unmaps the page. Idempotent."""
         self._words.release()

@@ -85,11 +85,6 @@ class Acceptor:
         while self._opening and self._loop.time() < deadline:
             await asyncio.sleep(_OPENING_POLL_SECONDS)
 
-    @property
-    def leaves_it(self) -> bool:
-        """Returns whether this front leaves new connections to other fronts at this moment, or has no resources for them."""
-        return self._timer is not None
-
     def _readable(self, listener: ListeningSocket) -> None:
         mine, least = self._counters.own() + len(self._opening), self._counters.least()
         if least is not None and mine > least + (least >> 3) and not self._replaces(mine):

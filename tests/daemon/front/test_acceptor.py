@@ -49,6 +49,11 @@ class Taker:
         #: Of all that connected.
         self.owners: list[str] = []
 
+    @property
+    def leaves_it(self) -> bool:
+        """Returns whether it leaves new connections to others at this moment."""
+        return self.acceptor._timer is not None
+
     def open(self, connection: socket.SocketType, owner: str) -> None:
         self.owners.append(owner)
         self.sockets.open(connection, Connection(self))
@@ -79,7 +84,7 @@ class Shared:
 
     async def next_row(self) -> int:
         """Connects a client while no front leaves connections to others; returns the front that accepts it."""
-        while any(taker.acceptor.leaves_it for taker in self.takers):
+        while any(taker.leaves_it for taker in self.takers):
             await asyncio.sleep(0.001)
         return await self.row_of(self.connect())
 
@@ -180,7 +185,7 @@ async def test_in_the_place_of_one_that_ended(shared: Shared) -> None:
         """Says whether the next connection was first left to other fronts."""
         client, before, left = shared.connect(), len(taker.owners), False
         while len(taker.owners) == before:
-            left = left or taker.acceptor.leaves_it
+            left = left or taker.leaves_it
             await asyncio.sleep(0)
         assert await shared.row_of(client) == 0
         return left
