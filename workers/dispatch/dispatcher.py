@@ -16,6 +16,7 @@ batch, the one whose request has waited longest. Every request in ``SubmitterLin
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -25,23 +26,25 @@ from tensord.config.options import Options
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
 from tensord.shm.messages import TIMING, EndSequence, RequestRecord, Taken
 from tensord.shm.refusals import Refusal
-from tensord.shm.status_page import StatusPage
+from tensord.shm.status_page import LOOP_SLOT, StatusPage
 from tensord.workers.dispatch.cached_answers import CachedAnswers
 from tensord.workers.dispatch.calls import Calls
 from tensord.workers.dispatch.ensembles import EnsembleRuns
 from tensord.workers.dispatch.expiry import Expiry
 from tensord.workers.dispatch.instance_runs import InstanceRuns
 from tensord.workers.dispatch.lane_answers import LaneAnswers
-from tensord.workers.dispatch.loop_runs import LoopRuns
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.dispatch.shape_compiler import COMPILER_SLOT, ShapeCompiler
 from tensord.workers.dispatch.stepping import SteppingRuns
-from tensord.workers.models.execution import Execution
+from tensord.workers.models.execution import Execution, run
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import AgendaPart, ModelVersion, by_version
 from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.models.statistics import Failure
+from tensord.workers.programs.executable import Executable
+from tensord.workers.programs.grouped_calls import GroupedCalls
+from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, works
 from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.requests.prepared import Preparation, validate
@@ -49,11 +52,17 @@ from tensord.workers.requests.request import Request, controls_of, named
 from tensord.workers.requests.submitter_link import NEVER_LOOKED, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER, Agenda
 from tensord.workers.scheduling.planner import Refuse, Run, WaitUntil
+from tensord.workers.scheduling.queue import shapes_of
 from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 #: The first place on the status page that belongs to an instance, behind the loop's and the compiler's.
 FIRST_INSTANCE_SLOT = COMPILER_SLOT + 1
+#: Answers of several runs share a flush while so many requests wait: what fewer wait for leaves at once, so that the front is not
+#: idle meanwhile.
+_MANY = 4
+#: And while what the runs have to do does not make up an iteration (``weight.share_of``). So many calls of programs do as well.
+_CALLS = 32
 
 
 def _at_once(call: Callable[[], None]) -> None:
@@ -84,7 +93,9 @@ class Dispatcher:
         """
         self._models = models
         self._regions = regions
+        self._page = page
         self._clock = clock
+        self._check = check
         self._agenda: Agenda[AgendaPart] = Agenda()
         self._outbox = Outbox(options.arenas, self._agenda)
         self._cached = CachedAnswers(self._outbox, clock)
@@ -106,9 +117,8 @@ class Dispatcher:
             self._finish,
             self._changed,
         )
-        self.loop_runs = LoopRuns(
-            self._outbox, self._compiler, self.ensembles, page, clock, check, self._take, self._finish
-        )
+        #: The work of the last program that ran in the loop, as a part of an iteration (``weight.share_of``).
+        self._share = 0.0
         self._stepping = SteppingRuns(self.responses, page, clock, check)
         self._expiry = Expiry(models, self._outbox, self._agenda)
         self.calls = Calls(
@@ -338,7 +348,7 @@ class Dispatcher:
     @property
     def runs_short_programs(self) -> bool:
         """True if the last program run in the loop took much less time than an iteration, and no model runs steps."""
-        return not self._stepping.living and self.loop_runs.share < 1
+        return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:
         """Sends answers and responses that waited for room and fit by now; those that waited too long are replaced by errors."""
@@ -362,7 +372,7 @@ class Dispatcher:
                 self._agenda.wake(version)
         alone = len(self._active) == 1 and not self._stepping.living
         self._active.pop(first, None)
-        self.loop_runs.run(first, now_ns, alone)
+        self._run(first, now_ns, alone)
         if len(first.planner):
             self._active[first] = None
             self._agenda.wake(first)
@@ -390,6 +400,53 @@ class Dispatcher:
             self._active.pop(version, None)
         self._agenda.put(version, next_ns if waits else NEVER)
         return None
+
+    def _run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
+        """Runs a version's next batch in the loop, and with ``alone`` further ones while many requests wait for short programs.
+
+        The answers of these batches leave together, with one system call and one wake-up of the receiver.
+
+        Args:
+          alone: whether no other model has requests.
+        """
+        done = self._run_batch(version, now_ns)
+        while alone and done < 1 and len(version.planner) >= _MANY:
+            done += self._run_batch(version, self._clock()) + 1 / _CALLS
+
+    def _run_batch(self, version: ModelVersion, now_ns: int) -> float:
+        """Runs a version's next batch, or parks it until its program is compiled.
+
+        Returns the run's work as a fraction of a loop iteration; infinite: run no more now.
+        """
+        batch, model = self._take(version, now_ns), version.jitted
+        if batch and version.loaded.ensemble is not None:
+            self._share = 0.0
+            return math.inf if self.ensembles.run(version, version.loaded.ensemble, batch, now_ns) else 0
+        if not batch or model is None:
+            return math.inf
+        executable: Executable | GroupedProgram | None = None
+        grouped = model.grouped
+        if grouped is not None and not self._outbox.blocked and not model.executables.device.keeps(batch[0]):
+            executable = _extend(version, grouped, batch)
+        if executable is None:
+            executable = model.find(batch)
+        if executable is None:
+            self._compiler.park(version, batch, model.wanted_by(batch))
+            return 0
+        execution = Execution(batch, now_ns, executable)
+        # What is kept as an answer for others must not lie where a client can write to it.
+        sizes = model.sizes(executable, batch) if version.cache is None else None
+        if sizes is not None:
+            self._outbox.prepare(execution, sizes)
+        # Written before and cleared after, so that a batch that kills this process is known by its requests.
+        self._page.begin(
+            LOOP_SLOT, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
+        )
+        run(model, execution, self._check)
+        self._page.end(LOOP_SLOT, execution.computed_ns)
+        self._finish(version, execution)
+        self._share = executable.share
+        return executable.share if len(version.planner) >= _MANY else math.inf
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
         """Removes the next batch of a version from its queue and returns it, without the requests that are held back.
@@ -460,3 +517,16 @@ class Dispatcher:
 
 def _since(due: tuple[Run, ModelVersion]) -> int:
     return due[0].since_ns
+
+
+def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
+    """Adds waiting requests that can share a program call with the first request to ``batch``.
+
+    Returns the program for all of them; None: there is none, and nothing was added.
+    """
+    key = batch[0].key
+    waiting = version.queue.rows(key)
+    program = grouped.find(shapes_of(key), waiting + 1)
+    if program is not None and waiting and program.rows > 1:
+        batch += version.queue.take(key, program.rows - 1)
+    return program
