@@ -228,7 +228,7 @@ class Supervisor:
             self._regions.close()
             self._trace_settings.close()
             if self._spans is not None:
-                await asyncio.to_thread(self._spans.close)
+                await self._spans.close()
             self._notifier.close()
             self.fronts.close()
         return self._shutdown.exit_status

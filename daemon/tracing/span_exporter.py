@@ -8,33 +8,31 @@
       send                                         [-----]
       infer step            [--------]                          of a request that was made for this one, with its own parts
 
-The library sends spans in its own thread and keeps a bounded number of them while the collector does not answer; further spans
-are dropped and counted. Source: OpenTelemetry's specification of traces.
+    export ─▶ ExportTraceServiceRequest, until it has enough spans or has waited long enough ─▶ ``span_sender``, a thread
+
+Spans are made as protobuf messages at once: an object of the library's SDK for each span, which it encodes afterwards, takes many
+times as long. A bounded number of spans waits while the collector does not answer; further spans are dropped and counted.
+Source: OpenTelemetry's specification of traces, opentelemetry-proto.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import random
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tensord.config.log import Seldom
 from tensord.shm import trace_stamps as stamps
 from tensord.shm.control_records import EndedTrace
-from tensord.shm.messages import Parameter, Timeline
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import SpanContext, SpanKind
+from tensord.shm.messages import Timeline
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 2.0
-#: The variable that says how many spans may wait for the collector, and how many may where it does not.
-_WAITING_VARIABLE, _MAX_WAITING = "OTEL_BSP_MAX_QUEUE_SIZE", 2048
 #: Part of a request -> the stamps at its two ends.
 _PARTS = (
     ("receive", stamps.HTTP_RECV_START, stamps.HTTP_RECV_END),
@@ -49,7 +47,7 @@ _PARTS = (
 def installed() -> bool:
     """Returns whether the libraries that export spans are installed (the extra ``otel``)."""
     try:
-        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+        return all(map(find_spec, ("opentelemetry.proto", "opentelemetry.sdk", "requests")))
     except ModuleNotFoundError:
         return False
 
@@ -68,13 +66,20 @@ class SpanCounts:
         """Returns how many spans are queued or being sent."""
         return self.queued - self.sent - self.failed
 
+    def sending_ended(self, spans: int, taken: bool) -> None:
+        """Counts the spans of a message that was sent. ``taken``: whether the collector has taken it."""
+        if taken:
+            self.sent += spans
+        else:
+            self.failed += spans
+
     def outcomes(self) -> dict[str, int]:
         """Returns how many spans were sent, failed to be sent, or were dropped: the keys "sent", "failed" and "dropped"."""
         return {"sent": self.sent, "failed": self.failed, "dropped": self.dropped}
 
 
 class SpanExporter:
-    """Sends the spans of ended traces to a collector. Used by the supervisor.
+    """Sends the spans of ended traces to a collector. Used by the supervisor, in its loop.
 
     Args:
       url: the collector's endpoint for OTLP over HTTP, such as ``http://127.0.0.1:4318/v1/traces``.
@@ -83,113 +88,113 @@ class SpanExporter:
     """
 
     def __init__(self, url: str, service: str, counts: SpanCounts) -> None:
-        from opentelemetry import trace
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+        from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags, Status
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-        from opentelemetry.sdk.trace import ReadableSpan
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        class QuickResource(Resource):
-            """A Resource hashed by identity: the library's hash writes all attributes as JSON, once for each span sent."""
-
-            def __hash__(self) -> int:
-                return id(self)
-
-        class CountedExporter(OTLPSpanExporter):
-            """Sends spans, and counts those that arrived or failed. Runs in the thread of BatchSpanProcessor."""
-
-            def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-                result = SpanExportResult.FAILURE
-                try:
-                    result = super().export(spans)
-                finally:
-                    if result is SpanExportResult.SUCCESS:
-                        counts.sent += len(spans)
-                    else:
-                        counts.failed += len(spans)
-                return result
+        from tensord.daemon.tracing.span_sender import SpanSender
 
         self._counts = counts
-        self._most = _max_waiting()
+        #: How many spans may wait for the collector, how many make a message, and after which time fewer do.
+        self._most = _variable("OTEL_BSP_MAX_QUEUE_SIZE", 2048)
+        self._together = min(self._most, _variable("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512))
+        self._seconds = _variable("OTEL_BSP_SCHEDULE_DELAY", 5000) / 1e3
         self._seldom = Seldom()
-        self._trace = trace
-        self._span = ReadableSpan
-        self._flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+        self._internal, self._server = Span.SPAN_KIND_INTERNAL, Span.SPAN_KIND_SERVER
+        self._error = Status.STATUS_CODE_ERROR
+        self._here = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
+        self._elsewhere = self._here | SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
+        #: A message without spans.
+        self._empty = ExportTraceServiceRequest()
         known = Resource.create({SERVICE_NAME: service})
-        self._resource = QuickResource(known.attributes, known.schema_url)
-        self._scope = InstrumentationScope("tensord")
-        self._fine, self._internal = trace.Status(trace.StatusCode.UNSET), trace.SpanKind.INTERNAL
-        # Those that are being sent are in its queue no more, so it never has to drop one by itself.
-        self._processor = BatchSpanProcessor(CountedExporter(url), self._most)
+        resource = self._empty.resource_spans.add(schema_url=known.schema_url)
+        for attribute in _encoded(known.attributes):
+            resource.resource.attributes.add(**attribute)
+        resource.scope_spans.add(scope={"name": "tensord"})
+        self._new_message = ExportTraceServiceRequest
+        self._sender = SpanSender(url, counts.sending_ended)
+        self._timer: asyncio.TimerHandle | None = None
+        self._begin_message()
+
+    def _begin_message(self) -> None:
+        self._message = self._new_message()
+        self._message.CopyFrom(self._empty)
+        self._spans = self._message.resource_spans[0].scope_spans[0].spans
 
     def export(self, traces: Iterable[EndedTrace]) -> None:
         """Queues the spans of ended traces for the collector, or drops them if too many wait."""
-        offset = _since_1970()
+        offset = time.time_ns() - time.monotonic_ns()
         for ended in traces:
-            if ended.moments:
-                own = self._context(int(ended.trace_id, 16), int(ended.span_id, 16))
-                parent = self._context(own.trace_id, int(ended.parent_id, 16), True) if ended.parent_id else None
-                self._parts(own, ended.moments, ended.timeline, offset)
-                self._request(own, parent, ended, offset)
-
-    def _request(self, own: SpanContext, parent: SpanContext | None, ended: EndedTrace, offset: int) -> None:
-        """Queues the span of a client's request, which ``ended`` describes, for the collector, or drops it if too many wait.
-
-        Args:
-          own: the ids of the span.
-          parent: the ids of the client's span; None: the request began the trace.
-          offset: ns to add to CLOCK_MONOTONIC to get the time since 1970.
-        """
-        began_ns, ended_ns = ended.began_ns + offset, max(ns for _, ns in ended.moments) + offset
-        attributes, server = _named(ended.attributes), self._trace.SpanKind.SERVER
-        self._end(own, parent, f"infer {ended.model}", began_ns, ended_ns, attributes, ended.error, server)
+            if not ended.moments:
+                continue
+            trace_id, own = bytes.fromhex(ended.trace_id), bytes.fromhex(ended.span_id)
+            parent = bytes.fromhex(ended.parent_id)
+            self._parts(trace_id, own, ended.moments, ended.timeline, offset)
+            began_ns, ended_ns = ended.began_ns + offset, max([ns for _, ns in ended.moments]) + offset
+            attributes, kind = _named(ended.attributes), self._server
+            flags = self._elsewhere if parent else self._here
+            name = f"infer {ended.model}"
+            self._add(trace_id, own, parent, name, began_ns, ended_ns, attributes, ended.error, kind, flags)
+            if len(self._spans) >= self._together:
+                self._send()
+        if len(self._spans) and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._send)
 
     def _parts(
-        self, own: SpanContext, moments: Sequence[tuple[str, int]], timeline: Timeline | None, offset: int
+        self,
+        trace_id: bytes,
+        own: bytes,
+        moments: Sequence[tuple[str, int]],
+        timeline: Timeline | None,
+        offset: int,
     ) -> None:
         """Queues the spans of a request's parts, such as "compute", and of the requests that its model made of other models.
 
         Args:
-          own: the ids of the request's span.
+          own: the id of the request's span.
           moments: name and CLOCK_MONOTONIC ns of each timestamp.
           timeline: what the worker has reported, with the spans of the model's code; None: nothing.
           offset: ns to add to CLOCK_MONOTONIC to get the time since 1970.
         """
-        at = {name: ns + offset for name, ns in moments}
+        at = dict(moments)
         run = own
         for name, begins, ends in _PARTS:
             if begins in at and ends in at:
-                part = self._within(own)
-                self._end(part, own, name, at[begins], max(at[begins], at[ends]))
+                began_ns, part = at[begins] + offset, _new_id()
+                self._add(trace_id, part, own, name, began_ns, max(began_ns, at[ends] + offset))
                 if name == "compute":
                     run = part
         if timeline is None:
             return
-        contexts = [run]
+        ids = [run]
         for span in timeline.spans:
-            context = self._within(run)
-            contexts.append(context)
-            began_ns, ended_ns = span.began_ns + offset, span.ended_ns + offset
-            self._end(context, contexts[span.parent], span.name, began_ns, ended_ns, span.attributes, span.error)
+            ids.append(_new_id())
+            began_ns, ended_ns, attributes = span.began_ns + offset, span.ended_ns + offset, _encoded(span.attributes)
+            self._add(trace_id, ids[-1], ids[span.parent], span.name, began_ns, ended_ns, attributes, span.error)
         for child in timeline.children:
             if child.moments:
-                made, times = self._within(own), [ns + offset for _, ns in child.moments]
-                self._parts(made, child.moments, child, offset)
+                made, times = _new_id(), [ns + offset for _, ns in child.moments]
+                self._parts(trace_id, made, child.moments, child, offset)
                 attributes = _named({"model": child.model, "version": child.version})
-                self._end(made, own, f"infer {child.model}", min(times), max(times), attributes)
+                self._add(trace_id, made, own, f"infer {child.model}", min(times), max(times), attributes)
 
-    def _end(
+    def _add(
         self,
-        context: SpanContext,
-        parent: SpanContext | None,
+        trace_id: bytes,
+        span_id: bytes,
+        parent_id: bytes,
         name: str,
         began_ns: int,
         ended_ns: int,
-        attributes: Mapping[str, Parameter] | None = None,
+        attributes: Sequence[dict[str, Any]] = (),
         error: str = "",
-        kind: SpanKind | None = None,
+        kind: int = 0,
+        flags: int = 0,
     ) -> None:
+        """Adds a span to the message that is being made, or drops it if too many wait.
+
+        ``kind``, ``flags``: as OTLP has them; 0: a part of a request.
+        """
         counts = self._counts
         if counts.waiting >= self._most:
             counts.dropped += 1
@@ -197,45 +202,68 @@ class SpanExporter:
                 _log.warning("the collector does not take spans: %d were dropped so far", counts.dropped)
             return
         counts.queued += 1
-        span = self._span(
-            name,
-            context,
-            parent,
-            self._resource,
-            attributes,
-            kind=self._internal if kind is None else kind,
-            status=self._trace.Status(self._trace.StatusCode.ERROR, error) if error else self._fine,
-            start_time=began_ns,
-            end_time=ended_ns,
-            instrumentation_scope=self._scope,
+        span = self._spans.add(
+            trace_id=trace_id,
+            span_id=span_id,
+            parent_span_id=parent_id,
+            name=name,
+            kind=kind or self._internal,
+            start_time_unix_nano=began_ns,
+            end_time_unix_nano=ended_ns,
+            attributes=attributes,
+            flags=flags or self._here,
         )
-        self._processor.on_end(span)
+        if error:
+            span.status.code, span.status.message = self._error, error
 
-    def _within(self, parent: SpanContext) -> SpanContext:
-        """Makes the ids of a new span that is part of the span ``parent``."""
-        return self._context(parent.trace_id, random.getrandbits(64) or 1)
+    def _send(self) -> None:
+        """Gives the message that was being made to the thread that sends it, and begins another one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if len(self._spans):
+            self._sender.send(self._message.SerializeToString, len(self._spans))
+            self._begin_message()
 
-    def _context(self, trace_id: int, span_id: int, is_remote: bool = False) -> SpanContext:
-        return self._trace.SpanContext(trace_id, span_id, is_remote, self._flags)
-
-    def close(self) -> None:
+    async def close(self) -> None:
         """Sends the spans that wait, for ``_CLOSE_SECONDS`` at most, so that the daemon can end without the collector."""
-        closing = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
-        closing.start()
-        closing.join(_CLOSE_SECONDS)
+        self._send()
+        await asyncio.to_thread(self._sender.close, _CLOSE_SECONDS)
 
 
-def _max_waiting() -> int:
+def _variable(name: str, default: int) -> int:
+    """Returns a variable of the library for spans that wait; ``default``: it is not set, or is no positive number."""
     try:
-        return int(os.environ[_WAITING_VARIABLE])
+        return max(1, int(os.environ[name]))
     except (KeyError, ValueError):
-        return _MAX_WAITING
+        return default
 
 
-def _named(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
-    return {f"tensord.{name}": value for name, value in attributes.items()}
+def _new_id() -> bytes:
+    return (random.getrandbits(64) or 1).to_bytes(8, "big")
 
 
-def _since_1970() -> int:
-    """Returns how many ns to add to a time of CLOCK_MONOTONIC to get the time since 1970."""
-    return time.time_ns() - time.monotonic_ns()
+def _named(attributes: Mapping[str, str | int]) -> list[dict[str, Any]]:
+    return _encoded({f"tensord.{name}": value for name, value in attributes.items()})
+
+
+def _encoded(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns attributes as the fields of protobuf messages ``KeyValue``."""
+    return [{"key": name, "value": _value(value)} for name, value in attributes.items()]
+
+
+def _value(value: Any) -> dict[str, Any]:
+    """Returns the field of an ``AnyValue`` for an attribute; integers beyond 64 bits with a sign are text."""
+    match value:
+        case bool():
+            return {"bool_value": value}
+        case str():
+            return {"string_value": value}
+        case int() if -(1 << 63) <= value < 1 << 63:
+            return {"int_value": value}
+        case float():
+            return {"double_value": value}
+        case list() | tuple():
+            return {"array_value": {"values": [_value(each) for each in value]}}
+        case _:
+            return {"string_value": str(value)}

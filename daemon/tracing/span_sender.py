@@ -1,0 +1,105 @@
+"""Sends encoded spans to a collector over HTTP, in a thread of its own, one message after the other.
+
+A message that the collector cannot take now (429, 502 to 504, or no connection) is sent again a few times, at growing intervals
+or when the collector says; one that it refuses otherwise is given up. Source: the specifications of OTLP and of an exporter's
+variables of the environment.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+
+import requests
+from opentelemetry.util.re import parse_env_headers
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
+
+from tensord.config.log import Seldom
+
+_log = logging.getLogger(__name__)
+_TIMEOUT_SECONDS = 10.0
+_TRY_AGAIN = frozenset((429, 502, 503, 504))
+_ATTEMPTS = 4
+_COMPRESSIONS: Mapping[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
+
+
+class SpanSender:
+    """Sends messages in the order in which they are given to it.
+
+    Args:
+      url: the collector's endpoint for OTLP over HTTP.
+      done: called in the thread, after each message: how many spans it had, and whether the collector has taken it.
+    """
+
+    def __init__(self, url: str, done: Callable[[int, bool], None]) -> None:
+        self._done = done
+        self._seldom = Seldom()
+        self._timeout = _seconds(_variable("TIMEOUT"))
+        coding = _variable("COMPRESSION").strip().lower()
+        self._compress = _COMPRESSIONS.get(coding)
+        headers = {"content-type": "application/x-protobuf", "user-agent": "tensord"}
+        if self._compress is not None:
+            headers["content-encoding"] = coding
+        headers |= parse_env_headers(_variable("HEADERS"), liberal=True)
+        self._session = requests.Session()
+        again = Retry(
+            _ATTEMPTS - 1, status_forcelist=_TRY_AGAIN, allowed_methods=None, backoff_factor=1, raise_on_status=False
+        )
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(max_retries=again))
+        # What is the same for all messages is looked for once: the library looks at the whole environment for it.
+        self._request = self._session.prepare_request(requests.Request("POST", url, headers))
+        certificate, key = _variable("CLIENT_CERTIFICATE"), _variable("CLIENT_KEY")
+        own = (certificate, key) if certificate and key else certificate or None
+        self._settings = self._session.merge_environment_settings(url, {}, False, _variable("CERTIFICATE") or True, own)
+        self._waiting: queue.SimpleQueue[tuple[Callable[[], bytes], int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
+        self._thread.start()
+
+    def send(self, encode: Callable[[], bytes], spans: int) -> None:
+        """Queues a message with ``spans`` spans, which ``encode()`` returns; it is called in the thread."""
+        self._waiting.put((encode, spans))
+
+    def _run(self) -> None:
+        for encode, spans in iter(self._waiting.get, None):
+            try:
+                refused = self._post(encode())
+            except Exception as error:  # no connection, no such certificate, ...: the next message may find it mended
+                refused = str(error) or type(error).__name__
+            self._done(spans, not refused)
+            if refused and self._seldom.is_due():
+                _log.warning("the collector did not take %d spans: %s", spans, refused)
+
+    def _post(self, message: bytes) -> str:
+        """Sends a message. Returns why the collector refused it; "": it took it.
+
+        Raises RequestException: the collector cannot be reached; OSError: a file that a variable names cannot be read.
+        """
+        request = self._request.copy()
+        request.prepare_body(message if self._compress is None else self._compress(message), None)
+        answer = self._session.send(request, timeout=self._timeout, **self._settings)
+        return "" if answer.ok else f"{answer.status_code} {answer.reason}"
+
+    def close(self, seconds: float) -> None:
+        """Waits for the messages that were given to it, for so many seconds at most; what is left then is not sent."""
+        self._waiting.put(None)
+        self._thread.join(seconds)
+
+
+def _variable(name: str) -> str:
+    """Returns a variable of the exporter by its name's end, for traces alone or else for everything; "": neither is set."""
+    return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or ""
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text or _TIMEOUT_SECONDS)
+    except ValueError:
+        _log.warning("OTEL_EXPORTER_OTLP_TIMEOUT is no number of seconds: '%s'", text)
+        return _TIMEOUT_SECONDS
