@@ -72,9 +72,7 @@ class Server:
         counted = answered(self.http) - counted
 
         def spent(module: str) -> list[float]:
-            return [
-                (used[pid].user_us + used[pid].kernel_us) / counted for pid, name in processes.items() if name == module
-            ]
+            return [used[pid].busy_us / counted for pid, name in processes.items() if name == module]
 
         fronts, workers = spent(f"daemon.{self.protocol}"), spent("workers")
         busiest = max(fronts) / sum(fronts) if any(fronts) else 1.0

@@ -1,12 +1,13 @@
 """Measures what observability costs: metrics, an access log of 1 in 1000 and traces of 1 in 100, beside a daemon without any.
 
-    python -m bench.observed [--rounds 7] [--seconds 2]    rates in turn, and the processor time of an answer
+    python -m bench.observed [--rounds 12] [--seconds 0.8] rates in turn, and the processor time of an answer
     python -m bench.observed --scrape [--models 100]       the supervisor's time for a scrape, and the memory of an idle front
 
 One daemon is measured in both states in turn: two daemons of the same kind differ by more than what is looked for. Unseen, its
 metrics are not scraped, nothing is logged and nothing traced; seen, they are scraped once a second, and spans are sent to a
 collector that throws them away. A third measurement of each round is unseen again, as a control: its ratios are noise.
-Rates scatter where client, daemon and collector share two cores; the processor time of all processes for an answer does less.
+Rates scatter where client, daemon and collector share two cores; the processor time of all processes for an answer does less. It
+is read once the last spans have been sent, and after the same pause where there are none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench import closed_loop, grpc_connection
-from bench.fronts import Run, Server, closed
+from bench.fronts import Load, Run, Server, closed
 from bench.server import Usage, children, serving
 
 _PORT = 18140
@@ -36,6 +37,8 @@ _ROWS = ("small-http-c16", "small-grpc-c16")
 _SCRAPES = 50
 #: A pause after each switch of the daemon's state, in which work that the state before has left to it ends.
 _SETTLE_SECONDS = 0.5
+#: A pause after each load, in which its last spans leave front and supervisor.
+_LAST_SECONDS = 0.8
 #: Takes spans, on a port that it prints.
 _COLLECTOR = """
 import http.server
@@ -68,8 +71,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bench.observed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=0.8, help="length of one measurement")
     parser.add_argument("--scrape", action="store_true", help="measure scrapes, not requests")
     parser.add_argument("--models", type=int, default=100)
     parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the daemons' logs go")
@@ -106,8 +109,8 @@ def _report_requests(rounds: int, seconds: float, logs: Path) -> None:
             for number in range(rounds):
                 # Whoever comes last has no advantage.
                 for which in (0, 1, 2) if number % 2 else (2, 1, 0):
-                    with seen.switched(which == 1):
-                        runs[which].append(server.run(load))
+                    seen.switch(which == 1)
+                    runs[which].append(server.run(_settled(load, which == 1)))
             print(_line(name, *runs), flush=True)
 
 
@@ -125,8 +128,7 @@ class _Seen:
         repository = '[repository]\npaths = ["bench/models"]\n'
         self._file.write_text(f'{repository}[log]\naccess = {access}\n[trace]\notlp = "{self._url}"\nrate = 100\n')
 
-    @contextlib.contextmanager
-    def switched(self, on: bool) -> Iterator[None]:
+    def switch(self, on: bool) -> None:
         """Switches the daemon, and waits until nothing of that goes on."""
         self._configure(1000 if on else 0)
         os.kill(self.pid, signal.SIGHUP)
@@ -134,8 +136,18 @@ class _Seen:
         asked = urllib.request.Request(f"http://{self.at['http']}/v2/trace/setting", json.dumps(settings).encode())
         urllib.request.urlopen(asked).close()
         time.sleep(_SETTLE_SECONDS)
+
+
+def _settled(load: Load, on: bool) -> Load:
+    """Returns a load that ends once what it has caused is done, and during which metrics are scraped if ``on``."""
+
+    def measure(address: str) -> tuple[float, float, int]:
         with _scraped(_PORT + 2) if on else contextlib.nullcontext():
-            yield
+            came = load(address)
+        time.sleep(_LAST_SECONDS)
+        return came
+
+    return measure
 
 
 def _line(name: str, off: Sequence[Run], on: Sequence[Run], control: Sequence[Run]) -> str:

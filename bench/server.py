@@ -117,20 +117,26 @@ class Usage:
     kernel_us: float
     #: Times it slept and was woken, all threads.
     sleeps: int
+    #: User and kernel mode together, of the threads that there are, as the scheduler counts: not in ticks of 10 ms.
+    busy_us: float
 
     @classmethod
     def of(cls, pid: int) -> Usage:
         """Reads a process's usage from /proc: processor time of all threads, and their voluntary context switches."""
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        sleeps = 0
+        sleeps, busy_ns = 0, 0
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 status = (thread / "status").read_text()
                 sleeps += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
-        return cls(int(fields[11]) * _TICK_US, int(fields[12]) * _TICK_US, sleeps)
+                busy_ns += int((thread / "schedstat").read_text().split()[0])
+        return cls(int(fields[11]) * _TICK_US, int(fields[12]) * _TICK_US, sleeps, busy_ns / 1e3)
 
     def since(self, earlier: Usage) -> Usage:
         """Returns what was used between an earlier reading and this one."""
         return Usage(
-            self.user_us - earlier.user_us, self.kernel_us - earlier.kernel_us, max(0, self.sleeps - earlier.sleeps)
+            self.user_us - earlier.user_us,
+            self.kernel_us - earlier.kernel_us,
+            max(0, self.sleeps - earlier.sleeps),
+            self.busy_us - earlier.busy_us,
         )

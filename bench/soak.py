@@ -3,10 +3,11 @@
 A daemon has two workers and two fronts of each protocol. Ordinary clients of each protocol send requests of all kinds
 (bench/mixture.py) and compare every answer; one attack after the other runs, in random order; and now and then a process is
 killed. The first worker and the first front of each protocol are never killed, so that their memory can be followed: every so
-often a line is printed with descriptors and private memory of these and of the supervisor, and at the end how much each grew
-since the first quarter. A killed front takes its connections with it: requests lost with them are counted apart. A killed worker
-costs no client anything.
-Exit status 1: an answer was wrong, a request failed otherwise, descriptors grew, or there is a traceback in the log.
+often a line is printed with descriptors and private memory of these and of the supervisor, and the attack that runs, and at the
+end how much each grew since the first quarter. A killed front takes its connections with it: requests lost with them are counted
+apart. A killed worker costs no client anything.
+Exit status 1: an answer was wrong, a request failed otherwise, descriptors grew that are no segments of arenas (arenas keep some,
+docs/sizing.md), or there is a traceback in the log.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ LOST = ("ConnectionResetError", "ConnectionError", "BrokenPipeError", "Connectio
 _ATTACK_SECONDS = 10.0
 #: Connections of the ordinary clients and their lanes' channels come and go: so many more are no leak.
 _MORE_DESCRIPTORS = 32
+#: The descriptor of an arena's segment.
+_SEGMENT = "memfd:tensord"
 
 
 class Killer:
@@ -67,6 +70,8 @@ class Attacks:
         self._names = names
         self._stack = contextlib.ExitStack()
         self._running: subprocess.Popen[str] | None = None
+        #: The one that runs now, or ran last; "": none has.
+        self.name = ""
         self.done = 0
 
     def __enter__(self) -> Attacks:
@@ -84,7 +89,8 @@ class Attacks:
             self._stack.close()
             self.done += 1
         if self._names:
-            words = (random.choice(self._names), _HTTP, _GRPC, str(_ATTACK_SECONDS))
+            self.name = random.choice(self._names)
+            words = (self.name, _HTTP, _GRPC, str(_ATTACK_SECONDS))
             self._running = self._stack.enter_context(helper("bench.attackers", *words))
 
 
@@ -111,18 +117,22 @@ def first_of_each(supervisor: int) -> dict[str, int]:
 
 
 def grown(samples: list[dict[str, Footprint]]) -> dict[str, tuple[int, int]]:
-    """Returns how much each process grew: name -> descriptors and private bytes.
+    """Returns how much each process grew: name -> descriptors that are no segments of arenas, and private bytes.
 
     The last sample is compared with the largest values of the first quarter.
     """
     early = samples[: max(1, len(samples) // 4)]
     return {
         name: (
-            now.descriptors - max(sample[name].descriptors for sample in early),
+            _lasting(now) - max(_lasting(sample[name]) for sample in early),
             now.private_bytes - max(sample[name].private_bytes for sample in early),
         )
         for name, now in samples[-1].items()
     }
+
+
+def _lasting(footprint: Footprint) -> int:
+    return footprint.descriptors - footprint.kinds.get(_SEGMENT, 0)
 
 
 def main() -> int:
@@ -156,21 +166,21 @@ def main() -> int:
             while (passed := time.monotonic() - begin) < length:
                 if passed >= length / arguments.samples * (len(samples) + 1):
                     samples.append({name: Footprint.of(number) for name, number in staying.items()})
-                    print(_line(passed, samples[-1]), flush=True)
+                    print(_line(passed, samples[-1], attacks.name), flush=True)
                 attacks.go_on()
                 killer.kill_if_due()
                 time.sleep(0.1)
         # What attackers left is given back within the timeouts of the bounds; what is left then is a leak.
         time.sleep(5)
         samples.append({name: Footprint.of(number) for name, number in staying.items()})
-        print(_line(time.monotonic() - begin, samples[-1]), flush=True)
+        print(_line(time.monotonic() - begin, samples[-1], "all over"), flush=True)
     tracebacks = arguments.log.read_text(errors="replace").count("Traceback")
     return _report(samples, seen, killer.killed, attacks.done, tracebacks)
 
 
-def _line(passed: float, sample: dict[str, Footprint]) -> str:
+def _line(passed: float, sample: dict[str, Footprint], attack: str) -> str:
     held = (f"{name} {now.descriptors} fds {now.private_bytes / 1e6:.1f} MB" for name, now in sample.items())
-    return f"{passed:6.0f} s   " + "   ".join(held)
+    return f"{passed:6.0f} s   " + "   ".join(held) + f"   {attack}"
 
 
 def _report(
@@ -200,9 +210,9 @@ def _report(
         first, now = samples[0][name], samples[-1][name]
         kinds = {kind: more for kind, count in now.kinds.items() if (more := count - first.kinds.get(kind, 0)) > 0}
         print(
-            f"{name}: {descriptors:+} descriptors, {private_bytes / 1e6:+.1f} MB ({rate:+.1f} a million answers); since the "
-            f"first line {(now.arena_bytes - first.arena_bytes) / 1e6:+.1f} MB of arenas (arenas.keep_byte_size may stay), "
-            f"more descriptors: {kinds or 'none'}"
+            f"{name}: {descriptors:+} descriptors besides segments, {private_bytes / 1e6:+.1f} MB "
+            f"({rate:+.1f} a million answers); since the first line {(now.arena_bytes - first.arena_bytes) / 1e6:+.1f} MB "
+            f"of arenas (arenas.keep_byte_size may stay), more descriptors: {kinds or 'none'}"
         )
         leaked |= descriptors > _MORE_DESCRIPTORS
     lost_for_nothing = lost > 0 and not any(kind.startswith("daemon.") for kind in killed)
