@@ -33,14 +33,13 @@ from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable import Executable
-from tensord.workers.requests.answer_plan import AnswerPlan, plan_answer
+from tensord.workers.requests.answer_plan import AnswerPlan, BatchOutputs, OutputLayout, plan_answer
 from tensord.workers.requests.inner_request import hand_over, kept
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Moments, Request, named, traced
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter_link import NEVER_LOOKED, BlockedAnswer, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER, Agenda
-from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout
 
 _log = logging.getLogger(__name__)
 #: Blocked answers of one submitter, in first segments of an arena: more are refused at once.

@@ -23,8 +23,15 @@ from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.models.statistics import Failure
 from tensord.workers.requests.inner_request import InnerRequest, hand_over, kept
 from tensord.workers.requests.request import Request, named, traced
-from tensord.workers.requests.response_kind import Described, EncodedResponses, ResponsesAlike, describe
-from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender, Sent
+from tensord.workers.requests.response_sender import (
+    NOT_COMPLETED,
+    Described,
+    EncodedResponses,
+    ResponsesAlike,
+    ResponseSender,
+    Sent,
+    describe,
+)
 from tensord.workers.requests.result import STREAMED, Response, Result
 from tensord.workers.scheduling.agenda import NEVER, Agenda
 

@@ -22,9 +22,9 @@ from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.packed_outputs import PACKED, starts
 from tensord.workers.programs.placement import CompiledProgram
 from tensord.workers.programs.precision import precision
+from tensord.workers.requests.answer_plan import UNCUT_BYTE_SIZE
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request
-from tensord.workers.tensors.batch_outputs import LIMIT
 from tensord.workers.tensors.ragged import flat
 from tensord.workers.tensors.signature import Signature
 
@@ -130,7 +130,7 @@ class GpuExecutable(Executable):
         if not whole:
             return None
         sizes = self.output_sizes
-        return sizes if sum(sizes.values()) > LIMIT or stays(requests[0]) else None
+        return sizes if sum(sizes.values()) > UNCUT_BYTE_SIZE or stays(requests[0]) else None
 
     def offer(self, request: Request, places: Places) -> None:
         """Does nothing: on a GPU ``compute`` gets the places for outputs, and the GPU copies them there after the run."""

@@ -21,12 +21,12 @@ from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
+from tensord.workers.requests.answer_plan import BatchOutputs
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request, named, traced
 from tensord.workers.requests.response_sender import Nobody, ResponseSender
 from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.sequence import state_lost
-from tensord.workers.tensors.batch_outputs import BatchOutputs
 
 if TYPE_CHECKING:
     from tensord.workers.dispatch.responses import Responses

@@ -24,9 +24,9 @@ from tensord.workers.programs.plain_program import is_plain
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.run_errors import memory_needed
 from tensord.workers.programs.weight import share_of
+from tensord.workers.requests.answer_plan import BatchOutputs, OutputLayout, layout_of, uncut
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request
-from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout, layout_of, uncut
 from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.ragged import batch_input
 from tensord.workers.tensors.signature import Signature, TensorSpec

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -37,9 +37,9 @@ from tensord.workers.programs.gather_buffer import copy_into
 from tensord.workers.programs.placement import CompiledProgram
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.run_errors import memory_needed
+from tensord.workers.requests.answer_plan import BatchOutputs, Output, OutputLayout, uncut
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
-from tensord.workers.tensors.batch_outputs import BatchOutputs, Packing, layout_of_rows, uncut
 from tensord.workers.tensors.signature import Signature
 
 #: Requests that a program has room for.
@@ -56,6 +56,60 @@ _OPTIONS = {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if _JOINS_SMA
 
 class NotGroupable(Exception):
     """Raised if a program for several requests might compute other results than the program for a single request."""
+
+
+class PackedTensor(NamedTuple):
+    """Where a ``Packing`` puts one tensor: in which row (one array for each dtype), and in which of its elements."""
+
+    name: str
+    #: The number of its row.
+    row: int
+    #: In elements of the row.
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+class Packing:
+    """Packs a request's tensors into one array (row) for each dtype, in which they lie side by side.
+
+    FP32    | a: 3 elements | b: 2 elements |
+    INT64   | n: 1 element |
+
+    Calling a program costs more with each argument and each result.
+    """
+
+    __slots__ = ("parts", "rows")
+
+    def __init__(self, tensors: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> None:
+        """Plans the rows. ``tensors``: name, shape and dtype of each tensor, in the order in which they are packed."""
+        numbers: dict[np.dtype[Any], int] = {}
+        sizes: list[int] = []
+        #: Places of the tensors, in the order in which they were given.
+        self.parts: list[PackedTensor] = []
+        for name, shape, dtype in tensors:
+            number = numbers.setdefault(dtype, len(numbers))
+            if number == len(sizes):
+                sizes.append(0)
+            start = sizes[number]
+            sizes[number] += int(np.prod(shape, dtype=np.int64))
+            self.parts.append(PackedTensor(name, number, start, sizes[number], shape))
+        #: dtype and number of elements of each row.
+        self.rows = list(zip(numbers, sizes, strict=True))
+
+    def pack(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Returns rows that hold these tensors; called while a function is traced."""
+        rows: list[list[Any]] = [[] for _ in self.rows]
+        for part in self.parts:
+            rows[part.row].append(jnp.ravel(tensors[part.name]))
+        return tuple([jnp.concatenate(tensors_of_row) for tensors_of_row in rows])
+
+    def unpack(self, rows: Any) -> dict[str, Any]:
+        """Returns the tensors in these rows, by name. In numpy rows the tensors are views; the rows may also be traced."""
+        return {part.name: rows[part.row][part.start : part.stop].reshape(part.shape) for part in self.parts}
+
+    def __repr__(self) -> str:
+        return f"<Packing {len(self.parts)} tensors in {len(self.rows)} rows>"
 
 
 class _Place(NamedTuple):
@@ -353,3 +407,14 @@ def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) 
 def _packing(signature: Signature, made: Any) -> Packing:
     """Returns the layout in which the outputs of a request lie side by side. ``made``: output name -> its shape and dtype."""
     return Packing([(name, made[name].shape, made[name].dtype) for name in signature.outputs])
+
+
+def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
+    """Returns the layout of a program's packed outputs. Each buffer holds all outputs of one dtype, one row for each request."""
+    outputs: list[Output] = []
+    for name, row, start, stop, shape in packing.parts:
+        dtype, elements = packing.rows[row]
+        item = dtype.itemsize
+        datatype = signature.outputs[name].datatype
+        outputs.append((name, datatype, row, start * item, elements * item, (stop - start) * item, shape))
+    return OutputLayout(outputs, signature.batches)

@@ -22,8 +22,8 @@ from tensord.workers.programs.executable import Content, Executable
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.gather_buffer import GatherBuffer
 from tensord.workers.programs.weight import work_of
+from tensord.workers.requests.answer_plan import OutputLayout
 from tensord.workers.requests.request import Request
-from tensord.workers.tensors.batch_outputs import OutputLayout
 from tensord.workers.tensors.signature import Signature
 
 #: Bound of floating-point operations and bytes of all programs together, which take a core some ten milliseconds. Larger

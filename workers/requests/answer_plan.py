@@ -1,5 +1,8 @@
 """Plans answers: how they are cut out of a run's outputs, and where each of their outputs goes.
 
+    outputs of a run for all of its requests   | row 0 | row 1 | ... |      of one output, or of several side by side
+    where each output is in them: OutputLayout, the same for every run of a program
+
     prepared request, layout of a program's outputs ─▶ AnswerPlan, kept in the request's Preparation
     AnswerPlan ─▶ write: one answer ─▶ the C part: the same, outside of Python (workers/dispatch/fast_path.py)
     number of the prepared answer ─▶ AnswerRows: one answer to each of many requests
@@ -28,13 +31,67 @@ from tensord.shm.messages import AnswerRecord, Parameter, PreparedAnswer, Prepar
 from tensord.shm.prepared import Numbered
 from tensord.shm.record import encoder
 from tensord.workers.regions.region_table import check_intact
-from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout
+from tensord.workers.tensors.signature import Signature
 
 if TYPE_CHECKING:
     from tensord.workers.requests.request import Request
 
 #: An id of as many bytes as ids can have, and one that differs from it in the first of them.
 _ID, _OTHER_ID = 0x8000000000000000, 0xFF00000000000000
+#: Bytes of all outputs of a run; larger ones are cut as arrays, so that nothing large is copied twice.
+UNCUT_BYTE_SIZE = 1 << 18
+
+#: One output of all requests: name, datatype, which of the contents, start, step, byte size and shape of a row. Row n begins at
+#: ``start + n * step``; if others lie between its rows, each request has one. An ordinary tuple, because every answer
+#: unpacks it.
+Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
+
+
+class OutputLayout:
+    """Says where each output of a program is in the buffers that a run returns; layouts are equal only if they are one object."""
+
+    __slots__ = ("batches", "outputs", "row_byte_size")
+
+    def __init__(self, outputs: Sequence[Output], batches: bool) -> None:
+        #: Outputs in the model's order.
+        self.outputs = tuple(outputs)
+        #: Bytes of one row of all outputs.
+        self.row_byte_size = sum([size for _, _, _, _, _, size, _ in outputs])
+        #: Whether an answer's shape begins with its number of rows: the model has a batch dimension.
+        self.batches = batches
+
+    def __repr__(self) -> str:
+        return f"<OutputLayout {len(self.outputs)} outputs, {self.row_byte_size} bytes a row>"
+
+
+class BatchOutputs(NamedTuple):
+    """The outputs of a run as bytes, with the layout that says where each output is in them."""
+
+    layout: OutputLayout
+    contents: list[bytes]
+
+
+def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
+    """Returns the layout of a program's outputs if each output is in a buffer of its own.
+
+    ``slots``: whether the first dimension of each array counts rows; otherwise each array is one row.
+    """
+    outputs: list[Output] = []
+    for number, (name, array) in enumerate(arrays.items()):
+        size = array.nbytes // len(array) if slots else array.nbytes
+        shape = array.shape[1:] if slots else array.shape
+        outputs.append((name, signature.outputs[name].datatype, number, 0, size, size, shape))
+    return OutputLayout(outputs, signature.batches)
+
+
+def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
+    """Returns a run's outputs as bytes with their layout, so that answers can be cut out of them as bytes.
+
+    None: they have more than ``UNCUT_BYTE_SIZE`` bytes, and are to be cut as arrays, so that nothing large is copied twice.
+    """
+    if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > UNCUT_BYTE_SIZE:
+        return None
+    return BatchOutputs(layout, [content if isinstance(content, bytes) else content.tobytes() for content in contents])
 
 
 class PlannedOutput(NamedTuple):

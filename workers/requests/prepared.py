@@ -48,11 +48,10 @@ from tensord.workers.devices.cuda_tensor import CudaTensor
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import AnyRegion, RegionTable
 from tensord.workers.regions.region_tensor import LateTensor, RegionTensor
-from tensord.workers.requests.answer_plan import AnswerPlan
+from tensord.workers.requests.answer_plan import AnswerPlan, OutputLayout
 from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.request import Request, Sink, label
 from tensord.workers.scheduling.queue import SetKey
-from tensord.workers.tensors.batch_outputs import OutputLayout
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
 if TYPE_CHECKING:

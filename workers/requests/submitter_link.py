@@ -19,7 +19,7 @@ from tensord.shm.prepared import Numbered, ReceivedNumbers
 from tensord.shm.record import encoder
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.requests.lane_owner import LaneOwner
-from tensord.workers.requests.response_kind import Described, ResponseKind
+from tensord.workers.requests.response_sender import Described, ResponseKind
 
 if TYPE_CHECKING:
     from tensord.workers.requests.prepared import Preparation

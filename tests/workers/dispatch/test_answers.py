@@ -23,9 +23,15 @@ from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice, Requ
 from tensord.shm.prepared import Numbers
 from tensord.shm.regions import Region
 from tensord.workers.dispatch.answers import complete
-from tensord.workers.requests.answer_plan import AnswerPlan, plan_answer
+from tensord.workers.programs.grouped_program import Packing, layout_of_rows
+from tensord.workers.requests.answer_plan import (
+    AnswerPlan,
+    BatchOutputs,
+    layout_of,
+    plan_answer,
+    uncut,
+)
 from tensord.workers.requests.request import Request
-from tensord.workers.tensors.batch_outputs import BatchOutputs, Packing, layout_of, layout_of_rows, uncut
 from tensord.workers.tensors.signature import Signature, signature
 from tests.generated import examples
 from tests.records import WholeAnswer, whole_answer
