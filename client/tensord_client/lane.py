@@ -532,6 +532,7 @@ class LaneConnection:
         """Resets the connection in a process that was forked off, and closes this process's copies of the parent's sockets."""
         lanes, sock = list(self._lanes.values()), self._socket
         prepared = list(self._prepared)
+        self.placement.slots.forget()
         self._begin()
         if sock is not None:
             sock.close()

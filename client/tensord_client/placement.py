@@ -26,8 +26,10 @@ from tensord_client.wire import Place
 
 #: The most bytes of an array that travels inside its request, and of all such arrays of one request together.
 INLINE, _ALL_INLINE = 4096, 32 << 10
-#: The most kinds of requests that are cached, and the most free slots of each kind.
-_MAX_KINDS, _MAX_FREE = 256, 8
+#: The most kinds of requests that are cached.
+_MAX_KINDS = 256
+#: Free slots have together at most this part of the memory that the daemon allows.
+_FREE_PART = 2
 #: The place of a tensor that lies in a slot, in the key of a kind.
 _IN_SLOT = (-1, 0, 0)
 
@@ -35,21 +37,74 @@ _IN_SLOT = (-1, 0, 0)
 class Slot:
     """Shared memory for copies of one request's inputs, and the encoded constant part of the request, which names this memory."""
 
-    __slots__ = ("arrays", "free", "prepared", "segments")
+    __slots__ = ("_slots", "arrays", "byte_size", "kind", "prepared", "segments")
 
     def __init__(
-        self, arrays: dict[str, np.ndarray], prepared: bytes, segments: tuple[int, ...], free: list[Slot]
+        self, slots: Slots, kind: Any, arrays: dict[str, np.ndarray], prepared: bytes, segments: tuple[int, ...]
     ) -> None:
+        self._slots = slots
+        #: The kind of the requests that it can be used for.
+        self.kind = kind
         self.arrays = arrays
+        self.byte_size = sum([array.nbytes for array in arrays.values()])
         self.prepared = prepared
         self.segments = segments
-        #: The list of free slots that this slot goes to when the request is answered.
-        self.free = free
 
     def give_back(self) -> None:
-        """Makes the slot free for a later request with the same layout, unless 8 such slots are free already."""
-        if len(self.free) < _MAX_FREE:
-            self.free.append(self)
+        """Makes the slot free for a later request of the same kind, because its request was answered."""
+        self._slots.add(self)
+
+
+class Slots:
+    """The free slots of a connection, which later requests of the same kind use again. Thread-safe.
+
+    If free slots have too many bytes, those of the kind that was used longest ago are dropped first.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        """``memory``: where the slots lie; free ones have together at most half of the bytes that it may have."""
+        self._memory = memory
+        self._lock = threading.Lock()
+        #: Free slots by kind, the kind used last at the end; no list is empty.
+        self._free: OrderedDict[Any, list[Slot]] = OrderedDict()
+        self._byte_size = 0
+
+    def take(self, kind: Any) -> Slot | None:
+        """Returns a free slot for a request of that kind, which is free no more; None: there is none."""
+        with self._lock:
+            free = self._free.get(kind)
+            if free is None:
+                return None
+            slot = free.pop()
+            self._byte_size -= slot.byte_size
+            if not free:
+                del self._free[kind]
+            return slot
+
+    def add(self, slot: Slot) -> None:
+        """Makes a slot free; drops other free slots if they have too many bytes, so that this one always stays."""
+        with self._lock:
+            self._free.setdefault(slot.kind, []).append(slot)
+            self._free.move_to_end(slot.kind)
+            self._byte_size += slot.byte_size
+            limit = self._memory.max_byte_size
+            most = slot.byte_size if limit is None else max(slot.byte_size, limit // _FREE_PART)
+            while self._byte_size > most or len(self._free) > _MAX_KINDS:
+                kind, free = next(iter(self._free.items()))
+                self._byte_size -= free.pop(0).byte_size
+                if not free:
+                    del self._free[kind]
+
+    def clear(self) -> None:
+        """Drops all free slots, so that other arrays can use their memory."""
+        with self._lock:
+            self._free.clear()
+            self._byte_size = 0
+
+    def forget(self) -> None:
+        """Drops all free slots in a process that was forked off, where another thread may have held the lock."""
+        self._lock = threading.Lock()
+        self.clear()
 
 
 class Placed:
@@ -110,10 +165,8 @@ class Placement:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._lock = threading.Lock()
         self._prepared: dict[Any, bytes] = {}
-        #: Free slots by kind, the kind used last at the end.
-        self._free: OrderedDict[Any, list[Slot]] = OrderedDict()
+        self.slots = Slots(memory)
 
     def place(self, call: Call, model: OpenedModel) -> Placed:
         """Puts the inputs of a request where the worker can read them, by copies where needed. Returns the fields to send.
@@ -237,29 +290,13 @@ class Placement:
         try:
             return self.memory.empty(array.shape, array.dtype.newbyteorder("="))
         except Unavailable:
-            self.forget()
+            self.slots.clear()
             return self.memory.empty(array.shape, array.dtype.newbyteorder("="))
 
-    def forget(self) -> None:
-        """Gives up all free slots (memory kept for the inputs of later requests), so that other arrays can use their memory."""
-        with self._lock:
-            for free in self._free.values():
-                free.clear()
-
     def _slot(self, layout: Layout, call: Call) -> Slot:
-        key = layout.kind
-        with self._lock:
-            free = self._free.get(key)
-            if free is None:
-                if len(self._free) >= _MAX_KINDS:
-                    self._free.popitem(last=False)[1].clear()
-                free = self._free[key] = []
-            else:
-                self._free.move_to_end(key)
-        try:
-            return free.pop()
-        except IndexError:
-            pass
+        slot = self.slots.take(layout.kind)
+        if slot is not None:
+            return slot
         arrays = {name: self.room(array) for name, array in layout.copied}
         places: dict[str, Place] = {}
         for name, array in arrays.items():
@@ -270,7 +307,7 @@ class Placement:
         segments: set[int] = set()
         for lies in places.values():
             note_segment(segments, lies)
-        return Slot(arrays, encode(call, placed, layout.outputs), tuple(segments), free)
+        return Slot(self.slots, layout.kind, arrays, encode(call, placed, layout.outputs), tuple(segments))
 
 
 def small_inputs(inputs: Mapping[str, np.ndarray], limit: int, room: int) -> tuple[tuple[Any, ...], list[bytes]] | None:
