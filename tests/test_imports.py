@@ -311,6 +311,11 @@ def test_circles_are_found() -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_module_says_what_it_is(path: Path) -> None:
-    text = path.read_text()
-    assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
-    assert len(text.splitlines()) <= 700, f"{path} is longer than 700 lines: look for the second noun"
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+
+
+@pytest.mark.parametrize("folder", [*ROOMS, "bench", "client", "deploy", "examples", "tests"])
+def test_a_module_is_one_noun(folder: str) -> None:
+    """Whoever finds a longer one looks for the second noun in it. Files of tests are lists, and may be longer."""
+    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    assert {path: count for path, count in lines.items() if count > 700 and not path.name.startswith("test_")} == {}

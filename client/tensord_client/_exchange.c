@@ -33,6 +33,7 @@ enum {
     TAIL,     /* bytes: what follows the id, up to the times */
     OUTPUTS,  /* the outputs that such an answer stands for */
     LANE,
+    SOCKET,     /* of the lane: whether it is closing, and its timeout */
     IN_FLIGHT,  /* dict of the lane: id -> request */
     BACKLOG,    /* of the lane, with a length */
     RELEASES,   /* of the lane, with a length */
@@ -105,7 +106,7 @@ static int is_ordinary(const exchange_t *self, uint64_t now) {
         return 0;
     if (PyDict_GetItemWithError(object[MODELS], object[MODEL_KEY]) != object[MODEL])
         return PyErr_Occurred() ? -1 : 0;
-    int is = is_number(object[LANE], closing_name, 0);
+    int is = is_number(object[SOCKET], closing_name, 0);
     if (is > 0)
         is = is_number(object[LANE], epoch_name, self->epoch);
     if (is > 0)
@@ -119,7 +120,7 @@ static int is_ordinary(const exchange_t *self, uint64_t now) {
     return is;
 }
 
-/* Has a receive end after the time that is left, or before: as WorkerLane.may_block does. Not 0: there is an exception. */
+/* Has a receive end after the time that is left, or before: as LaneSocket.limit_wait does. Not 0: there is an exception. */
 static int set_timeout(const exchange_t *self, uint64_t left_ns) {
     long milliseconds = 0;
     if (left_ns) {
@@ -127,7 +128,7 @@ static int set_timeout(const exchange_t *self, uint64_t left_ns) {
         for (milliseconds = 1; left > 1; left >>= 1)
             milliseconds <<= 1;
     }
-    int is = is_number(self->object[LANE], timeout_name, milliseconds);
+    int is = is_number(self->object[SOCKET], timeout_name, milliseconds);
     if (is != 0)
         return is < 0;
     struct timeval timeout = {milliseconds / 1000, milliseconds % 1000 * 1000};
@@ -136,7 +137,7 @@ static int set_timeout(const exchange_t *self, uint64_t left_ns) {
         return -1;
     }
     PyObject *said = PyLong_FromLong(milliseconds);
-    int wrong = said == NULL || PyObject_SetAttr(self->object[LANE], timeout_name, said);
+    int wrong = said == NULL || PyObject_SetAttr(self->object[SOCKET], timeout_name, said);
     Py_XDECREF(said);
     return wrong;
 }
@@ -308,17 +309,18 @@ static PyObject *ask(exchange_t *self, PyObject *arguments) {
 /* --------------------------------------------------------------------------------------------------------------------- type */
 
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
-    static char *names[] = {"datagram", "id_at",     "deadline_at", "received", "head",    "tail",    "tail_at", "outputs",
-                            "lane",     "fd",        "in_flight",   "backlog",  "releases", "followers", "ids",     "acquire",
-                            "release",  "locked",    "memory",      "models",   "model_key", "model",   "epoch",   "learned",
-                            "until",    NULL};
+    static char *names[] = {"datagram",       "id_at",          "deadline_at",    "received",       "head",           "tail",
+                            "tail_at",        "outputs",        "lane",           "socket",         "fd",             "in_flight",
+                            "backlog",        "releases",       "followers",      "ids",            "acquire",        "release",
+                            "locked",         "memory",         "models",         "model_key",      "model",          "epoch",
+                            "learned",        "until",          NULL};
     PyObject *o[OBJECTS];
     int fd;
     Py_ssize_t id_at, deadline_at, tail_at;
     long epoch, learned;
     double until;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "YnnYSSnOOiO!OOOOOOOOO!OOlld", names, &o[DATAGRAM], &id_at, &deadline_at, &o[RECEIVED],
-                                     &o[HEAD], &o[TAIL], &tail_at, &o[OUTPUTS], &o[LANE], &fd, &PyDict_Type, &o[IN_FLIGHT], &o[BACKLOG],
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "YnnYSSnOOOiO!OOOOOOOOO!OOlld", names, &o[DATAGRAM], &id_at, &deadline_at, &o[RECEIVED],
+                                     &o[HEAD], &o[TAIL], &tail_at, &o[OUTPUTS], &o[LANE], &o[SOCKET], &fd, &PyDict_Type, &o[IN_FLIGHT], &o[BACKLOG],
                                      &o[RELEASES], &o[FOLLOWERS], &o[IDS], &o[ACQUIRE], &o[RELEASE], &o[LOCKED], &o[MEMORY], &PyDict_Type,
                                      &o[MODELS], &o[MODEL_KEY], &o[MODEL], &epoch, &learned, &until))
         return NULL;

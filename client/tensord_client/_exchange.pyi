@@ -30,6 +30,7 @@ class Exchange:
         tail_at: int,
         outputs: Mapping[str, Array],
         lane: Any,
+        socket: Any,
         fd: int,
         in_flight: dict[int, Any],
         backlog: Sized,

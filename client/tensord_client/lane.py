@@ -26,6 +26,7 @@ from tensord_client.call import Call
 from tensord_client.clients_socket import ClientsSocket
 from tensord_client.errors import Cancelled, Internal, ResultsHeld, ServingError, Unavailable, Unsupported
 from tensord_client.http_channel import Buffer
+from tensord_client.lane_socket import LaneEnded
 from tensord_client.memory import Memory
 from tensord_client.opened_model import OpenedModel
 from tensord_client.parameters import sealed
@@ -33,7 +34,7 @@ from tensord_client.pending import Pending
 from tensord_client.placement import Placement
 from tensord_client.prepared_call import PreparedCall
 from tensord_client.results import Array, Description
-from tensord_client.worker_lane import LaneEnded, WorkerLane
+from tensord_client.worker_lane import WorkerLane
 
 __all__ = ["Call", "Description", "LaneConnection", "Pending", "PreparedCall"]
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tensord_client import native, wire
+from tensord_client.answer_memory import Lease
 from tensord_client.call import Call
 from tensord_client.datatypes import decode_strings, dtype_of, typestr
 from tensord_client.errors import (
@@ -33,7 +34,7 @@ from tensord_client.errors import (
 from tensord_client.placement import Placed, own_fields
 from tensord_client.results import Answer, Array
 from tensord_client.wire import AnswerRecord, OutputTensor
-from tensord_client.worker_lane import Lease, WorkerLane
+from tensord_client.worker_lane import WorkerLane
 
 if TYPE_CHECKING:
     import asyncio
@@ -549,7 +550,7 @@ def _judged(lane: WorkerLane, answer: AnswerRecord) -> tuple[AnswerRecord, Lease
     lease = None
     error: ServingError | None = None
     try:
-        lease = lane.lease(answer)
+        lease = lane.answers.lease(answer)
     except ServingError as failed:
         error = failed
     except ValueError as failed:

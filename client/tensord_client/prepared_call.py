@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import numpy as np
 
 from tensord_client import msgpack, wire
+from tensord_client.answer_memory import Lease
 from tensord_client.call import Call
 from tensord_client.errors import (
     Cancelled,
@@ -30,6 +31,7 @@ from tensord_client.errors import (
     Unavailable,
     from_code,
 )
+from tensord_client.lane_socket import Datagram, LaneEnded
 from tensord_client.memory import Memory
 from tensord_client.native import Exchange
 from tensord_client.opened_model import OpenedModel
@@ -37,20 +39,18 @@ from tensord_client.pending import made_answer
 from tensord_client.placement import INLINE, Tensor, encode, input_datatype, note_segment, own_fields
 from tensord_client.results import Answer, Array, Timing
 from tensord_client.wire import AnswerRecord
-from tensord_client.worker_lane import LaneEnded, Lease, WorkerLane
+from tensord_client.worker_lane import WorkerLane
 
 if TYPE_CHECKING:
     from tensord_client.lane import LaneConnection
 
 _U64 = struct.Struct(">Q")
-_RECEIVE = 0x40000000  # MSG_CMSG_CLOEXEC
-_ANCILLARY = 4 * 8
 #: The most times that a request is sent, if its workers refuse it or end while they have it.
 _SENDINGS = 2
 #: Seconds after which Python looks whether there are further lanes to a model.
 _LOOKED_AFTER = 1.0
-#: The datagram that came while the part in C had the request, as ``recvmsg_into`` gives it; None: none came.
-_Came = Optional[tuple[int, list[tuple[int, int, bytes]], int]]
+#: The datagram that came while the part in C had the request; None: none came.
+_Came = Optional[Datagram]
 
 
 class Bound:
@@ -186,7 +186,7 @@ class PreparedCall:
     def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
         """Stores the answer, or its error, that ``lane`` (socket to a worker) received, and wakes the caller; for any thread."""
         try:
-            lease = lane.lease(answer)
+            lease = lane.answers.lease(answer)
             if answer.code:
                 self._error = from_code(answer.code, answer.message)
                 self._astray = isinstance(self._error, (NotFound, Unavailable))
@@ -346,16 +346,17 @@ class PreparedCall:
                 datagram=bound.datagram,
                 id_at=bound.id_at,
                 deadline_at=bound.deadline_at,
-                received=lane.received,
+                received=lane.socket.received,
                 head=bound.head,
                 tail=bound.tail,
                 tail_at=bound.tail_at,
                 outputs=bound.outputs,
                 lane=lane,
-                fd=lane.sock.fileno(),
+                socket=lane.socket,
+                fd=lane.socket.sock.fileno(),
                 in_flight=lane.in_flight,
-                backlog=lane.backlog,
-                releases=lane.releases,
+                backlog=lane.socket.backlog,
+                releases=lane.answers.releases,
                 followers=lane.followers,
                 ids=lane.ids,
                 acquire=lane.reading.acquire,
@@ -429,14 +430,11 @@ class PreparedCall:
             while self.waiting:
                 if not lane.may_block(until):
                     continue
-                try:
-                    size, ancillary, flags, _ = lane.sock.recvmsg_into(lane.buffers, _ANCILLARY, _RECEIVE)
-                except BlockingIOError:
+                datagram = lane.socket.receive()
+                if datagram is None:
                     continue
-                except OSError:
-                    lane.receive()
-                    continue
-                received = lane.received
+                size, ancillary, flags = datagram
+                received = lane.socket.received
                 if (
                     lane.learned == bound.learned
                     and not ancillary
@@ -472,7 +470,7 @@ class PreparedCall:
         assert self._answer is not None
         record, lease = self._answer
         bound.learned, bound.exchange = -1, None
-        received = lane.received
+        received = lane.socket.received
         if lease is not None or record.contents or record.timing is None:
             return
         at = received.find(b"\xa1c\xcf" + request_id.to_bytes(8, "big"), 0, 16)

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import mmap
 import os
 import queue
-import select
 import socket
 import struct
 import threading
@@ -24,33 +22,22 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from tensord_client import wire
+from tensord_client.answer_memory import AnswerMemory
 from tensord_client.errors import Internal, InvalidArgument, ServingError, Unavailable
-from tensord_client.memory import Memory, mapped
+from tensord_client.lane_socket import AT_ONCE, LaneEnded, LaneSocket
+from tensord_client.memory import Memory
 from tensord_client.msgpack import Malformed, integer
 from tensord_client.wire import AnswerRecord, PreparedAnswer
 
-LeaseKey = tuple[int, int, int]
-_ANCILLARY = socket.CMSG_SPACE(4 * 4)
 # Plain integers: the socket module's flags are enums, whose every operation is a Python call.
-_SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-_RECEIVE = int(socket.MSG_CMSG_CLOEXEC)
-_AT_ONCE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _TRUNCATED = int(socket.MSG_TRUNC)
 _DESCRIPTORS_LOST = int(socket.MSG_CTRUNC)
 _U64 = struct.Struct(">Q")
-#: Leases are given back with the next request, or once there are 16 or they are an eighth of what a client may hold.
-_RELEASES, _RELEASED_PART = 16, 8
 #: The most datagrams that an event loop receives in one iteration.
 _TURN = 64
 #: Seconds until a lane's thread notices a deadline that is earlier than those it knew.
 _NOTICED = 0.05
-
-
-class LaneEnded(Exception):
-    """The worker's end of a lane (the socket to one worker) is closed, so a record could not be sent."""
 
 
 class Waiting(Protocol):
@@ -69,82 +56,6 @@ class Waiting(Protocol):
 
         ``left``: whether the request had been sent.
         """
-
-
-class Lease:
-    """The right to use the worker's memory that an answer's outputs lie in; it ends by ``release`` or garbage collection."""
-
-    __slots__ = ("__array_interface__", "_key", "_lane", "_segment")
-
-    def __init__(self, lane: WorkerLane, key: LeaseKey, segment: ResponseSegment) -> None:
-        self._lane = lane
-        #: The lease's key; whoever gives the lease back removes it, so that this happens once.
-        self._key = [key]
-        self._segment = segment
-        self.__array_interface__: dict[str, Any] = {}
-
-    def hold(self) -> None:
-        """Counts this lease, until ``release``, among those that the program holds: at most the connection's ``max_results``."""
-        if self._key:
-            self._lane.held.add((self._lane.number, *self._key))
-
-    def release(self) -> None:
-        """Gives the memory back to the worker. Idempotent."""
-        try:
-            key = self._key.pop()
-        except IndexError:
-            return
-        self._lane.held.discard((self._lane.number, key))
-        self._lane.give_back(key, self._segment.byte_size if key[0] else 0)
-
-    __del__ = release
-
-    def view(self, place: Sequence[Any], shape: Sequence[int], name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns a read-only array on the leased memory, which keeps this lease alive as its base.
-
-        Args:
-          place: ("a", segment, offset, byte size), as in the answer.
-          name: the dtype's name in numpy's array interface.
-
-        Raises: ValueError: the place is outside the segment, or not as large as the shape and dtype need.
-        """
-        _, segment, offset, byte_size = place
-        count = 1
-        for dim in shape:
-            count *= dim
-        if segment != self._segment.number or count * dtype.itemsize != byte_size:
-            raise ValueError(f"{byte_size} bytes in segment {segment} are no {dtype}{list(shape)}")
-        if offset < 0 or offset + byte_size > self._segment.byte_size:
-            raise ValueError(
-                f"offset {offset} and {byte_size} bytes leave a segment of {self._segment.byte_size} bytes"
-            )
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(shape),
-            "typestr": name,
-            "data": (self._segment.address + offset, True),
-        }
-        return np.asarray(self)
-
-    def content(self, place: Sequence[Any]) -> bytes:
-        """Returns a copy of the bytes at a place, ("a", segment, offset, byte size).
-
-        Raises: ValueError: the place is outside the segment.
-        """
-        return self.view(place, (place[3],), "|u1", np.dtype(np.uint8)).tobytes()
-
-
-class ResponseSegment:
-    """A segment (memfd) of the worker's that answers lie in, mapped read-only for as long as anything refers to it."""
-
-    __slots__ = ("_bytes", "address", "byte_size", "number")
-
-    def __init__(self, number: int, byte_size: int, fd: int) -> None:
-        """Maps the segment that the file descriptor ``fd`` stands for. Raises OSError, ValueError: it cannot be mapped."""
-        self._bytes = np.frombuffer(mapped(fd, byte_size, mmap.PROT_READ), np.uint8)
-        self.number = number
-        self.byte_size = byte_size
-        self.address: int = self._bytes.__array_interface__["data"][0]
 
 
 class WorkerLane:
@@ -171,24 +82,21 @@ class WorkerLane:
 
         Raises: LaneEnded: the worker is gone.
         """
-        sock.setblocking(True)
-        self.sock = sock
+        self.socket = LaneSocket(sock)
         #: How many prepared calls use it.
         self.bound = 0
         self.number = number
         self.memory = memory
         self.ids = ids
-        self.held = held
-        self._release_at = max(1, response_byte_size // _RELEASED_PART)
+        #: The worker's memory that answers on this lane lie in.
+        self.answers = AnswerMemory(number, held, response_byte_size, self._release)
         #: Guards what is sent: ids grow, and what a number stands for is said before it is used.
-        self.lock = threading.Lock()
+        self.lock = self.socket.lock
         #: Held by the thread or event loop that reads the socket.
         self.reading = threading.Lock()
         self.in_flight: dict[int, Waiting] = {}
         #: True: the lane has ended, and every request in flight has been notified.
         self.ended = False
-        #: True: the worker receives nothing more; datagrams that it sent may still be unread.
-        self.closing = False
         self._why: ServingError | None = None
 
         self._numbers: dict[bytes, bytes] = {}
@@ -197,25 +105,15 @@ class WorkerLane:
         self.epoch = 0
         self._announced: set[int] = set()
         self.known_closures = 0
-        #: Datagrams that the socket would not take, each with a descriptor or -1, and the requests in it.
-        self.backlog: deque[tuple[bytes, int, tuple[int, ...]]] = deque()
         #: Requests, with their ids, that are sent together when the event loop's iteration ends.
         self._outgoing: list[tuple[bytes, int]] = []
         self._outgoing_size = 0
-        self.releases: deque[LeaseKey] = deque()
-        self._released = 0
 
-        self.received = bytearray(wire.MAX_DATAGRAM + 1)
-        self.buffers = (self.received,)
         self._parts = bytearray()
         self._agreed = False
         self._prepared: dict[int, PreparedAnswer] = {}
         #: Counts how often numbers of prepared answers were given a meaning.
         self.learned = 0
-        self._segments: dict[int, ResponseSegment] = {}
-        self._refused: set[int] = set()
-        #: The receive timeout that the socket has, in milliseconds.
-        self.timeout_ms = 0
 
         #: Threads that wait while another one reads.
         self.followers: dict[queue.SimpleQueue[None], None] = {}
@@ -225,15 +123,14 @@ class WorkerLane:
         self._due: list[tuple[float, int]] = []
         self._thread: threading.Thread | None = None
         self._thread_waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._loops: dict[Any, None] = {}
-        self._send((wire.datagram((wire.wire_version(),))), -1, ())
+        self.socket.send(wire.datagram((wire.wire_version(),)))
 
     # ------------------------------------------------------------------------------------------------------ sending
 
     @property
     def usable(self) -> bool:
         """Returns whether requests may be sent on this lane (socket to a worker): neither end has closed it."""
-        return not (self.closing or self.ended)
+        return not (self.socket.closing or self.ended)
 
     def submit(
         self,
@@ -258,7 +155,7 @@ class WorkerLane:
         Raises: LaneEnded: the request was not sent.  InvalidArgument: it is too large for one record.
         """
         with self.lock:
-            if self.closing:
+            if self.socket.closing:
                 raise LaneEnded
             if segments or self.memory.closures != self.known_closures:
                 self.announce(segments)
@@ -289,13 +186,13 @@ class WorkerLane:
             for gone in [number for number in self._announced if self.memory.segment(number) is None]:
                 self._announced.discard(gone)
                 self._flush_outgoing()
-                self._send(wire.datagram((wire.segment_closed(gone),)), -1, ())
+                self.socket.send(wire.datagram((wire.segment_closed(gone),)))
         for number in segments:
             if number not in self._announced:
                 segment = self.memory.segment(number)
                 assert segment is not None, "a request holds its arrays, and these their segments"
                 self._flush_outgoing()
-                self._send(wire.datagram((wire.segment_opened(number, segment.byte_size),)), segment.fd, ())
+                self.socket.send(wire.datagram((wire.segment_opened(number, segment.byte_size),)), segment.fd)
                 self._announced.add(number)
 
     def publish(self, prepared: bytes) -> bytes:
@@ -314,7 +211,7 @@ class WorkerLane:
         count = len(self._numbers)
         self._flush_outgoing()
         for each in wire.datagrams(wire.prepare(count, prepared)):
-            self._send(each, -1, ())
+            self.socket.send(each)
         known = self._numbers[prepared] = integer(count)
         return known
 
@@ -336,20 +233,20 @@ class WorkerLane:
         return self.publish(prepared)
 
     def _send_now(self, record: bytes, request_id: int) -> None:
-        if not self.releases and not self._outgoing and len(record) <= wire.ROOM:
-            self._send(b"\x01\x91" + record, -1, (request_id,))
+        if not self.answers.releases and not self._outgoing and len(record) <= wire.ROOM:
+            self.socket.send(b"\x01\x91" + record, -1, (request_id,))
             return
         self._flush_outgoing()
-        release = self._release_record()
+        release = self.answers.release_record()
         if release and len(release) + len(record) <= wire.ROOM:
-            self._send(wire.datagram((release, record)), -1, (request_id,))
+            self.socket.send(wire.datagram((release, record)), -1, (request_id,))
             return
         if release:
-            self._send(wire.datagram((release,)), -1, ())
+            self.socket.send(wire.datagram((release,)))
         parts = wire.datagrams(record)
         for part in parts[:-1]:
-            self._send(part, -1, ())
-        self._send(parts[-1], -1, (request_id,))
+            self.socket.send(part)
+        self.socket.send(parts[-1], -1, (request_id,))
 
     def _send_later(self, record: bytes, request_id: int, loop: Any) -> None:
         if self._outgoing_size + len(record) > wire.ROOM:
@@ -367,7 +264,7 @@ class WorkerLane:
         if self._outgoing:
             outgoing, self._outgoing, self._outgoing_size = self._outgoing, [], 0
             ids = tuple([request_id for _, request_id in outgoing])
-            self._send(wire.datagram([record for record, _ in outgoing]), -1, ids)
+            self.socket.send(wire.datagram([record for record, _ in outgoing]), -1, ids)
 
     def flush(self) -> None:
         """Sends the requests that wait for the end of an event loop's iteration; does nothing if the worker is gone."""
@@ -378,54 +275,9 @@ class WorkerLane:
     def say(self, record: bytes) -> None:
         """Sends a record that is no request, such as a cancellation; does nothing if the worker is gone."""
         with self.lock, contextlib.suppress(LaneEnded):
-            if not self.closing:
+            if not self.socket.closing:
                 self._flush_outgoing()
-                self._send(wire.datagram((record,)), -1, ())
-
-    def _send(self, datagram: bytes, fd: int, ids: tuple[int, ...]) -> None:
-        """Sends a datagram, or queues it in ``backlog`` if the socket is full.
-
-        Args:
-          fd: a file descriptor to send with the datagram; -1: none.
-          ids: the ids of the requests that the datagram completes.
-
-        Raises: LaneEnded: the worker is gone.
-        """
-        try:
-            if not self.backlog and self._send_at_once(datagram, fd):
-                return
-        except LaneEnded:
-            # So that the end of the lane finds what has not left.
-            self.backlog.append((datagram, -1, ids))
-            raise
-        self.backlog.append((datagram, os.dup(fd) if fd >= 0 else -1, ids))
-        for loop in self._loops:
-            with contextlib.suppress(RuntimeError):  # closed
-                loop.call_soon_threadsafe(self._watch_room, loop)
-
-    def _send_at_once(self, datagram: bytes, fd: int) -> bool:
-        try:
-            if fd < 0:
-                self.sock.send(datagram, _SEND)
-            else:
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
-                self.sock.sendmsg([datagram], rights, _SEND)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self.closing = True
-            raise LaneEnded from error
-        return True
-
-    def _send_backlog(self) -> None:
-        with self.lock, contextlib.suppress(LaneEnded):
-            while self.backlog:
-                datagram, fd, _ = self.backlog[0]
-                if not self._send_at_once(datagram, fd):
-                    return
-                self.backlog.popleft()
-                if fd >= 0:
-                    os.close(fd)
+                self.socket.send(wire.datagram((record,)))
 
     def send_prepared(self, request: Waiting, datagram: bytearray, id_at: int, epoch: int) -> int:
         """Sends the encoded ``datagram`` of a prepared call, after writing a new request id into it at offset ``id_at``.
@@ -436,87 +288,58 @@ class WorkerLane:
         Raises: LaneEnded: the datagram was not sent.
         """
         with self.lock:
-            if self.closing:
+            if self.socket.closing:
                 raise LaneEnded
             if self.epoch != epoch:
                 return 0
-            if self.releases or self._outgoing or self.memory.closures != self.known_closures:
+            if self.answers.releases or self._outgoing or self.memory.closures != self.known_closures:
                 self.announce(())
                 self._flush_outgoing()
-                release = self._release_record()
+                release = self.answers.release_record()
                 if release:
-                    self._send(wire.datagram((release,)), -1, ())
+                    self.socket.send(wire.datagram((release,)))
             request_id = next(self.ids)
             _U64.pack_into(datagram, id_at, request_id)
             self.in_flight[request_id] = request
-            if not self.backlog:
+            if not self.socket.backlog:
                 try:
-                    self.sock.send(datagram, _SEND)
-                    return request_id
-                except BlockingIOError:
-                    pass
-                except OSError as error:
-                    self.closing = True
+                    if self.socket.send_at_once(datagram):
+                        return request_id
+                except LaneEnded:
                     self.in_flight.pop(request_id, None)
-                    raise LaneEnded from error
-            self._send(bytes(datagram), -1, (request_id,))
+                    raise
+            self.socket.send(bytes(datagram), -1, (request_id,))
             return request_id
+
+    def _release(self) -> None:
+        """Sends the leases that are to be given back now, unless a thread is sending: the next request takes them along then."""
+        if not self.lock.acquire(False):
+            return
+        try:
+            release = self.answers.release_record()
+            if release and not self.socket.closing:
+                self._flush_outgoing()
+                self.socket.send(wire.datagram((release,)))
+        except LaneEnded:
+            pass
+        finally:
+            self.lock.release()
 
     def cancel(self, request_id: int) -> None:
         """Tells the worker that nobody waits for a request's answer any more; the worker still sends a last answer."""
         self.say(wire.cancel(request_id))
 
-    # ------------------------------------------------------------------------------------------------------- leases
-
-    def give_back(self, key: LeaseKey, byte_size: int) -> None:
-        """Gives a lease back to the worker: the memory of an answer that is not read any more.
-
-        It is sent with the next request, or once enough leases have come together. ``key``: the lease's segment,
-        offset and generation; ``byte_size``: how much memory it stands for. The garbage collector may call this at any moment.
-        """
-        if self.ended:
-            return
-        self.releases.append(key)
-        self._released += byte_size
-        due = len(self.releases) >= _RELEASES or self._released >= self._release_at
-        if due and self.lock.acquire(False):
-            try:
-                release = self._release_record()
-                if release and not self.closing:
-                    self._flush_outgoing()
-                    self._send(wire.datagram((release,)), -1, ())
-            except LaneEnded:
-                pass
-            finally:
-                self.lock.release()
-
-    def _release_record(self) -> bytes:
-        """Encodes the record that gives back the leases in ``releases``, as many as fit; empty bytes if there are none."""
-        if not self.releases:
-            return b""
-        leases: list[LeaseKey] = []
-        while self.releases and len(leases) < wire.MAX_RELEASES:
-            leases.append(self.releases.popleft())
-        self._released = 0
-        return wire.release(leases)
-
     # ---------------------------------------------------------------------------------------------------- receiving
 
-    def receive(self, flags: int = _RECEIVE) -> bool:
+    def receive(self, flags: int = 0) -> bool:
         """Receives one datagram, and gives the answers in it to their requests. Returns False: none has come.
 
-        ``flags``: of ``recvmsg``. The caller holds the lock ``reading``.
+        ``flags``: of ``LaneSocket.receive``. The caller holds the lock ``reading``.
         """
-        try:
-            size, ancillary, said, _ = self.sock.recvmsg_into(self.buffers, _ANCILLARY, flags)
-        except BlockingIOError:
+        datagram = self.socket.receive(flags)
+        if datagram is None:
             return False
-        except ConnectionResetError:
-            # A peer that ended with records unread causes this error once, before anything else. What it sent is still there.
-            return True
-        except OSError:
-            size, ancillary, said = 0, [], 0
-        self.handle(size, ancillary, said)
+        self.handle(*datagram)
         return True
 
     def handle(self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
@@ -553,7 +376,7 @@ class WorkerLane:
                 os.close(fd)
 
     def _records(self, size: int) -> list[list[Any]]:
-        received = self.received
+        received = self.socket.received
         kind = received[0]
         if kind == 1 and not self._parts:
             return wire.records(received, 1, size)
@@ -575,56 +398,22 @@ class WorkerLane:
             self._prepared[record[1]] = PreparedAnswer(record[2])
             self.learned += 1
         elif tag == "S+":
-            self._open_segment(record[1], record[2], fds, lost)
+            if not self.answers.open(record[1], record[2], fds, lost):
+                self.say(wire.segment_refused(record[1]))
         elif tag == "S-":
-            self._segments.pop(record[1], None)
-            self._refused.discard(record[1])
+            self.answers.close(record[1])
         elif tag == "S!":
             self._announced.discard(record[1])
         else:
             raise Malformed(f"a record with the tag {tag!r}")
 
-    def _open_segment(self, number: int, byte_size: int, fds: list[int], lost: bool) -> None:
-        try:
-            if len(fds) != 1:
-                if not lost:
-                    raise Malformed(f"a segment came with {len(fds)} descriptors")
-                raise OSError("its descriptor was lost")
-            self._segments[number] = ResponseSegment(number, byte_size, fds[0])
-            self._refused.discard(number)
-        except (OSError, ValueError) as error:
-            if isinstance(error, Malformed):
-                raise
-            self._refused.add(number)
-            self.say(wire.segment_refused(number))
-
     def _answered(self, answer: AnswerRecord) -> None:
         find = self.in_flight.pop if answer.prepared.final else self.in_flight.get
         request = find(answer.request_id, None)
         if request is None:
-            if answer.lease is not None:
-                self.give_back(_key(answer.lease), 0)
+            self.answers.drop(answer)
             return
         request.take(self, answer)
-
-    def lease(self, answer: AnswerRecord) -> Lease | None:
-        """Returns the lease of the worker's memory that an answer came with; None: its outputs do not lie there.
-
-        Raises: Unavailable: this process could not map the segment; the lease is given back.  ValueError: the worker announced no
-          such segment.
-        """
-        if answer.lease is None:
-            return None
-        key = _key(answer.lease)
-        segment = self._segments.get(key[0])
-        if segment is None:
-            if key[0] not in self._refused:
-                raise ValueError(f"segment {key[0]} is not open")
-            self.give_back(key, 0)
-            raise Unavailable(
-                "an answer cannot be reached: this process has as many files open, or as much mapped, as it may"
-            )
-        return Lease(self, key, segment)
 
     # ------------------------------------------------------------------------------------------------------ waiting
 
@@ -694,37 +483,12 @@ class WorkerLane:
 
         Raises: TimeoutError: ``until`` has passed.
         """
-        if self.backlog:
-            self._wait_for_room(until)
+        if self.socket.backlog:
+            if self.socket.wait_for_room(until):
+                self.receive(AT_ONCE)
             return False
-        milliseconds = 0
-        if until is not None:
-            left = until - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            # A power of two, so that the next wait, which is about as long, need not set it again. The rest is waited for after.
-            milliseconds = 1 << max(0, int(left * 1000).bit_length() - 1)
-        if milliseconds != self.timeout_ms:
-            timeout = struct.pack("ll", milliseconds // 1000, milliseconds % 1000 * 1000)
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-            self.timeout_ms = milliseconds
+        self.socket.limit_wait(until)
         return True
-
-    def _wait_for_room(self, until: float | None) -> None:
-        """Waits until unsent datagrams (``backlog``) can be sent or a datagram has come; sends those, or receives it.
-
-        Raises: TimeoutError: ``until`` (monotonic seconds) has passed.
-        """
-        left = None if until is None else until - time.monotonic()
-        if left is not None and left <= 0:
-            raise TimeoutError
-        poll = select.poll()
-        poll.register(self.sock, select.POLLIN | select.POLLOUT)
-        for _, event in poll.poll(None if left is None else left * 1000):
-            if event & select.POLLOUT:
-                self._send_backlog()
-            if event & ~select.POLLOUT:
-                self.receive(_AT_ONCE)
 
     # ------------------------------------------------------------------------------------------- callbacks and loops
 
@@ -810,33 +574,20 @@ class WorkerLane:
 
     def attach(self, loop: Any) -> None:
         """Has an event loop read this lane's socket whenever answers come, until the lane ends. Call it in the loop's thread."""
-        if loop in self._loops or self.ended:
-            return
-        self._loops[loop] = None
-        loop.add_reader(self.sock.fileno(), self._readable, loop)
-        if self.backlog:
-            self._watch_room(loop)
+        if not self.ended:
+            self.socket.attach(loop, self._readable)
 
-    def _readable(self, loop: Any) -> None:
+    def _readable(self) -> None:
         """Is called by an event loop when the socket is readable: receives datagrams, unless a thread is reading them."""
         if not self.reading.acquire(False):
             return
         try:
             for _ in range(_TURN):
-                if self.ended or not self.receive(_AT_ONCE) or not self.in_flight:
+                if self.ended or not self.receive(AT_ONCE) or not self.in_flight:
                     break
         finally:
             self.reading.release()
             self.promote()
-
-    def _watch_room(self, loop: Any) -> None:
-        if loop in self._loops and self.backlog and not self.ended:
-            loop.add_writer(self.sock.fileno(), self._writable, loop)
-
-    def _writable(self, loop: Any) -> None:
-        self._send_backlog()
-        if not self.backlog or self.closing:
-            loop.remove_writer(self.sock.fileno())
 
     # ---------------------------------------------------------------------------------------------------------- end
 
@@ -848,47 +599,24 @@ class WorkerLane:
         with self.lock:
             if self.ended:
                 return
-            self.ended = self.closing = True
+            self.ended = self.socket.closing = True
             error = self._why or error
-            unsent = {request_id for _, _, ids in self.backlog for request_id in ids}
+            unsent = self.socket.take_unsent()
             unsent.update([request_id for _, request_id in self._outgoing])
-            for _, fd, _ in self.backlog:
-                if fd >= 0:
-                    os.close(fd)
-            self.backlog.clear()
             self._outgoing.clear()
             lost, self.in_flight = self.in_flight, {}
             self.watched.clear()
-        self._segments.clear()
-        self._close()
+        self.answers.end()
+        self.socket.close()
         for request_id, request in lost.items():
             request.lane_ended(request_id not in unsent, error)
         self.promote()
         self._thread_waiter.put(None)
 
-    def _close(self) -> None:
-        """Has the socket closed once every attached event loop has stopped watching it; does not wait for that."""
-        for loop in list(self._loops):
-            try:
-                loop.call_soon_threadsafe(self._leave, loop)
-            except RuntimeError:  # closed
-                self._loops.pop(loop, None)
-        if not self._loops:
-            self.sock.close()
-
-    def _leave(self, loop: Any) -> None:
-        if self._loops.pop(loop, loop) is None:
-            loop.remove_reader(self.sock.fileno())
-            loop.remove_writer(self.sock.fileno())
-        if not self._loops:
-            self.sock.close()
-
     def close(self, error: ServingError) -> None:
         """Closes the lane from any thread, even while another one reads; calls requests' ``lane_ended`` with ``error``."""
         self._why = error
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-        # Who reads sees the end of the file and lets go; closing a descriptor that somebody waits on would be wrong.
+        self.socket.shut_down()
         with self.reading:
             self.end(error)
 
@@ -897,16 +625,10 @@ class WorkerLane:
 
         Requests that were in flight are the parent's, and end with Unavailable here.
         """
-        self.ended = self.closing = True
-        self.lock, self.reading = threading.Lock(), threading.Lock()
+        self.ended = True
+        self.socket.forget()
+        self.lock, self.reading = self.socket.lock, threading.Lock()
         lost, self.in_flight = self.in_flight, {}
-        self._loops.clear()
-        self.sock.close()
         for request in lost.values():
             request.waiter = None
             request.lane_ended(True, Unavailable("the request is one of the process that this one was forked from"))
-
-
-def _key(lease: Sequence[int]) -> LeaseKey:
-    segment, offset, generation = lease
-    return segment, offset, generation

@@ -426,8 +426,8 @@ def test_a_prepared_call_sends_once_and_receives_once(
         given[:] = number
         check(call(timeout), number)
     (lane,) = [each for each in connection.model_of(addsub(1)).lanes if each.bound]
-    counted: Any = Counted(lane.sock)
-    lane.sock = counted
+    counted: Any = Counted(lane.socket.sock)
+    lane.socket.sock = counted
     gc.collect()
     gc.disable()
     try:
@@ -440,7 +440,7 @@ def test_a_prepared_call_sends_once_and_receives_once(
         assert gc.get_count()[0] < 100
     finally:
         gc.enable()
-        lane.sock = counted._sock
+        lane.socket.sock = counted._sock
     # Where a worker is busy it may write an answer otherwise than the one before; then the part in C is told anew.
     asked = [name for name in counted.calls if name != "fileno"]
     assert asked == ([] if part == "C" else ["send", "recvmsg_into"] * 500)

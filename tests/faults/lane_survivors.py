@@ -98,7 +98,7 @@ class Survivor:
             self._may_ask.set()
 
     def _strange(self) -> str:
-        readable = [(lane, segment._bytes) for lane in self._lanes() for segment in lane._segments.values()]
+        readable = [(lane, segment._bytes) for lane in self._lanes() for segment in lane.answers.segments.values()]
         readable += [("its own", segment._bytes) for segment in list(self._connection.memory.segments.values())]
         for where, content in readable:
             known = (content == 0) | (content == self.byte)

@@ -1,0 +1,208 @@
+"""The worker's memory that the answers on a lane (the socket to one worker) lie in.
+
+    segment   a memfd of the worker's, mapped here read-only      lease   the right to use a part of it, which an answer came with
+
+A lease that is given back is told to the worker with the next request, or once there are 16 of them, or once they stand for an
+eighth of the memory that answers may hold.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tensord_client import wire
+from tensord_client.errors import Unavailable
+from tensord_client.memory import mapped
+from tensord_client.msgpack import Malformed
+from tensord_client.wire import AnswerRecord
+
+#: The segment, offset and generation of a lease.
+LeaseKey = tuple[int, int, int]
+_RELEASES, _RELEASED_PART = 16, 8
+
+
+class Lease:
+    """The right to use the worker's memory that an answer's outputs lie in; it ends by ``release`` or garbage collection."""
+
+    __slots__ = ("__array_interface__", "_key", "_memory", "_segment")
+
+    def __init__(self, memory: AnswerMemory, key: LeaseKey, segment: ResponseSegment) -> None:
+        self._memory = memory
+        #: The lease's key; whoever gives the lease back removes it, so that this happens once.
+        self._key = [key]
+        self._segment = segment
+        self.__array_interface__: dict[str, Any] = {}
+
+    def hold(self) -> None:
+        """Counts this lease, until ``release``, among those that the program holds: at most the connection's ``max_results``."""
+        if self._key:
+            self._memory.held.add((self._memory.number, *self._key))
+
+    def release(self) -> None:
+        """Gives the memory back to the worker. Idempotent."""
+        try:
+            key = self._key.pop()
+        except IndexError:
+            return
+        self._memory.held.discard((self._memory.number, key))
+        self._memory.give_back(key, self._segment.byte_size if key[0] else 0)
+
+    __del__ = release
+
+    def view(self, place: Sequence[Any], shape: Sequence[int], name: str, dtype: np.dtype) -> np.ndarray:
+        """Returns a read-only array on the leased memory, which keeps this lease alive as its base.
+
+        Args:
+          place: ("a", segment, offset, byte size), as in the answer.
+          name: the dtype's name in numpy's array interface.
+
+        Raises: ValueError: the place is outside the segment, or not as large as the shape and dtype need.
+        """
+        _, segment, offset, byte_size = place
+        count = 1
+        for dim in shape:
+            count *= dim
+        if segment != self._segment.number or count * dtype.itemsize != byte_size:
+            raise ValueError(f"{byte_size} bytes in segment {segment} are no {dtype}{list(shape)}")
+        if offset < 0 or offset + byte_size > self._segment.byte_size:
+            raise ValueError(
+                f"offset {offset} and {byte_size} bytes leave a segment of {self._segment.byte_size} bytes"
+            )
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(shape),
+            "typestr": name,
+            "data": (self._segment.address + offset, True),
+        }
+        return np.asarray(self)
+
+    def content(self, place: Sequence[Any]) -> bytes:
+        """Returns a copy of the bytes at a place, ("a", segment, offset, byte size).
+
+        Raises: ValueError: the place is outside the segment.
+        """
+        return self.view(place, (place[3],), "|u1", np.dtype(np.uint8)).tobytes()
+
+
+class ResponseSegment:
+    """A segment (memfd) of the worker's that answers lie in, mapped read-only for as long as anything refers to it."""
+
+    __slots__ = ("_bytes", "address", "byte_size", "number")
+
+    def __init__(self, number: int, byte_size: int, fd: int) -> None:
+        """Maps the segment that the file descriptor ``fd`` stands for. Raises OSError, ValueError: it cannot be mapped."""
+        self._bytes = np.frombuffer(mapped(fd, byte_size, mmap.PROT_READ), np.uint8)
+        self.number = number
+        self.byte_size = byte_size
+        self.address: int = self._bytes.__array_interface__["data"][0]
+
+
+class AnswerMemory:
+    """The segments that answers on one lane lie in, and the leases that are to be given back to the worker. Thread-safe."""
+
+    def __init__(self, number: int, held: set[Any], byte_size: int, release: Callable[[], None]) -> None:
+        """Begins without a segment.
+
+        Args:
+          number: the lane's number at the daemon.
+          held: the connection's set of leases that the program holds.
+          byte_size: the most bytes that answers on this lane may hold.
+          release: a method of the lane, which is referred to weakly: sends what ``release_record`` returns to the worker. It may
+            be called in any thread, also by the garbage collector.
+        """
+        self.number = number
+        self.held = held
+        self._release_at = max(1, byte_size // _RELEASED_PART)
+        self._release = weakref.WeakMethod(release)
+        self.segments: dict[int, ResponseSegment] = {}
+        self._refused: set[int] = set()
+        #: Leases that are to be given back, and the bytes that they stand for.
+        self.releases: deque[LeaseKey] = deque()
+        self._released = 0
+        self._ended = False
+
+    def open(self, number: int, byte_size: int, fds: Sequence[int], lost: bool) -> bool:
+        """Maps a segment that the worker has announced. Returns False: it cannot be mapped, which the worker should know.
+
+        Args:
+          fds: the file descriptors that came with the announcement.
+          lost: whether descriptors were lost on the way, because this process has no room for them.
+
+        Raises: Malformed: there is not one descriptor.
+        """
+        if len(fds) != 1 and not lost:
+            raise Malformed(f"a segment came with {len(fds)} descriptors")
+        try:
+            (fd,) = fds
+            self.segments[number] = ResponseSegment(number, byte_size, fd)
+        except (OSError, ValueError):
+            self._refused.add(number)
+            return False
+        self._refused.discard(number)
+        return True
+
+    def close(self, number: int) -> None:
+        """Lets go of a segment that the worker has closed; arrays in it stay valid."""
+        self.segments.pop(number, None)
+        self._refused.discard(number)
+
+    def lease(self, answer: AnswerRecord) -> Lease | None:
+        """Returns the lease that an answer came with; None: its outputs do not lie in the worker's memory.
+
+        Raises: Unavailable: this process could not map the segment; the lease is given back.  ValueError: the worker announced no
+          such segment.
+        """
+        if answer.lease is None:
+            return None
+        segment_number, offset, generation = answer.lease
+        key = segment_number, offset, generation
+        segment = self.segments.get(segment_number)
+        if segment is None:
+            if segment_number not in self._refused:
+                raise ValueError(f"segment {segment_number} is not open")
+            self.give_back(key, 0)
+            raise Unavailable(
+                "an answer cannot be reached: this process has as many files open, or as much mapped, as it may"
+            )
+        return Lease(self, key, segment)
+
+    def drop(self, answer: AnswerRecord) -> None:
+        """Gives the lease back of an answer that nobody waits for."""
+        if answer.lease is not None:
+            segment, offset, generation = answer.lease
+            self.give_back((segment, offset, generation), 0)
+
+    def give_back(self, key: LeaseKey, byte_size: int) -> None:
+        """Notes that a lease is to be given back to the worker, and has this sent if it is time.
+
+        ``byte_size``: how much memory it stands for. The garbage collector may call this at any moment.
+        """
+        if self._ended:
+            return
+        self.releases.append(key)
+        self._released += byte_size
+        if len(self.releases) >= _RELEASES or self._released >= self._release_at:
+            release = self._release()
+            if release is not None:
+                release()
+
+    def release_record(self) -> bytes:
+        """Encodes the record that gives back the leases in ``releases``, as many as fit; empty bytes if there are none."""
+        if not self.releases:
+            return b""
+        leases: list[LeaseKey] = []
+        while self.releases and len(leases) < wire.MAX_RELEASES:
+            leases.append(self.releases.popleft())
+        self._released = 0
+        return wire.release(leases)
+
+    def end(self) -> None:
+        """Lets go of all segments, because the lane has ended; arrays in them stay valid."""
+        self._ended = True
+        self.segments.clear()

@@ -1,0 +1,219 @@
+"""A lane's socket: sends datagrams to one worker and receives its datagrams.
+
+No send waits: a datagram that the socket does not take now is kept in ``backlog``, and so are all after it, in order. The worker
+receives nothing while it cannot send, so whoever waits for room receives meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from tensord_client import wire
+
+_ANCILLARY = socket.CMSG_SPACE(4 * 4)
+# Plain integers: the socket module's flags are enums, whose every operation is a Python call.
+_SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_RECEIVE = int(socket.MSG_CMSG_CLOEXEC)
+#: A flag of ``receive``: it does not wait.
+AT_ONCE = int(socket.MSG_DONTWAIT)
+#: A datagram in ``received``, as ``recvmsg_into`` says it: its size, what came with it, and flags.
+Datagram = tuple[int, list[tuple[int, int, bytes]], int]
+#: An empty datagram: the worker has closed its end.
+_END: Datagram = (0, [], 0)
+
+
+class LaneEnded(Exception):
+    """The worker's end of a lane (the socket to one worker) is closed, so a record could not be sent."""
+
+
+class LaneSocket:
+    """The socket of a lane, and the datagrams that it has not taken yet."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Takes over a connected socket, which this object closes."""
+        sock.setblocking(True)
+        self.sock = sock
+        #: Held by the thread that sends.
+        self.lock = threading.Lock()
+        #: True: the worker receives nothing more; datagrams that it sent may still be unread.
+        self.closing = False
+        #: Datagrams that the socket would not take, each with a descriptor or -1, and the requests in it.
+        self.backlog: deque[tuple[bytes, int, tuple[int, ...]]] = deque()
+        #: Where a datagram is received.
+        self.received = bytearray(wire.MAX_DATAGRAM + 1)
+        self._buffers = (self.received,)
+        #: The receive timeout that the socket has, in milliseconds.
+        self.timeout_ms = 0
+        #: Event loops that read the socket.
+        self._loops: dict[Any, None] = {}
+
+    # ------------------------------------------------------------------------------------------------------ sending
+
+    def send(self, datagram: bytes, fd: int = -1, ids: tuple[int, ...] = ()) -> None:
+        """Sends a datagram, or queues it in ``backlog`` if the socket is full. The caller holds ``lock``.
+
+        Args:
+          fd: a file descriptor to send with the datagram; -1: none.
+          ids: the ids of the requests that the datagram completes.
+
+        Raises: LaneEnded: the worker is gone.
+        """
+        try:
+            if not self.backlog and self.send_at_once(datagram, fd):
+                return
+        except LaneEnded:
+            # So that the end of the lane finds what has not left.
+            self.backlog.append((datagram, -1, ids))
+            raise
+        self.backlog.append((datagram, os.dup(fd) if fd >= 0 else -1, ids))
+        for loop in self._loops:
+            with contextlib.suppress(RuntimeError):  # closed
+                loop.call_soon_threadsafe(self._watch_room, loop)
+
+    def send_at_once(self, datagram: bytes | bytearray, fd: int = -1) -> bool:
+        """Sends a datagram, with a file descriptor if ``fd`` is not -1. Returns False: the socket is full.
+
+        The caller holds ``lock``. Raises LaneEnded: the worker is gone.
+        """
+        try:
+            if fd < 0:
+                self.sock.send(datagram, _SEND)
+            else:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
+                self.sock.sendmsg([datagram], rights, _SEND)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.closing = True
+            raise LaneEnded from error
+        return True
+
+    def send_backlog(self) -> None:
+        """Sends as much of ``backlog`` as the socket takes; does nothing if the worker is gone."""
+        with self.lock, contextlib.suppress(LaneEnded):
+            while self.backlog:
+                datagram, fd, _ = self.backlog[0]
+                if not self.send_at_once(datagram, fd):
+                    return
+                self.backlog.popleft()
+                if fd >= 0:
+                    os.close(fd)
+
+    def take_unsent(self) -> set[int]:
+        """Empties ``backlog``. Returns the ids of the requests in it. The caller holds ``lock``."""
+        unsent = {request_id for _, _, ids in self.backlog for request_id in ids}
+        for _, fd, _ in self.backlog:
+            if fd >= 0:
+                os.close(fd)
+        self.backlog.clear()
+        return unsent
+
+    # ---------------------------------------------------------------------------------------------------- receiving
+
+    def receive(self, flags: int = 0) -> Datagram | None:
+        """Receives a datagram into ``received``. Returns None: none has come. An empty one means that the worker has ended.
+
+        ``flags``: 0: waits, at most as long as ``limit_wait`` said; ``AT_ONCE``: does not wait.
+        """
+        try:
+            size, ancillary, said, _ = self.sock.recvmsg_into(self._buffers, _ANCILLARY, _RECEIVE | flags)
+        except (BlockingIOError, ConnectionResetError):
+            # A peer that ended with records unread causes the second one once, before anything else. What it sent is still there.
+            return None
+        except OSError:
+            return _END
+        return size, ancillary, said
+
+    def limit_wait(self, until: float | None) -> None:
+        """Has a receive wait until a time at most, in seconds of ``time.monotonic()``, or less; None: without limit.
+
+        Raises: TimeoutError: ``until`` has passed.
+        """
+        milliseconds = 0
+        if until is not None:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            # A power of two, so that the next wait, which is about as long, need not set it again. The rest is waited for after.
+            milliseconds = 1 << max(0, int(left * 1000).bit_length() - 1)
+        if milliseconds != self.timeout_ms:
+            timeout = struct.pack("ll", milliseconds // 1000, milliseconds % 1000 * 1000)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+            self.timeout_ms = milliseconds
+
+    def wait_for_room(self, until: float | None) -> bool:
+        """Waits until ``backlog`` can be sent, and sends it, or a datagram has come. Returns True: one has come.
+
+        Raises: TimeoutError: ``until`` (monotonic seconds; None: no limit) has passed.
+        """
+        left = None if until is None else until - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN | select.POLLOUT)
+        found = 0
+        for _, event in poll.poll(None if left is None else left * 1000):
+            found |= event
+        if found & select.POLLOUT:
+            self.send_backlog()
+        return bool(found & ~select.POLLOUT)
+
+    # -------------------------------------------------------------------------------------------------- event loops
+
+    def attach(self, loop: Any, readable: Callable[[], None]) -> None:
+        """Has an event loop call ``readable`` when a datagram has come, and send ``backlog``. Call it in the loop's thread."""
+        if loop in self._loops:
+            return
+        self._loops[loop] = None
+        loop.add_reader(self.sock.fileno(), readable)
+        if self.backlog:
+            self._watch_room(loop)
+
+    def _watch_room(self, loop: Any) -> None:
+        if loop in self._loops and self.backlog:
+            loop.add_writer(self.sock.fileno(), self._writable, loop)
+
+    def _writable(self, loop: Any) -> None:
+        self.send_backlog()
+        if not self.backlog or self.closing:
+            loop.remove_writer(self.sock.fileno())
+
+    # ---------------------------------------------------------------------------------------------------------- end
+
+    def shut_down(self) -> None:
+        """Ends the connection, so that a thread that waits in ``receive`` returns; the descriptor stays open until ``close``."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Has the socket closed once every attached event loop has stopped watching it; does not wait for that."""
+        for loop in list(self._loops):
+            try:
+                loop.call_soon_threadsafe(self._leave, loop)
+            except RuntimeError:  # closed
+                self._loops.pop(loop, None)
+        if not self._loops:
+            self.sock.close()
+
+    def _leave(self, loop: Any) -> None:
+        if self._loops.pop(loop, loop) is None:
+            loop.remove_reader(self.sock.fileno())
+            loop.remove_writer(self.sock.fileno())
+        if not self._loops:
+            self.sock.close()
+
+    def forget(self) -> None:
+        """Closes a forked process's copy of the socket, at once; the parent's event loops are not those of this process."""
+        self.closing = True
+        self.lock = threading.Lock()
+        self._loops.clear()
+        self.sock.close()
