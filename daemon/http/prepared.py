@@ -41,6 +41,8 @@ _MAX_ANSWERS = 16
 VALUES: Final = b""
 #: Kinds of requests whose JSON, without large data, is longer are not cached.
 _MAX_SAID = 4096
+#: Parameters of a request that are longer, as text, are not cached.
+_MAX_PART = 512
 #: JSON heads of answers that are longer are not cached.
 _MAX_TEXT = 2048
 _encode = msgspec.json.Encoder().encode
@@ -64,6 +66,8 @@ class PreparedRequests:
         self._known: BoundedCache[Any, Prepared] = BoundedCache(count)
         #: (Model, version, bytes of tensors behind the JSON), JSON -> the parsed request. Holds texts that came more than once.
         self.texts: BoundedCache[tuple[TextKey, bytes], ParsedRequest] = BoundedCache(count)
+        #: The parameters of a request as text -> its scheduling, and the other parameters as text ("": none).
+        self._parts: BoundedCache[str, tuple[Scheduling, str]] = BoundedCache(count)
 
     def read(
         self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None
@@ -96,6 +100,8 @@ class PreparedRequests:
         (_, _, tail_size), text = key
         request = self._read(head, text, tail_size, None)
         prepared = request.prepared
+        if prepared.has_values:
+            return request
         # What one step of a sequence says, its next one mostly says again, whatever others say between them; and requests
         # of one kind name many parameter sets.
         scheduling = request.scheduling
@@ -104,21 +110,20 @@ class PreparedRequests:
         said = request.id, scheduling
         if prepared.last_said != said:
             prepared.last_said = said
-        elif not prepared.has_values:
+        else:
             self.texts.put(key, request)
         return request
 
     def _read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None) -> ParsedRequest:
         try:
             said = request_head.quick(text)
-            scheduling, parameters = part(said.parameters) if said.parameters else (UNSCHEDULED, None)
+            scheduling, others = self._part(said.parameters) if said.parameters else (UNSCHEDULED, "")
             key = (
                 head.model,
                 head.version,
                 tuple([(of.name, of.datatype, of.shape, of.parameters, of.data is ABSENT) for of in said.inputs]),
                 said.outputs,
-                # As text: 1, 1.0 and true are equal, and not the same.
-                repr((parameters, head.forwarded)) if parameters or head.forwarded else None,
+                (others, repr(head.forwarded)) if others or head.forwarded else None,
             )
             prepared = self._known[key]
             if prepared is not None and prepared.tail_size == tail_size:
@@ -131,6 +136,18 @@ class PreparedRequests:
         if len(text) <= _MAX_SAID and not any(OPEN in shape and not absent for _, _, shape, _, absent in key[2]):
             self._known.put(key, request.prepared)
         return request
+
+    def _part(self, given: dict[str, Any]) -> tuple[Scheduling, str]:
+        """Separates the parameters of a request: returns its scheduling, and the other parameters as text ("": none)."""
+        # As text: 1, 1.0 and true are equal, and not the same.
+        text = repr(given)
+        known = self._parts[text]
+        if known is None:
+            scheduling, others = part(given)
+            known = scheduling, repr(others) if others else ""
+            if len(text) <= _MAX_PART:
+                self._parts.put(text, known)
+        return known
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
         """Makes a parsed request, with the constant part that is sent to workers once, from the decoded JSON of a request.
