@@ -158,9 +158,16 @@ class HttpConnection:
 
         Raises: ServingError: the answer is an error, or none came.
         """
+        return self._get(path, patience, deadline)[0]
+
+    def _get(
+        self, path: str, patience: float | None = None, deadline: float | None = None
+    ) -> tuple[Any, dict[bytes, bytes]]:
+        """Does the work of ``get``, with the same arguments and errors. Returns the JSON, and the header fields of the answer."""
         head = b"GET " + path.encode() + self._fields + b"\r\n"
         patience = self._patience if patience is None else patience
-        return HttpPending(self._pool, _Get([head], deadline, True), self._waiter, patience).waited()
+        exchange = _Get([head], deadline, True)
+        return HttpPending(self._pool, exchange, self._waiter, patience).waited(), exchange.fields
 
     def post(self, path: str, body: bytes) -> Any:
         """Posts a JSON body to a path, and returns the JSON of the answer; None if the answer is empty.
@@ -179,7 +186,7 @@ class HttpConnection:
         Raises: ServingError: the model is not served, or no server answers.
         """
         path = _path(model, version)
-        metadata, config = self.get(path), self.config(model, version)
+        (metadata, fields), config = self._get(path), self.config(model, version)
         streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
         sequences = "sequence_batching" in config
         served = [int(each) for each in metadata.get("versions", ()) if str(each).isdigit()]
@@ -191,7 +198,7 @@ class HttpConnection:
                 "max_batch_size": int(config.get("max_batch_size", 0)),
                 "streams": streams,
                 "sequences": sequences,
-                "pure": config.get("platform") == "jax" and not (streams or sequences),
+                "pure": b"tensord-pure" in fields,
             }
         )
 
@@ -418,7 +425,11 @@ class PreparedCall:
 class _Get(Exchange):
     """A request, by GET or any other method, whose answer is JSON or empty."""
 
+    #: The header fields of the answer, by lower-case names.
+    fields: dict[bytes, bytes]
+
     def read(self, response: Response) -> Any:
+        self.fields = response.fields
         if response.status != 200:
             raise _error(response)
         return json.loads(response.text) if response.text else None

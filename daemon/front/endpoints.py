@@ -131,6 +131,13 @@ class Endpoints:
         versions = [str(number) for number in ((version,) if version else self._table.ready_versions(model))]
         return {"name": metadata.pop("name"), "versions": versions, **metadata}
 
+    def is_pure(self, model: str, version: int) -> bool:
+        """Returns whether a request to a model version harms nobody if it is run twice; version 0 is the newest.
+
+        Raises NotFound: the model or version is unknown, or not ready.
+        """
+        return self._table.find(model, version).pure
+
     async def model_config(self, model: str, version: int) -> bytes:
         """Returns a model's full ModelConfig as JSON. Raises NotFound: the model or version is unknown, or not ready."""
         config = self._table.find(model, version).config

@@ -173,7 +173,10 @@ class Routes:
         return _answer({"error": "Model version not ready"}, 400)
 
     async def metadata(self, request: Request) -> Response:
-        return _answer(await self._endpoints.model_metadata(*_target(request)))
+        answer = _answer(await self._endpoints.model_metadata(*_target(request)))
+        if self._endpoints.is_pure(*_target(request)):
+            answer.headers["Tensord-Pure"] = "1"
+        return answer
 
     async def config(self, request: Request) -> Response:
         return _answer(await self._endpoints.model_config(*_target(request)))

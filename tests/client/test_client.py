@@ -84,9 +84,9 @@ class Server:
         Path(self.address.path).unlink()
 
 
-def said(content: Any, status: str = "200 OK") -> bytes:
+def said(content: Any, status: str = "200 OK", fields: bytes = b"") -> bytes:
     body = json.dumps(content).encode()
-    return b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n" % (status.encode(), len(body)) + body
+    return b"HTTP/1.1 %b\r\n%bContent-Length: %d\r\n\r\n" % (status.encode(), fields, len(body)) + body
 
 
 METADATA = {
@@ -104,9 +104,7 @@ ANSWER = {
 
 def usual(path: str, connection: socket.socket) -> bytes | None:
     if path.endswith("/m"):
-        return said(METADATA)
-    if path.endswith("/config"):
-        return said({"platform": "jax"})
+        return said(METADATA, fields=b"Tensord-Pure: 1\r\n")
     return said(ANSWER if path.endswith("/infer") else {})
 
 
@@ -280,8 +278,8 @@ def test_a_connection_is_kept_and_an_ended_one_is_noticed(serve: Callable[..., S
     closing = threading.Event()
 
     def answer(path: str, connection: socket.socket) -> bytes | None:
-        if path.endswith("/config"):
-            return said({"platform": "python"})
+        if path.endswith("/m"):
+            return said(METADATA)
         if closing.is_set() and path.endswith("/infer"):
             closing.clear()
             connection.sendall(said(ANSWER))
@@ -303,22 +301,20 @@ def test_a_connection_is_kept_and_an_ended_one_is_noticed(serve: Callable[..., S
 
 
 @pytest.mark.parametrize(
-    ("platform", "deaths", "text"),
+    ("pure", "deaths", "text"),
     [
-        ("jax", 1, ""),
-        ("jax", 2, "ended twice before it answered"),
-        ("python", 1, "the request may have run, and is not sent again"),
+        (True, 1, ""),
+        (True, 2, "ended twice before it answered"),
+        (False, 1, "the request may have run, and is not sent again"),
     ],
 )
-def test_a_server_that_ends_under_a_request(
-    serve: Callable[..., Server], platform: str, deaths: int, text: str
-) -> None:
+def test_a_server_that_ends_under_a_request(serve: Callable[..., Server], pure: bool, deaths: int, text: str) -> None:
     """A pure request is sent again, once; for any other the caller gets an error."""
     left = [deaths]
 
     def answer(path: str, connection: socket.socket) -> bytes | None:
-        if path.endswith("/config"):
-            return said({"platform": platform})
+        if path.endswith("/m") and not pure:
+            return said(METADATA)
         if path.endswith("/infer") and left[0]:
             left[0] -= 1
             return None
@@ -332,7 +328,7 @@ def test_a_server_that_ends_under_a_request(
                 model({"x": [1]})
         else:
             assert model({"x": [1]})["y"].tolist() == [7]
-        assert server.asked.count("/v2/models/m/infer") == (1 if platform == "python" else 2)
+        assert server.asked.count("/v2/models/m/infer") == (2 if pure else 1)
         assert model.submit({"x": [1]}).result(PATIENCE)["y"].tolist() == [7]
 
 
@@ -344,7 +340,7 @@ def test_a_server_that_is_restarted(serve: Callable[..., Server]) -> None:
     def answer(path: str, connection: socket.socket) -> bytes | None:
         if path.endswith("/infer") and state["stops"]:
             return stopping
-        return said({"platform": "python"}) if path.endswith("/config") else usual(path, connection)
+        return said(METADATA) if path.endswith("/m") else usual(path, connection)
 
     server = serve(answer)
     with tensord_client.connect(server.address.path) as client:

@@ -63,11 +63,13 @@ def test_server_metadata(client: Client) -> None:
 
 
 def test_model_metadata_and_configuration(client: Client, front: FrontProcess) -> None:
-    front.model(front.workers[0], version=3)
+    front.model(front.workers[0], version=3, pure=True)
     for path, versions in (("/v2/models/echo", ["1", "3"]), ("/v2/models/echo/versions/1?x=y", ["1"])):
-        answer = json.loads(client.ask("GET", path).body)
+        given = client.ask("GET", path)
+        answer = json.loads(given.body)
         assert list(answer) == ["name", "versions", "platform", "inputs", "outputs"]
         assert (answer["name"], answer["versions"]) == ("echo", versions)
+        assert given.headers.get("tensord-pure") == ("1" if len(versions) == 2 else None)
     assert json.loads(client.ask("GET", "/v2/models/echo/config").body)["name"] == "echo"
     front.send(ModelGone("echo", 3))
     front.sync()
