@@ -235,10 +235,7 @@ class Submitter:
         self._finish(request)
 
     def _finish(self, request: InFlight) -> None:
-        """Removes a request from those in flight and gives back its inputs' leases. Idempotent.
-
-        ``_receive`` does the same by itself for answers that are no errors, which are most.
-        """
+        """Removes a request from those in flight and gives back its inputs' leases, as ``_receive`` itself does. Idempotent."""
         self._in_flight.pop(request.record.request_id, None)
         for lease in request.leases:
             self.give_back(lease)
