@@ -122,6 +122,12 @@ def choices(key: str) -> tuple[str, ...]:
     return words if words and all(isinstance(word, str) for word in words) else ()
 
 
+def listed_choices(key: str) -> str:
+    """Returns the words that a key's value may be as text, such as "none, low, medium or high"; "": no fixed words."""
+    words = choices(key)
+    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else "".join(words)
+
+
 def merge(settings: Iterable[Setting]) -> Options:
     """Merges settings into options; later settings replace earlier ones of the same key.
 
@@ -218,7 +224,12 @@ def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
 
 def _variables() -> dict[str, str]:
     """Returns environment variable -> key, for every key of the configuration."""
-    return {PREFIX + key.replace(".", "_").upper(): key for key in known_keys()}
+    return {variable(key): key for key in known_keys()}
+
+
+def variable(key: str) -> str:
+    """Returns the environment variable that sets a key of the configuration."""
+    return PREFIX + key.replace(".", "_").upper()
 
 
 #: Keys that may be "auto", with what gives their value then.
@@ -239,7 +250,8 @@ def _convert(setting: Setting, wanted: Any) -> Any:
         return msgspec.convert(value, wanted, strict=not setting.textual)
     except msgspec.ValidationError as error:
         reason = str(error).replace("`", "")
-        expected = reason[:1].lower() + reason[1:]
+        words = listed_choices(setting.key)
+        expected = f"expected {words}" if words else reason[:1].lower() + reason[1:]
         raise ConfigurationError(f"{setting.source}: {setting.key}: {expected}, given {shown(setting.value)}") from None
 
 
@@ -314,9 +326,7 @@ def _check(options: Options) -> None:
     if any(not path for path in options.repository.paths):
         raise ConfigurationError("repository.paths: expected folders, given an empty one")
 
-    if options.metrics.address.startswith("unix:"):
-        raise ConfigurationError(f"metrics.address: expected an address of TCP, given {shown(options.metrics.address)}")
-
+    _check_addresses(options)
     buckets = options.metrics.buckets
     if any(after <= before for before, after in itertools.pairwise(buckets)):
         raise ConfigurationError(
@@ -365,6 +375,42 @@ def _check(options: Options) -> None:
     ):
         if pattern:
             _explained(f"{section}.header_forward_pattern", header_pattern.compiled, pattern)
+
+
+def _check_addresses(options: Options) -> None:
+    """Raises ConfigurationError for an address that cannot be one, or the second one of two servers on the same place."""
+    http, grpc, metrics = options.http, options.grpc, options.metrics
+    if metrics.address.startswith("unix:"):
+        raise ConfigurationError(f"metrics.address: expected an address of TCP, given {shown(metrics.address)}")
+    served = [
+        ("http.port", http.enabled, http.address, http.port),
+        ("grpc.port", grpc.enabled, grpc.address, grpc.port),
+        ("metrics.port", metrics.enabled, (metrics.address,), metrics.port),
+        ("metrics.agent_port", bool(metrics.agent_port), (metrics.address,), metrics.agent_port),
+    ]
+    taken: dict[tuple[str, int], str] = {}
+    for key, enabled, addresses, port in served:
+        section = key.partition(".")[0]
+        for address in addresses if enabled else ():
+            _explained(f"{section}.address", _address, address)
+            place = (address, 0 if address.startswith("unix:") else port)
+            other = taken.setdefault(place, key)
+            if address.startswith("unix:") and other != key:
+                raise ConfigurationError(f"{section}.address: {address} is also in {other.partition('.')[0]}.address")
+            if port and other != key:
+                raise ConfigurationError(f"{key}: {port} on {address} is also {other}")
+
+
+def _address(address: str) -> None:
+    """Raises ValueError if an address is empty, which would mean every interface, or has a port in it."""
+    if not address or address == "unix:":
+        raise ValueError(
+            f"expected an address or unix:PATH, given {shown(address)}; every interface is '0.0.0.0' or '::'"
+        )
+    host, colon, port = address.rpartition(":")
+    # An IPv6 address without brackets has colons, too.
+    if colon and port.isdecimal() and (":" not in host or host.endswith("]")) and not address.startswith("unix:"):
+        raise ValueError(f"expected an address without a port, which is a key of its own, given {shown(address)}")
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:

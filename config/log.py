@@ -73,9 +73,16 @@ def configure(options: Log, name: str, environment: Mapping[str, str] | None = N
 
 
 def check_writable(options: Log) -> None:
-    """Raises OSError if the configured log file cannot be written. Creates the file if it does not exist."""
-    if options.file:
-        os.close(os.open(options.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640))
+    """Creates the configured log file if it does not exist.
+
+    Raises OSError: it cannot be written; ``strerror`` is a sentence with the key, the path and the reason.
+    """
+    try:
+        if options.file:
+            os.close(os.open(options.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640))
+    except OSError as error:
+        said = f"log.file: '{options.file}' cannot be written: {error.strerror}"
+        raise OSError(error.errno, said) from None
 
 
 class LogFile(WatchedFileHandler):

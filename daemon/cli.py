@@ -20,6 +20,7 @@ import click
 
 from tensord.config import layers, log
 from tensord.config.layers import ConfigurationError, Setting
+from tensord.config.options import Options
 from tensord.daemon import flags, tables
 from tensord.daemon.processes import spawned
 from tensord.daemon.processes.devices import MissingDevice, find_devices
@@ -80,14 +81,10 @@ def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
     given = [*flags.settings(ctx), *(_WATCH if watch else ())]
     configured = layers.read(config, os.environ, given)
     options = configured.options
-    if not options.repository.paths:
-        _fail(
-            "repository.paths: nothing to serve; give --model-repository=DIR or a configuration file with [repository] paths"
-        )
-    try:
-        log.check_writable(options.log)
-    except OSError as error:
-        _fail(f"log.file: '{options.log.file}' cannot be written: {error.strerror}")
+    _require_repository(options)
+    from tensord.daemon.operator import start_checks
+
+    start_checks.check(options)
     try:
         if options.trace.file:
             trace_file.begin(options.trace.file)
@@ -165,6 +162,7 @@ def check(
     from tensord.daemon import check as model_check
     from tensord.daemon.check import Verdict
     from tensord.daemon.models import repository
+    from tensord.daemon.operator import start_checks
     from tensord.daemon.progress_bar import ProgressBar
     from tensord.shm.control_records import Footprint
 
@@ -172,6 +170,9 @@ def check(
     if _became(user) and read is not None:
         read = asked_in / read
     options = layers.load(read, os.environ, flags.settings(ctx))
+    _require_repository(options)
+    if wrong := start_checks.foreseen(options):
+        _fail("\n         ".join(wrong))
     try:
         paths = [Path(path) for path in options.repository.paths]
         found, others = repository.scan(paths), repository.others(paths)
@@ -205,6 +206,14 @@ def check(
         click.echo(f"{name}: it is to be loaded at start, but it is in no repository", err=True)
     click.echo(f"configuration: good; models: {len(found) - bad} good, {bad + len(missing)} bad")
     sys.exit(1 if bad or missing else 0)
+
+
+def _require_repository(options: Options) -> None:
+    """Exits if the configuration names no model repository."""
+    if not options.repository.paths:
+        _fail(
+            "repository.paths: nothing to serve; give --model-repository=DIR or a configuration file with [repository] paths"
+        )
 
 
 def _became(name: str | None) -> bool:

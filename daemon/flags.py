@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -381,8 +382,8 @@ def _options() -> Sequence[FlagOption]:
 
 def _worded(key: str) -> str:
     """Describes the values that a key of the configuration may have: ``int from 0 to 65535``, ``none, low, medium or high``."""
-    if choices := layers.choices(key):
-        return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    if choices := layers.listed_choices(key):
+        return choices
     wanted = layers.described_type(key)
     if not isinstance(wanted, msgspec.inspect.IntType | msgspec.inspect.FloatType):
         return "text"
@@ -528,5 +529,8 @@ def _refuse_or_ignore(name: str, value: str | None) -> None:
         if harmless is not None and (value or "true").lower() not in harmless:
             raise ConfigurationError(f"--{name}={value or 'true'}: {reason}")
         return
+    for key in layers.known_keys():
+        if name == re.sub("[._]", "-", key):
+            raise ConfigurationError(f"--{name}: {key} has no flag; set it in the file, or by {layers.variable(key)}")
     close = difflib.get_close_matches(name, [*_BY_NAME, *_ABSENT, *_REFUSED], n=1)
     raise ConfigurationError(f"--{name}: unknown flag" + (f"; did you mean --{close[0]}?" if close else ""))

@@ -179,9 +179,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         _raise_open_files(self.options)
         if self.options.trace.otlp and not span_exporter.installed():
-            raise InvalidArgument(
-                "trace.otlp is set, and what sends spans is not installed: pip install 'tensord[otel]'"
-            )
+            raise InvalidArgument(span_exporter.NOT_INSTALLED)
         self._clients.listen()
         try:
             self.fronts.listen(self._environment, self._clients.http_path)

@@ -67,7 +67,8 @@ class Agent:
         """Begins to answer agent-checks on the running loop, if a port is set. Raises ListenError: the port cannot be bound."""
         if not self._options.agent_port:
             return
-        self._listener = listening.listen(self._options.address, self._options.agent_port, "http")
+        with listening.named("metrics", "agent_port"):
+            self._listener = listening.listen(self._options.address, self._options.agent_port, "http")
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Answer(self.line), sock=self._listener.socket)
         self._looking = loop.create_task(self._look_on())

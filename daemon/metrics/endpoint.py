@@ -61,7 +61,8 @@ class Endpoint:
         """Begins to serve on the running loop, if metrics are enabled. Raises ListenError: the port cannot be bound."""
         if not self._options.enabled:
             return
-        self._listener = listening.listen(self._options.address, self._options.port, "http")
+        with listening.named("metrics"):
+            self._listener = listening.listen(self._options.address, self._options.port, "http")
         self._server = await asyncio.start_server(self._serve, sock=self._listener.socket, limit=_MAX_WAITING)
         _log.info("serving metrics on %s", self.url)
 

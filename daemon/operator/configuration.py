@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from tensord.config import layers, log
+from tensord.config import layers
 from tensord.config.layers import ConfigurationError, Configured
 from tensord.config.options import Log
-from tensord.daemon.control.certificates import TlsError, tls_context
+from tensord.daemon.operator import start_checks
 
 _log = logging.getLogger(__name__)
 #: The source of a value that nobody has set, and of one that was changed while the daemon runs.
@@ -42,16 +42,10 @@ class Configuration:
     async def read(self) -> Configured:
         """Reads the configuration's files, environment and flags again, and checks them.
 
-        Raises ConfigurationError: a value or a TLS file cannot be used; OSError: a file cannot be read, or the log file cannot be
-        written.
+        Raises ConfigurationError: a value or a TLS file cannot be used, or a file cannot be read or written.
         """
         new = await asyncio.to_thread(self._reread)
-        log.check_writable(new.options.log)
-        for served in (new.options.http, new.options.grpc):
-            try:
-                tls_context(served)
-            except TlsError as error:
-                raise ConfigurationError(str(error)) from None
+        start_checks.check(new.options)
         return new
 
     def take(self, new: Configured) -> int:

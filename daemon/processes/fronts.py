@@ -80,9 +80,10 @@ class Fronts:
                         f"socket activation: a socket for {protocol} was passed, but {protocol}.enabled is false"
                     )
                 if section.enabled and protocol not in self._listeners:
-                    self._listeners[protocol] = listening.listen_all(
-                        section.address, section.port, protocol, section.socket_mode
-                    )
+                    with listening.named(protocol):
+                        self._listeners[protocol] = listening.listen_all(
+                            section.address, section.port, protocol, section.socket_mode
+                        )
             if beside is not None and "http" in self._listeners:
                 self._listen_beside(beside)
             for protocol in self._listeners:
@@ -234,8 +235,8 @@ class Fronts:
     # ------------------------------------------------------------------------------------------------------------ others
 
     def up(self) -> bool:
-        """Returns whether every front that ``start_all`` is to start has been started, and every running front is ready."""
-        return not self._unstarted and all(front.ready for front in self)
+        """Returns whether there is a ready front in every slot; a dead front, whose replacement has yet to start, is none."""
+        return {front.name for front in self if front.ready} == self.slots().keys()
 
     def __iter__(self) -> Iterator[FrontProcess]:
         return iter(self.by_incarnation.values())

@@ -6,17 +6,41 @@ The sockets outlive every front: connections that clients open while a front is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 _BACKLOG = 1024
+#: This host has no such address: another address of the same name may be one of its own.
+_ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 class ListenError(Exception):
-    """A listening socket cannot be bound or taken over; the message names its address and the reason."""
+    """A listening socket cannot be bound or taken over; the message names its address and the reason.
+
+    ``key``: the key of a section that the operator has to change, "address" or "port".
+    """
+
+    def __init__(self, message: str, key: str = "address") -> None:
+        super().__init__(message)
+        self.key = key
+
+
+@contextlib.contextmanager
+def named(section: str, port: str = "port") -> Iterator[None]:
+    """Puts the key of the configuration, such as ``http.port``, before the message of a ListenError raised in the block.
+
+    ``section``: "http", "grpc" or "metrics". ``port``: the name of its key for the port.
+    """
+    try:
+        yield
+    except ListenError as error:
+        key = port if error.key == "port" else error.key
+        raise ListenError(f"{section}.{key}: {error}", key) from None
 
 
 class Listener:
@@ -117,20 +141,32 @@ def _remove_stale(path: str) -> None:
 
 
 def _listen_tcp(address: str, port: int) -> socket.socket:
+    """Binds the first of the addresses of a name that is this host's: ``localhost`` is often both 127.0.0.1 and ::1."""
     try:
-        (family, kind, proto, _, where), *_ = socket.getaddrinfo(
-            address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ListenError(f"cannot listen on {shown(address, port)}: {error.strerror}") from None
+    refused = ListenError(f"cannot listen on {shown(address, port)}: the name has no address")
+    for family, kind, proto, _, where in found:
+        try:
+            return _bound(family, kind, proto, where)
+        except OSError as error:
+            key = "address" if error.errno in _ELSEWHERE else "port"
+            refused = ListenError(f"cannot listen on {shown(address, port)}: {error.strerror}", key)
+            if key == "port":
+                break
+    raise refused
+
+
+def _bound(family: int, kind: int, proto: int, where: tuple[Any, ...]) -> socket.socket:
     sock = socket.socket(family, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(where)
         sock.listen(_BACKLOG)
-    except OSError as error:
+    except OSError:
         sock.close()
-        raise ListenError(f"cannot listen on {shown(address, port)}: {error.strerror}") from None
+        raise
     return sock
 
 
@@ -157,5 +193,5 @@ def url(sock: socket.socket, protocol: str = "http") -> str:
 
 
 def shown(address: str, port: int) -> str:
-    """Formats HOST:PORT, with brackets around an IPv6 address and * for an empty one."""
-    return f"[{address}]:{port}" if ":" in address else f"{address or '*'}:{port}"
+    """Formats HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

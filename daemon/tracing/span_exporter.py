@@ -44,6 +44,10 @@ _PARTS = (
 )
 
 
+#: The sentence for an operator who configures a collector without them.
+NOT_INSTALLED = "trace.otlp is set, and what sends spans is not installed: pip install 'tensord[otel]'"
+
+
 def installed() -> bool:
     """Returns whether the libraries that export spans are installed (the extra ``otel``)."""
     try:

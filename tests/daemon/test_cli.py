@@ -42,7 +42,9 @@ def test_the_defaults_are_a_configuration_file(tmp_path: Path) -> None:
     done = tensord("config")
     assert (done.returncode, done.stdout) == (0, (ROOT / "config" / "default.toml").read_text())
     (tmp_path / "all.toml").write_text(done.stdout)
-    assert tensord("check", str(tmp_path / "all.toml")).returncode == 0
+    (tmp_path / "models").mkdir()
+    done = tensord("check", str(tmp_path / "all.toml"), f"--model-repository={tmp_path / 'models'}")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_configuration_says_where_each_value_comes_from(tmp_path: Path) -> None:
@@ -97,6 +99,18 @@ def test_check_of_a_good_and_a_bad_repository(tmp_path: Path) -> None:
         ("[http]\nport = 'x'\n", [], "http.port: expected int, got str, given 'x'"),
         ("", ["--grpc-port=99999"], "--grpc-port: grpc.port: expected int <= 65535, given '99999'"),
         ("", ["--metrics-address=unix:/x"], "metrics.address: expected an address of TCP, given 'unix:/x'"),
+        ("", [], "repository.paths: nothing to serve"),
+        # An empty address would be every interface.
+        ("", ["--http-address="], "http.address: expected an address or unix:PATH, given ''"),
+        ("[metrics]\naddress = ''\n", [], "metrics.address: expected an address or unix:PATH, given ''"),
+        ("[grpc]\naddress = '0.0.0.0:80'\n", [], "grpc.address: expected an address without a port, which is a key of"),
+        ("[grpc]\nport = 8000\n", [], "grpc.port: 8000 on 127.0.0.1 is also http.port"),
+        ("[metrics]\nagent_port = 8002\n", [], "metrics.agent_port: 8002 on 127.0.0.1 is also metrics.port"),
+        (
+            "[http]\naddress = 'unix:/s'\n[grpc]\naddress = 'unix:/s'\n",
+            [],
+            "grpc.address: unix:/s is also in http.address",
+        ),
         ("", ["--http-port=99999"], "--http-port: http.port: expected int <= 65535, given '99999'"),
     ],
 )
@@ -108,6 +122,38 @@ def test_a_bad_configuration(tmp_path: Path, command: str, text: str, arguments:
     assert done.stderr.startswith("tensord: ")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_would_end_a_start_is_found_before(tmp_path: Path) -> None:
+    """The check tells of all of it, and makes nothing; a start tells of the first, and no front dies of it again and again."""
+    (tmp_path / "models").mkdir()
+    models = f"--model-repository={tmp_path / 'models'}"
+    no_folder = f"there is no folder '{tmp_path / 'no'}'"
+    wrong = {
+        f"--log-file={tmp_path}/no/log": f"log.file: '{tmp_path}/no/log' cannot be written: {no_folder}",
+        f"--trace-file={tmp_path}": f"trace.file: '{tmp_path}' cannot be written: Is a directory",
+        f"--http-address=unix:{tmp_path}/no/h": f"http.address: '{tmp_path}/no/h' cannot be made: {no_folder}",
+        f"--control-socket={tmp_path}/no/c": f"supervisor.control_socket: '{tmp_path}/no/c' cannot be made: {no_folder}",
+        "--grpc-address=no.such.host.invalid": "grpc.address: 'no.such.host.invalid': ",
+        # The service manager makes that folder.
+        "--http-address=unix:/run/tensord-of-nobody/h": "",
+    }
+    key = f'[http]\nuse_tls = true\ncertificate = "{tmp_path}/no.pem"\nkey = "{tmp_path}/no.key"\n'
+    (tmp_path / "tensord.toml").write_text(key)
+    config = ["--config", str(tmp_path / "tensord.toml")]
+    cannot = "http.certificate or http.key cannot be used: No such file or directory"
+    done = tensord("check", *config, models, *wrong)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"tensord: {cannot}\n")
+    lines = [line.removeprefix("tensord:").strip() for line in done.stderr.splitlines()]
+    for sentence in filter(None, wrong.values()):
+        assert [line for line in lines if line.startswith(sentence)], sentence
+    assert len(lines) == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models", "tensord.toml"]
+    done = tensord("serve", *config, models, *FREE_PORTS, "--device=cpu")
+    assert (done.returncode, done.stderr) == (2, f"tensord: {cannot}\n")
+    # What is not served needs no certificate.
+    assert tensord("check", *config, models, "--allow-http=false").returncode == 0
 
 
 def test_variables(tmp_path: Path) -> None:
@@ -132,14 +178,14 @@ def test_what_serve_cannot_do(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        sentence = f"tensord: cannot listen on 127.0.0.1:{port}: Address already in use\n"
-        for taken_for in (
-            [f"--http-port={port}"],
-            ["--http-port=0", "--grpc-port=0", f"--metrics-port={port}"],
+        sentence = f"cannot listen on 127.0.0.1:{port}: Address already in use\n"
+        for section, taken_for in (
+            ("http", [f"--http-port={port}"]),
+            ("metrics", ["--http-port=0", "--grpc-port=0", f"--metrics-port={port}"]),
         ):
             done = tensord("serve", models, *taken_for, "--device=cpu")
             assert done.returncode == 1
-            assert sentence in done.stderr
+            assert f"tensord: {section}.port: {sentence}" in done.stderr
             assert "Traceback" not in done.stderr
     done = tensord("serve", f"--model-repository={tmp_path / 'nowhere'}", *FREE_PORTS, "--device=cpu")
     assert done.returncode == 1

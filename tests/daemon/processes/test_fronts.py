@@ -82,6 +82,18 @@ async def test_they_know_before_they_serve(owner: Owner) -> None:
         assert (await owner.known(front))["m/1"]["state"] == "READY"
 
 
+async def test_they_are_up_when_each_place_has_one_that_is_ready(owner: Owner) -> None:
+    assert not owner.fronts.up()
+    _, second = await owner.all_ready(2)
+    assert owner.fronts.up()
+    second.kill()
+    assert await owner.died.get() is second
+    assert not owner.fronts.up()
+    owner.fronts.start("http", 1)
+    await owner.all_ready(2)
+    assert owner.fronts.up()
+
+
 async def test_settled_waits_for_all_that_serve(owner: Owner) -> None:
     first, second = await owner.all_ready(2)
     owner.fronts.publish(ModelState("m", 2, "READY"))

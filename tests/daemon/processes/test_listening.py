@@ -99,6 +99,26 @@ def test_names_and_addresses() -> None:
     assert listening.shown("::1", 80) == "[::1]:80"
 
 
+def test_the_first_address_of_a_name_that_is_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``localhost`` is 127.0.0.1 and ::1, and a host may have one of them only."""
+    elsewhere, here = ((socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, 0)) for host in ("192.0.2.1", "127.0.0.1"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [elsewhere, here])
+    listener = listening.listen("both", 0, "http")
+    assert (listener.url or "").startswith("http://127.0.0.1:")
+    taken = (*here[:4], listener.socket.getsockname())
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [taken, here])
+    # Who listens where the name leads first gets what clients send to it.
+    with (
+        pytest.raises(ListenError, match=r"^http\.port: cannot listen on both:7: Address already in use"),
+        listening.named("http"),
+    ):
+        listening.listen("both", 7, "http")
+    listener.close()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [elsewhere])
+    with pytest.raises(ListenError, match=r"^grpc\.address: .* Cannot assign"), listening.named("grpc"):
+        listening.listen("both", 7, "grpc")
+
+
 def test_all_or_none(tmp_path: Path) -> None:
     """Several addresses of one protocol; where one of them cannot be, the others are given up again."""
     path = tmp_path / "s"

@@ -1,0 +1,102 @@
+"""Checks what a configuration names on this host, before anything is started: certificates, files, sockets, names, packages.
+
+tensord serve, a reload  ─▶ check      the files that the daemon opens itself; the start tells of sockets as it binds them
+tensord check            ─▶ foreseen   all that would end a start, told without binding, creating or emptying anything
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from tensord.config import log
+from tensord.config.layers import ConfigurationError
+from tensord.config.options import Options
+from tensord.daemon.control.certificates import TlsError, tls_context
+from tensord.daemon.tracing import span_exporter
+
+#: What the service manager makes when it starts the service, such as RuntimeDirectory=.
+_MADE_AT_START = ("/run/", "/var/run/")
+
+
+def check(options: Options) -> None:
+    """Creates the log file, if it does not exist.
+
+    Raises ConfigurationError: the log file cannot be written, or a TLS file of an enabled server cannot be used.
+    """
+    try:
+        log.check_writable(options.log)
+    except OSError as error:
+        raise ConfigurationError(error.strerror) from None
+    for sentence in _unusable_certificates(options):
+        raise ConfigurationError(sentence)
+
+
+def foreseen(options: Options) -> list[str]:
+    """Returns a sentence for each thing of this host that would end the daemon's start; empty: nothing is known to.
+
+    Ports are not tried: the daemon that this configuration is for may have them now.
+    """
+    found = [*_unusable_certificates(options), *_unresolved_names(options)]
+    for key, path in (("log.file", options.log.file), ("trace.file", options.trace.file)):
+        if path and (reason := _unwritable(Path(path))):
+            found.append(f"{key}: '{path}' cannot be written: {reason}")
+    for key, path in _sockets(options):
+        folder = Path(os.path.abspath(path)).parent
+        if not str(folder / "").startswith(_MADE_AT_START) and (reason := _unwritable_folder(folder)):
+            found.append(f"{key}: '{path}' cannot be made: {reason}")
+    if options.trace.otlp and not span_exporter.installed():
+        found.append(span_exporter.NOT_INSTALLED)
+    return found
+
+
+def _unusable_certificates(options: Options) -> Iterator[str]:
+    for served in (options.http, options.grpc):
+        try:
+            if served.enabled:
+                tls_context(served)
+        except TlsError as error:
+            yield str(error)
+
+
+def _unresolved_names(options: Options) -> Iterator[str]:
+    """Yields a sentence for each host name among the addresses of enabled servers that has no address."""
+    for section, served in (("http", options.http), ("grpc", options.grpc), ("metrics", options.metrics)):
+        addresses = (served.address,) if isinstance(served.address, str) else served.address
+        for address in addresses if served.enabled else ():
+            if address.startswith("unix:"):
+                continue
+            try:
+                socket.getaddrinfo(address.strip("[]"), served.port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                yield f"{section}.address: '{address}': {error.strerror}"
+
+
+def _sockets(options: Options) -> Iterator[tuple[str, str]]:
+    """Yields the key and the path of each Unix socket that is to be made at a path of the configuration."""
+    for section, served in (("http", options.http), ("grpc", options.grpc)):
+        for address in served.address if served.enabled else ():
+            if address.startswith("unix:"):
+                yield f"{section}.address", address.removeprefix("unix:").removeprefix("//")
+    if options.clients.socket:
+        yield "clients.socket", options.clients.socket
+    if options.supervisor.control_socket:
+        yield "supervisor.control_socket", options.supervisor.control_socket
+
+
+def _unwritable(path: Path) -> str:
+    """Returns why this user cannot write a file, or create it; "": it can."""
+    if path.is_dir():
+        return "Is a directory"
+    if not path.exists():
+        return _unwritable_folder(path.absolute().parent)
+    return "" if os.access(path, os.W_OK) else "Permission denied"
+
+
+def _unwritable_folder(folder: Path) -> str:
+    """Returns why this user cannot create a file in a folder; "": it can."""
+    if not folder.is_dir():
+        return f"there is no folder '{folder}'"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"folder '{folder}': Permission denied"
