@@ -45,7 +45,8 @@ class ServedModels:
         if not said and ready == before:
             return ""
         count = f"{sum(bool(model.served) for model in standings)} of {len(standings)} models are served"
-        return "; ".join([f"{'ready' if ready else 'not ready'}: {count}", *said])
+        why = "the server is draining, " if self._models.readiness.draining else ""
+        return "; ".join([f"{'ready' if ready else 'not ready'}: {why}{count}", *said])
 
 
 def summary(models: Models, devices: Iterable[str]) -> str:

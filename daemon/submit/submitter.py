@@ -571,13 +571,16 @@ class Submitter:
         lost = self._routing.bury(worker)
         orphans, worker.in_flight = worker.in_flight, {}
         models = Counter(request.prepared.model for number, request in orphans.items() if number in executing)
-        _log.log(
-            logging.ERROR if models else logging.WARNING,
-            "the worker on %s is gone with %d requests; it was executing %s",
-            worker.device,
-            len(orphans),
-            ", ".join(f"{count} of model '{name}'" for name, count in models.most_common()) or "none of them",
-        )
+        if orphans:
+            _log.log(
+                logging.ERROR if models else logging.WARNING,
+                "the worker on %s is gone with %d requests; it was executing %s",
+                worker.device,
+                len(orphans),
+                ", ".join(f"{count} of model '{name}'" for name, count in models.most_common()) or "none of them",
+            )
+        else:
+            _log.info("the worker on %s is gone with no request in flight", worker.device)
         for number, request in orphans.items():
             self._run_again(request, lost.get(number), number in executing)
         # What belongs to its sequences may have waited for that.

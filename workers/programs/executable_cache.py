@@ -60,7 +60,11 @@ def cache_directory(configured: str) -> CacheDirectory | None:
     try:
         return CacheDirectory(path.expanduser())
     except (OSError, RuntimeError) as error:
-        _log.warning("executables are not cached: directory %s cannot be used: %s", path, error)
+        _log.warning(
+            "executables are not cached: directory %s cannot be used: %s; executables.cache_directory names another",
+            os.path.expanduser(path),
+            (isinstance(error, OSError) and error.strerror) or error,
+        )
         return None
 
 

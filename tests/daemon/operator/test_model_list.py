@@ -11,7 +11,7 @@ from tensord.daemon.operator.model_list import ServedModels
 
 def test_each_change_is_said_once() -> None:
     standings: list[Standing] = [Standing("a", (1,), "", False), Standing("b", (), "OSError: no", True)]
-    models: Any = SimpleNamespace(standings=lambda: standings, readiness=SimpleNamespace(ready=False))
+    models: Any = SimpleNamespace(standings=lambda: standings, readiness=SimpleNamespace(ready=False, draining=False))
     served = ServedModels(models)
     served.change()
     assert served.change() == ""
@@ -32,3 +32,5 @@ def test_each_change_is_said_once() -> None:
     assert served.change() == "ready: 1 of 2 models are served; gone: c, d"
     standings += [Standing(f"m{number}", (1,), "", False) for number in range(10)]
     assert served.change() == ("ready: 11 of 12 models are served; served now: m0, m1, m2, m3, m4, m5, m6, m7, 2 more")
+    models.readiness.ready, models.readiness.draining = False, True
+    assert served.change() == "not ready: the server is draining, 11 of 12 models are served"
