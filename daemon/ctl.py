@@ -30,6 +30,8 @@ _REGION_COLUMNS = (
     *("owner", "pid", "address", "registered", "workers", "leases"),
 )
 _MODEL_COLUMNS = ("name", "version", "state", "parameters", "programs", "program_bytes", "largest_batch", "reason")
+#: Those of them that are bytes.
+_SIZES = ("parameters", "program_bytes", "largest_batch")
 _CONFIG_COLUMNS = ("key", "value", "source", "next", "waits")
 _CONNECTION_COLUMNS = ("front", "owner", "pid", "requests", "idle_s", "request_bytes", "answer_bytes", "lanes")
 _ERROR_COLUMNS = ("time", "front", "code", "model", "id", "client", "trace_id", "error")
@@ -39,7 +41,36 @@ _PARAMETER_COLUMNS = (
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Command(click.Command):
+    """A command of tensorctl, behind whose name ``--json`` may stand as well as before it."""
+
+    def __init__(self, *arguments: Any, **fields: Any) -> None:
+        super().__init__(*arguments, **fields)
+        self.params.append(
+            click.Option(
+                ["--json"],
+                is_flag=True,
+                expose_value=False,
+                callback=_print_as_json,
+                help="Print the answer as JSON.",
+            )
+        )
+
+
+def _print_as_json(ctx: click.Context, _: click.Parameter, given: bool) -> None:
+    daemon = ctx.find_object(_Daemon)
+    if given and daemon is not None:  # None: the shell completes a word
+        daemon.as_json = True
+
+
+class _Group(click.Group):
+    """A group of such commands, and of such groups."""
+
+    command_class = _Command
+    group_class = type
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--socket",
     "path",
@@ -335,7 +366,15 @@ def models() -> None:
 @click.pass_obj
 def models_list(daemon: _Daemon, watch: float | None) -> None:
     """List every model version with its state, and what it takes on a device: bytes, and how many programs."""
-    daemon.show(watch, lambda rows: tables.show(_MODEL_COLUMNS, rows), "models")
+    daemon.show(watch, lambda rows: tables.show(_MODEL_COLUMNS, [_with_units(row) for row in rows]), "models")
+
+
+def _with_units(version: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a model version's record with its numbers of bytes as texts such as "1.5 MiB"."""
+    sizes = {
+        name: tables.scaled(version[name], 1024, "B") for name in _SIZES if isinstance(version.get(name), int | float)
+    }
+    return {**version, **sizes}
 
 
 @models.command("show")
@@ -347,7 +386,7 @@ def models_show(daemon: _Daemon, name: str) -> None:
 
 
 def _print_model(versions: Sequence[Mapping[str, Any]]) -> None:
-    for version in versions:
+    for version in map(_with_units, versions):
         click.echo(f"{version['name']} version {version['version']}: {version['state']}")
         for label in ("reason", "folder", "workers", "parameters", "programs", "program_bytes", "largest_batch"):
             if version.get(label) not in (None, "", []):

@@ -124,7 +124,11 @@ class ClientSocket:
                 listener = unix_socket.bind(path, socket.SOCK_SEQPACKET, mode)
             except OSError as error:
                 reason = "another daemon has it" if error.errno == errno.EADDRINUSE else error.strerror or error
-                _log.warning("clients get no lanes and hand over no memory: no clients' socket by default (%s)", reason)
+                _log.warning(
+                    "clients get no lanes and hand over no memory: no clients' socket by default (%s); clients.socket "
+                    "names a place for one",
+                    reason,
+                )
                 return
             self.path = path
         listener.listen(1024)

@@ -84,7 +84,11 @@ class ControlSocket:
         except OSError as error:
             self.path = None
             reason = error.strerror or error
-            _log.warning("tensorctl cannot reach this daemon: no control socket by default (%s)", reason)
+            _log.warning(
+                "tensorctl cannot reach this daemon: no control socket by default (%s); supervisor.control_socket names a "
+                "place for one",
+                reason,
+            )
             return None
         return sock
 

@@ -16,7 +16,7 @@ from tensord.daemon.operator.child_records import recent_errors, records
 from tensord.daemon.operator.operations import Operations
 from tensord.daemon.tracing import trace_settings
 from tensord.shm import descriptors
-from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 from tensord.shm.operations import (
     MAIN_SET,
     ChangeLog,
@@ -113,7 +113,24 @@ class OperatorCommands:
                 return await self._sequences()
             case "model":
                 return await self._operations.describe_model(question.name)
+            case "load" | "unload":
+                return await self._load_or_unload(question)
+            case "unregister" if question.name:
+                # A client may unregister what is not there; an operator has mistyped it.
+                await self._operations.answer(RegionRecords(question.name), _OPERATOR)
         return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
+
+    async def _load_or_unload(self, question: OperatorQuestion) -> bytes:
+        """Loads or unloads a model by name. Raises ServingError: it was refused or failed; in which mode, if that is why."""
+        try:
+            return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
+        except ServingError as error:
+            mode = self._supervisor.options.repository.control_mode
+            if mode == "explicit":
+                raise
+            raise InvalidArgument(
+                f'{error.message}: repository.control_mode is "{mode}"; `tensorctl reload` loads what has changed'
+            ) from None
 
     async def _profile(self, name: str, seconds: float, folder: str) -> bytes:
         """Has a worker record a profile for ``seconds``. Returns the profile's folder as JSON, {"folder": path}.
@@ -153,9 +170,11 @@ class OperatorCommands:
         if wait:
             failures = [error for error in await asyncio.gather(*outcomes) if error]
             if failures:
+                # Triton's sentences end with a semicolon and a new line each.
+                lines = [" ".join(failure.split()).rstrip(";") for failure in failures]
                 raise Unavailable(
-                    f"the configuration is in force, and {len(failures)} of {len(outcomes)} models were not loaded: "
-                    + "; ".join(failures)
+                    f"the configuration is in force, and {len(failures)} of {len(outcomes)} models were not loaded:\n    "
+                    + "\n    ".join(lines)
                 )
         return b"null"
 

@@ -58,6 +58,7 @@ def test_models(daemon: FakeDaemon) -> None:
     assert "    workers: worker-0\n" in shown.stdout
     (version,) = json.loads(tensorctl(daemon.control, "--json", "models", "show", "good").stdout)
     assert version["metadata"]["name"] == "good"
+    assert json.loads(tensorctl(daemon.control, "models", "show", "good", "--json").stdout) == [version]
     assert tensorctl(daemon.control, "models", "show", "fails").stdout.startswith("fails version 1: UNAVAILABLE\n")
     missing = tensorctl(daemon.control, "models", "show", "nothing")
     assert (missing.returncode, missing.stderr) == (1, "tensorctl: there is no model 'nothing'\n")
@@ -77,7 +78,9 @@ def test_status_and_regions(daemon: FakeDaemon) -> None:
         "offset",
         "byte_size",
     ]
-    assert tensorctl(daemon.control, "regions", "unregister", "x").returncode == 0
+    mistyped = tensorctl(daemon.control, "regions", "unregister", "x")
+    assert (mistyped.returncode, "'x'" in mistyped.stderr) == (1, True)
+    assert tensorctl(daemon.control, "regions", "unregister", "").returncode == 0
 
 
 def test_a_daemon_started_by_hand_is_found(tmp_path: Path) -> None:
@@ -144,7 +147,11 @@ def test_a_reload_fails_with_the_sentence(daemon: FakeDaemon) -> None:
     daemon.write_config()
     refused = tensorctl(daemon.control, "reload")
     assert refused.returncode == 1
-    assert "the configuration is in force, and 1 of 1 models were not loaded: " in refused.stderr
+    assert refused.stderr.startswith(
+        "tensorctl: the configuration is in force, and 1 of 1 models were not loaded:\n"
+        "    load failed for model 'fails': version 1 is at UNAVAILABLE state: "
+    )
+    assert len(refused.stderr.splitlines()) == 2
     daemon.file.write_text(before)
     del daemon.sections["repository"]["load"]
     assert tensorctl(daemon.control, "reload").returncode == 0
@@ -213,6 +220,9 @@ def test_two_daemons_of_a_user_are_told_apart(tmp_path: Path) -> None:
         )
         for path in sockets:
             assert tensorctl(path, "health").returncode == 0
+        # These load what lies in their repositories, and nothing by name.
+        refused = tensorctl(sockets[0], "models", "load", "good")
+        assert (refused.returncode, 'repository.control_mode is "none"' in refused.stderr) == (1, True)
     finally:
         assert [daemon.stop() for daemon in running] == [0] * len(running)
     assert not list((tmp_path / "tensord").glob("control*"))
