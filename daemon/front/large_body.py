@@ -56,7 +56,7 @@ class Receiver:
     def _wait_for_room(self, byte_size: int) -> None:
         """Queues the body for arena memory; returns at once.
 
-        Later ``_place`` is called with a lease, or ``_refuse`` with an error, and then ``_progressed``.
+        Later ``_place`` is called with a lease, or ``refuse`` with an error, and then ``_progressed``.
         """
         self.waits_for_room = True
         self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
@@ -68,13 +68,13 @@ class Receiver:
                 self._submitter.give_back(lease)
             return
         if isinstance(lease, ServingError):
-            self._refuse(lease)
+            self.refuse(lease)
         else:
             try:
                 self._place(lease)
             except Exception:
                 _log.exception("a body could not be placed")
-                self._refuse(Internal(DEFECT))
+                self.refuse(Internal(DEFECT))
         self._progressed()
 
     def take_lease(self) -> Lease | None:
@@ -96,12 +96,12 @@ class Receiver:
         """Takes over a lease and writes the body into it from now on, beginning with the bytes that have arrived already."""
         raise NotImplementedError
 
-    def _refuse(self, error: ServingError) -> None:
+    def refuse(self, error: ServingError) -> None:
         """Refuses the body with an error, because it got no memory."""
         raise NotImplementedError
 
     def _progressed(self) -> None:
-        """Lets the connection go on with the body; called after ``_place`` or ``_refuse``, when the wait for memory has ended."""
+        """Lets the connection go on with the body; called after ``_place`` or ``refuse``, when the wait for memory has ended."""
         raise NotImplementedError
 
 

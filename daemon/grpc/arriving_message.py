@@ -164,7 +164,7 @@ class ArrivingMessage(Receiver):
             else:
                 self._place(lease)
         except ServingError as error:
-            self._refuse(error)
+            self.refuse(error)
         if self.is_placed:
             self._content = None
             self._fill(piece, at)
@@ -204,12 +204,15 @@ class ArrivingMessage(Receiver):
         if self._on_room is not None:
             self._on_room()
 
-    def _refuse(self, error: ServingError) -> None:
+    def refuse(self, error: ServingError) -> None:
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
         """Refuses the message: ``fields`` will raise ``refused``. Gives back the lease; bytes that still arrive are dropped."""
         self.is_placed = True
+        # What it was raised through refers to this message, and would keep its bytes until garbage is collected.
+        refused.error.__traceback__ = refused.__traceback__ = None
+        refused.__context__ = refused.__cause__ = None
         self._error = refused
         self._give_back()
 
@@ -232,7 +235,8 @@ class ArrivingMessage(Receiver):
         Raises RefusedRequest: the message is no valid request, or there was no arena memory for it.
         """
         if self._error is not None:
-            raise self._error
+            # One of its own: whatever is raised here refers to this message, which must not refer to it.
+            raise RefusedRequest(self._error.error, self._error.client_id)
         lease, fields = self._lease, self._fields
         assert lease is not None
         assert fields is not None

@@ -128,7 +128,7 @@ class Exchange(InFlight):
             self._admit()
             reception.begin()
         except ServingError as error:
-            reception.error = error
+            reception.refuse(error)
 
     def _admit(self) -> None:
         """Checks that requests over HTTP may go to the model, and begins a trace if the request is sampled.
@@ -283,9 +283,10 @@ class Exchange(InFlight):
             return
         if not reception.ready:
             return
+        if reception.error is not None:
+            self._answer_error(http_status(reception.error), reception.error.message)
+            return
         try:
-            if reception.error is not None:
-                raise reception.error
             self._read(reception.body)
         except ServingError as error:
             self._answer_error(http_status(error), error.message)

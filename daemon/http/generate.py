@@ -100,7 +100,7 @@ class Generation(InFlight):
             try:
                 self._reception.begin()
             except ServingError as error:
-                self._reception.error = error
+                self._reception.refuse(error)
 
     @property
     def account(self) -> Account | None:
@@ -166,7 +166,7 @@ class Generation(InFlight):
             if reception is None:
                 self._refuse(*BodyTooLarge(f"has more than {limit} bytes", limit).refusal)
             elif reception.error is not None:
-                raise reception.error
+                self._refuse(http_status(reception.error), reception.error.message)
             elif reception.ready:
                 self._submit(reception, self._state)
             elif self._expects_continue:

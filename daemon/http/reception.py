@@ -114,8 +114,10 @@ class Reception(Receiver):
         self._drop_collected()
         self.body = body
 
-    def _refuse(self, error: ServingError) -> None:
-        self.error = error
+    def refuse(self, error: ServingError) -> None:
+        # What it was raised through refers to this reception, and would keep the bytes that came until garbage is collected.
+        error.__context__ = error.__cause__ = None
+        self.error = error.with_traceback(None)
 
     def _progressed(self) -> None:
         self._pause(False)
@@ -142,7 +144,7 @@ class Reception(Receiver):
             try:
                 self._collect(byte_size)
             except ServingError as error:
-                self.error = error
+                self.refuse(error)
                 self._drop_collected()
         return self.error is None and not self._dropped
 
@@ -160,7 +162,7 @@ class Reception(Receiver):
             try:
                 self._collect(body.received + byte_size - self._collected_byte_size)
             except ServingError as error:
-                self.error = error
+                self.refuse(error)
                 self.drop_body()
                 self.body.received = body.received
         if self.error is None or isinstance(self.body, TextBody):
@@ -195,7 +197,8 @@ class Reception(Receiver):
                 self._inflation.finish()
         except ServingError as error:
             self._inflation.drop()
-            self.error, self.body = error, CollectedBody()
+            self.refuse(error)
+            self.body = CollectedBody()
             self._drop_collected()
         if was_inflating:
             self._pause(False)

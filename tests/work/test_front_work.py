@@ -18,6 +18,7 @@ from tensord.daemon.http import request_codec
 from tensord.daemon.http.exchange import Exchange
 from tensord.daemon.http.message_head import InferHead, TextKey
 from tensord.daemon.http.prepared import ParsedRequest, PreparedRequests
+from tensord.daemon.http.reception import Reception
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import RegionSlice, Slice
 from tests.records import Tensor, WholeAnswer, WholeRequest
@@ -362,6 +363,48 @@ def test_nothing_is_left_for_the_garbage_collector(row: Row) -> None:
         assert garbage == 0
 
     on_a_bench(test)
+
+
+_REFUSED_TEXT = _LARGE + b" " * (64 << 10)
+
+
+@pytest.mark.parametrize("sent", [1.0, 0.3], ids=["whole", "left midway"])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        head("missing", _LARGE, MIB) + _LARGE + bytes(MIB),
+        head("missing", _REFUSED_TEXT, 0) + _REFUSED_TEXT,
+        head("addsub", _LARGE, 4 * MIB) + _LARGE + bytes(4 * MIB),
+        head("missing", _LARGE, MIB, b"Content-Encoding: gzip\r\n") + _LARGE + bytes(MIB),
+        head("addsub", _LARGE, MIB, b"Content-Encoding: gzip\r\n") + _LARGE + bytes(MIB),
+    ],
+    ids=["missing model", "missing model, JSON", "no room ever", "missing model, gzip", "no gzip"],
+)
+def test_a_refused_body_leaves_nothing_for_the_garbage_collector(request_: bytes, sent: float) -> None:
+    """The error that refuses a body must not keep what it was raised through: that holds up to 256 KiB of the body."""
+
+    async def test() -> None:
+        bench = Bench()
+        try:
+            for _ in range(3):
+                gc.collect()
+                gc.disable()
+                transport = bench.connect()
+                for at in range(0, int(sent * len(request_)), 256 << 10):
+                    transport.arrive(request_[at : at + (256 << 10)])
+                    await asyncio.sleep(0)
+                assert sent < 1 or b"HTTP/1.1 40" in b"".join(map(bytes, transport.writes[0]))[:15], transport.writes
+                transport._protocol.connection_lost(None)
+                del transport
+                await asyncio.sleep(0)
+                kept = [each for each in gc.get_objects() if type(each) in (Exchange, Reception)]
+                assert kept == []
+                assert kept == []
+        finally:
+            gc.enable()
+            bench.close()
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("count", [2, 16])

@@ -14,7 +14,9 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.prepared import PreparedMessages
+from tensord.daemon.grpc.unary_infer import UnaryInfer
 from tensord.daemon.grpc.walk import walk, walk_in_python
 from tensord.daemon.submit.scheduling import UNSCHEDULED
 from tensord.shm.lane import WorkerLane
@@ -244,6 +246,50 @@ def test_a_connection_leaves_nothing_for_the_garbage_collector() -> None:
                 del transport
                 garbage = gc.collect()
             assert garbage == 0
+        finally:
+            gc.enable()
+            bench.close()
+
+    asyncio.run(run())
+
+
+def missing(content: bytes) -> bytes:
+    """Builds the same message for a model that is not there."""
+    asked = Infer.FromString(content)
+    asked.model_name = "missing"
+    return bytes(asked.SerializeToString())
+
+
+def broken(content: bytes) -> bytes:
+    """Builds the same message with something that is no field behind its tensors."""
+    return content + b"\x0f"
+
+
+@pytest.mark.parametrize("sent", [1.0, 0.3], ids=["whole", "left midway"])
+@pytest.mark.parametrize("make", [missing, broken])
+def test_a_refused_message_leaves_nothing_for_the_garbage_collector(
+    make: Callable[[bytes], bytes], sent: float
+) -> None:
+    """The error that refuses a message must not keep what it was raised through, which holds some of the message's bytes."""
+    content = call(1, make(large("")), 240)
+
+    async def run() -> None:
+        bench = GrpcBench()
+        try:
+            for _ in range(3):
+                gc.collect()
+                gc.disable()
+                transport = bench.connect()
+                for at in range(0, int(sent * len(content)), 256 << 10):
+                    transport.arrive(content[at : at + (256 << 10)])
+                    await asyncio.sleep(0)
+                transport._protocol.connection_lost(None)
+                assert sent < 1 or b"grpc-message" in b"".join(b"".join(map(bytes, each)) for each in transport.writes)
+                transport.set_protocol(None)
+                bench.transports.clear()
+                await asyncio.sleep(0)
+                del transport
+                assert [each for each in gc.get_objects() if type(each) in (ArrivingMessage, UnaryInfer)] == []
         finally:
             gc.enable()
             bench.close()
