@@ -52,7 +52,6 @@ from tensord.daemon.processes.notify import Notifier
 from tensord.daemon.processes.process_slots import ProcessSlots
 from tensord.daemon.processes.shutdown import DaemonPhase, Shutdown
 from tensord.daemon.processes.spawned import WORKER, Spawned
-from tensord.daemon.processes.tasks import Tasks
 from tensord.daemon.processes.watchdog import Watchdog
 from tensord.daemon.processes.worker_pool import Leftovers, WorkerPool
 from tensord.daemon.progress_bar import ProgressBar
@@ -601,3 +600,29 @@ def _raise_open_files(options: Options) -> None:
             allowed,
             wanted,
         )
+
+
+class Tasks:
+    """Owns the supervisor's background tasks. ``failed``: called when a task raises an exception, to stop the daemon."""
+
+    def __init__(self, failed: Callable[[], None]) -> None:
+        self._failed = failed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts a coroutine as a background task."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def cancel(self) -> None:
+        """Cancels all background tasks; returns when they have ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical("a task of the supervisor failed: the daemon stops", exc_info=error)
+            self._failed()

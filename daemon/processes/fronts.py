@@ -20,7 +20,7 @@ import msgspec
 
 from tensord.config.options import Options
 from tensord.daemon.control.shared_counters import SharedCounters
-from tensord.daemon.processes import listening, socket_activation
+from tensord.daemon.processes import listening
 from tensord.daemon.processes.child import FrontProcess, MissingParts, front_name
 from tensord.daemon.processes.listening import Listener, ListenError
 from tensord.shm import descriptors
@@ -73,7 +73,7 @@ class Fronts:
         """
         options = self._supervisor.options
         try:
-            self._listeners = socket_activation.inherited(environment)
+            self._listeners = listening.inherited(environment)
             for protocol, section in (("http", options.http), ("grpc", options.grpc)):
                 if not section.enabled and protocol in self._listeners:
                     raise ListenError(

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tensord.config.control_groups import MemoryGroup, memory_groups
 from tensord.config.options import Expert
 from tensord.daemon.processes.child import Child
-from tensord.daemon.processes.memory_kills import MemoryKills
 from tensord.shm import child_process
 
 #: A process that lived this long was healthy: its death starts a new series.
@@ -30,6 +30,36 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 #: While the daemon starts, so many deaths in a slot that was never filled mean that it never will be.
 _MAX_START_DEATHS = 5
+
+
+class MemoryKills:
+    """Tells whether the kernel has killed a process of one control group for want of memory, by the group's counter.
+
+    ``group``: the control group; None: no group counts such kills.
+    """
+
+    def __init__(self, group: MemoryGroup | None) -> None:
+        self._group = group
+        self._last = self._count()
+
+    @classmethod
+    def own(cls) -> MemoryKills:
+        """Makes an object for the innermost control group of this process that counts kills for want of memory.
+
+        If no group counts them, ``grew`` always returns False.
+        """
+        return cls(next((group for group in memory_groups() if group.kills is not None), None))
+
+    def grew(self) -> bool:
+        """Returns whether a process of the control group was killed for want of memory since the last call or ``own``."""
+        before, self._last = self._last, self._count()
+        return self._last > before
+
+    def _count(self) -> int:
+        return 0 if self._group is None else self._group.kills or 0
+
+    def __repr__(self) -> str:
+        return f"<MemoryKills {self._last} in {self._group}>"
 
 
 class ProcessSlots:

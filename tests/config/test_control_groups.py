@@ -10,7 +10,7 @@ import pytest
 
 from tensord.config import control_groups, host_memory
 from tensord.config.control_groups import MemoryGroup, memory_groups
-from tensord.daemon.processes.memory_kills import MemoryKills
+from tensord.daemon.processes.process_slots import MemoryKills
 from tensord.shm.errors import Internal
 from tensord.workers.devices import device_memory
 

@@ -21,7 +21,7 @@ TRIED = {
         "module.redirect_allocations = lambda folder: False",
     ),
     "jax.stages.Compiled._executable._unloaded_executable, ._params.const_args and ._no_kwargs": (
-        "tensord.workers.programs.serialized",
+        "tensord.workers.programs.executable_cache",
         "module._pickler = lambda: None.lacks",
     ),
     "serialized_buffer_assignment_proto of XLA's get_compiled_memory_stats": (

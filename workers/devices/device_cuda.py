@@ -9,7 +9,7 @@
 All models share one staging buffer, which belongs to the thread that runs them: a batch is computed before the next one is
 gathered. Another thread that runs programs (the loader with a version's samples) has a ``CudaDevice`` of its own.
 XLA never waits for a copy, because copies into the buffer have finished before XLA is called. Copies of outputs to the host
-wait for XLA on the device (``stream_order.py``), and the thread waits for the copies; outputs that stay on the device are ready
+wait for XLA on the device (``StreamOrder``), and the thread waits for the copies; outputs that stay on the device are ready
 before anything reads them.
 """
 
@@ -34,7 +34,6 @@ from tensord.workers.devices.client_memory import may_be_written, standing
 from tensord.workers.devices.cuda_tensor import CudaTensor
 from tensord.workers.devices.device_array import DeviceArray
 from tensord.workers.devices.host_staging import TOGETHER, HostStaging, StagingPool
-from tensord.workers.devices.stream_order import StreamOrder
 from tensord.workers.jax_internals.wide import byte_size_of
 
 #: Alignment of XLA's own buffers; it refuses or copies arguments with less, so the worker copies these itself.
@@ -378,3 +377,39 @@ def _byte_size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     for length in shape:
         size *= length
     return size
+
+
+class StreamOrder:
+    """Makes the worker's copies to and from one device wait, on the device, for the programs whose outputs they read.
+
+        XLA's stream    | program ▸ its event |
+        the worker's                          └▶ waits for it ▸ copy ▸ the one event that a thread waits for
+
+    DLPack's stream argument does this. The reverse, XLA waiting for copies, costs more than it saves: XLA takes the stream only
+    with each import of memory by DLPack, which takes longer than a small transfer.
+    """
+
+    __slots__ = ("_context", "_said")
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        #: Whether XLA can make the device wait, as its back end for GPUs does; True until a failure.
+        self._said = True
+
+    def follow(self, made: jax.Array) -> Any:
+        """Makes everything that the calling thread queues on the worker's stream from now on wait until ``made`` is computed.
+
+        Returns: an object to keep until the queued work is done.
+        Raises: what computing ``made`` has raised so far.
+        """
+        if self._said:
+            try:
+                return made.__dlpack__(stream=self._context.stream())  # type: ignore[call-arg]
+            except jax.errors.JaxRuntimeError as error:
+                if "UNIMPLEMENTED" not in str(error):
+                    raise
+                self._said = False
+        return jax.block_until_ready(made)
+
+    def __repr__(self) -> str:
+        return f"<StreamOrder said to the {'device' if self._said else 'host'}>"

@@ -10,7 +10,8 @@ so a circle through such a call counts only when it has lasted for 5 s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
 
 from tensord.workers.calls.call import ModelCall
 from tensord.workers.dispatch.ensembles import EnsembleRuns
@@ -20,7 +21,6 @@ from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.agenda import NEVER
-from tensord.workers.scheduling.waiting import is_stuck
 
 #: How long a circle through a thread that a model started itself must have lasted before it counts.
 _PATIENCE_NS = 5_000_000_000
@@ -28,6 +28,7 @@ _PATIENCE_NS = 5_000_000_000
 _LOOK_NS = 250_000_000
 
 _Node = InnerRequest | Instance
+N = TypeVar("N", bound=Hashable)
 
 
 def path(call: ModelCall) -> list[str]:
@@ -154,3 +155,19 @@ class CallCircles:
                     )
             origin = origin.origin
         return None
+
+
+def is_stuck(node: N, waits_for: Callable[[N], Iterable[N]]) -> bool:
+    """Returns whether a node is deadlocked: it and all nodes that it waits for, directly or through others, wait.
+
+    Args:
+      waits_for: returns the nodes of which any one would let the given node go on; empty: it can go on by itself.
+    """
+    visited, left = {node}, [node]
+    while left:
+        found = tuple(waits_for(left.pop()))
+        if not found:
+            return False
+        left += [other for other in found if other not in visited]
+        visited.update(found)
+    return True

@@ -17,7 +17,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, NotFound, ServingError, from_code
 from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord
 from tensord.shm.status_page import LOOP_SLOT, StatusPage
-from tensord.workers.dispatch.answer_controls import controls_said
+from tensord.workers.calls.asking import check_sequence
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.ensemble_pipeline import EnsemblePipeline, EnsemblePipelines, needs_steps
@@ -33,9 +33,12 @@ from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.result import Response, Result
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph
 from tensord.workers.scheduling.ensemble_run import EnsembleAnswer, EnsembleRun, StepStart
+from tensord.workers.scheduling.sequence import Controls
 from tensord.workers.tensors.signature import TensorSpec
 
 _log = logging.getLogger(__name__)
+#: The parameters of an answer that are sequence controls.
+_CONTROLS = {"sequence_id", "sequence_start", "sequence_end"}
 
 
 class _Run:
@@ -467,3 +470,32 @@ def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: boo
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
     }
+
+
+def controls_said(parameters: Mapping[str, Parameter], controls: Controls) -> Controls | None:
+    """Returns the sequence controls that a model's answer sets for later steps of its ensemble; None: it sets none.
+
+    A flag (START or END) that the answer does not set is False.
+
+    Args:
+      parameters: of the answer.
+      controls: of the request that was answered; its sequence id is used if the answer has none.
+    Raises: InvalidArgument: a parameter has the wrong type, with Triton's message.
+    Source: triton-inference-server/core, src/ensemble_scheduler/ensemble_scheduler.cc, ConsumeResponse.
+    """
+    if not _CONTROLS & parameters.keys():
+        return None
+    start, end = (_flag(name, parameters.get(name, False)) for name in ("sequence_start", "sequence_end"))
+    named = parameters.get("sequence_id", controls.correlation_id)
+    if isinstance(named, bool) or not isinstance(named, int | str):
+        raise InvalidArgument(
+            "expected parameter 'sequence_id' to be TRITONSERVER_PARAMETER_INT or TRITONSERVER_PARAMETER_STRING"
+        )
+    check_sequence(named)
+    return Controls(named, start, end)
+
+
+def _flag(name: str, given: Parameter) -> bool:
+    if isinstance(given, bool):
+        return given
+    raise InvalidArgument(f"expect parameter '{name}' to be TRITONSERVER_PARAMETER_BOOL")

@@ -16,10 +16,13 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import io
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +30,13 @@ import jax
 import jaxlib.version
 from jax.experimental import serialize_executable
 
+from tensord.shm.figures import Compiles
 from tensord.workers.devices.device_cpu import thread_count
+from tensord.workers.jax_internals.interfaces import PICKLER
 from tensord.workers.programs.cache_directory import CacheDirectory
-from tensord.workers.programs.compile_counts import CompileCounts
 from tensord.workers.programs.gpu_versions import gpu_versions
 from tensord.workers.programs.jax_cache import JaxCache
 from tensord.workers.programs.placement import CompiledProgram, Placement
-from tensord.workers.programs.serialized import serialize
 from tensord.workers.threads.cancellation import Cancellation
 
 if TYPE_CHECKING:
@@ -43,6 +46,38 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 #: Whether devices can be chosen; before JAX 0.7 a program is loaded for those that it was compiled for.
 _LOADS_FOR_DEVICES = "execution_devices" in inspect.signature(serialize_executable.deserialize_and_load).parameters
+
+
+class CompileCounts:
+    """Counts programs that were compiled and programs that were found in the cache; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = self._ns = self._cache_hits = 0
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Counts one compilation, and the time spent in the ``with`` block. A compilation that fails is counted, too."""
+        began_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count += 1
+                self._ns += time.monotonic_ns() - began_ns
+
+    def found(self) -> None:
+        """Counts a program that was found in the cache, so that it was not compiled."""
+        with self._lock:
+            self._cache_hits += 1
+
+    def figures(self) -> Compiles:
+        """Returns the counts so far: compilations, their time in ns, programs found in the cache."""
+        with self._lock:
+            return Compiles(self._count, self._ns, self._cache_hits)
+
+    def __repr__(self) -> str:
+        return f"<CompileCounts {self.figures()}>"
 
 
 def cache_directory(configured: str) -> CacheDirectory | None:
@@ -259,3 +294,47 @@ def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, .
         del on["execution_devices"]
     made: jax.stages.Compiled = serialize_executable.deserialize_and_load(*program, **on)
     return made
+
+
+def serialize(compiled: jax.stages.Compiled, executable: bytes | None = None) -> tuple[Any, ...]:
+    """Serialises a program into the arguments of ``jax.experimental.serialize_executable.deserialize_and_load``.
+
+    For a program that another process compiled, JAX's own pickler is used with the bytes of XLA's executable from that process.
+    This is not a public part of JAX (``PICKLER``, ``UNLOADED_EXECUTABLE``). If a JAX version has moved ``PICKLER``, nothing is
+    compiled in other processes (``outside_compiler``), because such programs could not be stored.
+
+    Raises ValueError: the program cannot be stored; or whatever JAX's ``serialize`` raises.
+
+    Args:
+      executable: the bytes of XLA's executable if another process compiled the program, because it cannot be serialised
+        again; None: this process compiled it.
+    """
+    if executable is None:
+        return tuple(serialize_executable.serialize(compiled))
+    # Follows JAX's function, which takes no such bytes.
+    inner: Any = compiled
+    unloaded = inner._executable._unloaded_executable
+    if inner._params.const_args or (unloaded.mut is not None and unloaded.mut.in_mut):
+        raise ValueError("a program with constants or references of its own cannot be kept")
+    leaves, tree = jax.tree.flatten(compiled.args_info)
+    with io.BytesIO() as file:
+        _pickler()(file, unloaded.xla_executable, executable).dump((unloaded, leaves, inner._no_kwargs))
+        return file.getvalue(), tree, compiled.out_tree
+
+
+@functools.cache
+def _pickler() -> Callable[[io.BytesIO, Any, bytes], Any]:
+    # JAX's own pickler knows the parts of a compiled program that are no ordinary objects. It is looked up when needed: a worker
+    # can do without.
+    usual: Any = PICKLER.find()
+
+    class Pickler(usual):  # type: ignore[misc]
+        def __init__(self, file: io.BytesIO, loaded: Any, executable: bytes) -> None:
+            super().__init__(file)
+            self._loaded = loaded
+            self._executable = executable
+
+        def persistent_id(self, obj: Any) -> Any:
+            return ("exec", self._executable) if obj is self._loaded else super().persistent_id(obj)
+
+    return Pickler

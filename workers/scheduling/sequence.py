@@ -8,6 +8,7 @@ Pure values, which ``tensord.workers.scheduling.sequence_table`` owns and change
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -106,3 +107,27 @@ def state_lost(correlation_id: int | str, model: str) -> Unavailable:
     return Unavailable(
         f"sequence {correlation_id} of model '{model}' was lost after an execution error; start it again with the START flag"
     )
+
+
+class IterativeIds:
+    """Makes correlation ids for requests without one to an iterative model version (Triton's term).
+
+    Such a model may ask to run a request again, so each of its requests is a sequence, which is batched like any other.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+
+    def first_round(self, controls: Controls) -> Controls:
+        """Returns the sequence controls for a request's first run: a new id and START if the client gave no id, and never END."""
+        if not controls.correlation_id:
+            return Controls(next(self._numbers), True, False)
+        return controls._replace(end=False)
+
+    @staticmethod
+    def next_round(controls: Controls) -> Controls:
+        """Returns the sequence controls for a further run of a request that its model asked for: the same without START."""
+        return controls._replace(start=False)
+
+    def __repr__(self) -> str:
+        return f"<IterativeIds {self._numbers!r}>"

@@ -9,6 +9,7 @@ Requests of a sequence run in their order and without a gap: if one is lost befo
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Generic
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.workers.scheduling.expiries import Expiries
 from tensord.workers.scheduling.sequence import Asked, LiveSequence, S, Slot, state_lost
-from tensord.workers.scheduling.slots import Slots
 
 if TYPE_CHECKING:
     from tensord.workers.models.sequence_register import RegisteredSequences
@@ -25,6 +25,47 @@ if TYPE_CHECKING:
 _FULL = "Exceeds maximum queue size"
 #: Ids of lost sequences that are kept.
 _MOST_LOST = 4096
+
+
+class Slots:
+    """Gives the sequences of one model version the slots in which they run, over all its instances, and takes the slots back.
+
+    There may be more slots than memory could list, so only those that were ever used are listed.
+    """
+
+    def __init__(self, of_each: int, instances: int) -> None:
+        """Makes ``of_each`` free slots for each of ``instances`` instances."""
+        self._instances = instances
+        #: How many slots there are, and how many are free.
+        self.count = self.free = of_each * instances
+        #: Slots that were used and are free; from number ``_fresh`` on none ever was used.
+        self._freed: list[Slot] = []
+        self._fresh = 0
+
+    def take(self) -> Slot:
+        """Marks the lowest free slot as used and returns it; the caller must know (``free``) that there is one."""
+        self.free -= 1
+        # Whatever was used before is lower than what never was.
+        if self._freed:
+            return heapq.heappop(self._freed)
+        number, instance = divmod(self._fresh, self._instances)
+        self._fresh += 1
+        return Slot(number, instance)
+
+    def give_back(self, slot: Slot) -> None:
+        """Marks a slot that ``take`` returned as free again."""
+        self.free += 1
+        heapq.heappush(self._freed, slot)
+
+    def check_invariants(self, taken: set[Slot]) -> None:
+        """Asserts, for tests, that slots in use and slots given back are all that were ever used."""
+        assert not taken & set(self._freed)
+        assert all(slot.instance < self._instances for slot in taken)
+        assert len(taken) + len(self._freed) == self._fresh <= self.count
+        assert self.free == self.count - len(taken)
+
+    def __repr__(self) -> str:
+        return f"<Slots {self.free} of {self.count} free>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from tensord.shm.cuda_marker import Marker
 from tensord.shm.cuda_regions import Context, DeviceLost, Driver
-from tensord.workers.devices.idle_look import IdleLook
+from tensord.workers.devices.idle_look import IdleLook, Marker
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import wait_until
 

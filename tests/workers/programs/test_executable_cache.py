@@ -5,18 +5,26 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 
+from tensord.workers.compiling.compilers import Compilers
+from tensord.workers.jax_internals import interfaces
+from tensord.workers.processor import outside_compiler
+from tensord.workers.processor.outside_compiler import OutsideCompiler
 from tensord.workers.programs import cache_directory as cache_directory_module
+from tensord.workers.programs import executable_cache as executable_cache_module
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
 from tensord.workers.programs.jax_cache import JaxCache
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tests.workers.parameters.made_sets import loaded
+from tests.workers.processor.test_outside_compiler import answers, model
 
 USUAL = Placement(loaded(None))
 KEY = ExecutableCache.key(("a", b"b"))
@@ -119,3 +127,27 @@ def test_a_full_disk_is_named_once(
             programs.put(f"{number}", b"content")
     said = f"executables are not cached: directory {directory.path}: {os.strerror(errno.ENOSPC)}"
     assert [record.message for record in caplog.records] == [said]
+
+
+@pytest.fixture(params=["nothing", "another one"])
+def other_jax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "nothing":
+        monkeypatch.delattr(serialize_executable, "_JaxPjrtPickler")
+    else:
+        monkeypatch.setattr(serialize_executable, "_JaxPjrtPickler", object)
+    executable_cache_module._pickler.cache_clear()
+    # Uncached, because what another test has found stays.
+    monkeypatch.setattr(outside_compiler, "_hook", outside_compiler._hook.__wrapped__)
+    yield
+    executable_cache_module._pickler.cache_clear()
+
+
+def test_programs_are_compiled_in_the_worker(other_jax: None, caplog: pytest.LogCaptureFixture) -> None:
+    compilers = Compilers(1)
+    made = model(cache=ExecutableCache(None, None, OutsideCompiler(compilers)))
+    assert answers(made) == answers(model())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    (said,) = interfaces.missing()
+    assert said.startswith(
+        "programs are compiled in the worker (jax.experimental.serialize_executable._JaxPjrtPickler: "
+    )

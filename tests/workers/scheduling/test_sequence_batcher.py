@@ -6,8 +6,7 @@ import pytest
 
 from tensord.shm.errors import Cancelled, DeadlineExceeded, InvalidArgument, ServingError, Unavailable
 from tensord.workers.scheduling.direct_batcher import DirectBatcher, DirectRules
-from tensord.workers.scheduling.iterative import IterativeIds
-from tensord.workers.scheduling.sequence import Controls, state_lost
+from tensord.workers.scheduling.sequence import Controls, IterativeIds, state_lost
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 from tensord.workers.scheduling.sequence_table import SequenceRules
 from tests.workers.scheduling.naive_sequences import Step

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.workers.scheduling.sequence import Slot
-from tensord.workers.scheduling.slots import Slots
+from tensord.workers.scheduling.sequence_table import Slots
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.lists(st.integers(0, 20)))

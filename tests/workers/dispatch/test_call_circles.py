@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.workers.scheduling.waiting import is_stuck
+from tensord.workers.dispatch.call_circles import is_stuck
 
 
 @pytest.mark.parametrize(
