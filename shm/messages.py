@@ -296,8 +296,6 @@ class AnswerRecord(Record, frozen=True, tag="c"):
 
 #: Says with ``AnswerRecord.code`` that a request failed, and without one that no response comes any more.
 LAST = PreparedAnswer()
-#: Says with ``AnswerRecord.code`` that a response failed and others may follow.
-NOT_LAST = PreparedAnswer(final=False)
 
 
 def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:

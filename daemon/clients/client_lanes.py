@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections import Counter
 from collections.abc import Iterable
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from tensord.daemon.processes.child import WorkerProcess
     from tensord.daemon.supervisor import Supervisor
 
-_log = logging.getLogger(__name__)
 #: Bytes of an answer that are left for what is not the model's metadata.
 _BESIDE_METADATA = 16 << 10
 #: The most descriptors that one message can carry (SCM_MAX_FD).

@@ -78,10 +78,6 @@ class ControlChannel:
             self._readable()
         self.close()
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def _flush(self) -> None:
         self._flushing = False
         if self._closed or self._loop is None:

@@ -14,10 +14,10 @@ from tensord.shm.channel import Channel, pair
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import (
     LAST,
-    NOT_LAST,
     AnswerRecord,
     Content,
     Prepare,
+    PreparedAnswer,
     PreparedRequest,
     RegionSlice,
     RequestedOutput,
@@ -150,7 +150,8 @@ def test_another_number_of_tensors_is_refused(request: WholeRequest, contents: l
 def test_what_says_that_it_is_over_is_small() -> None:
     assert len(encoder.encode(AnswerRecord(1 << 40, LAST))) < 32
     assert is_mark(LAST, AnswerRecord(1, LAST))
-    assert not is_mark(NOT_LAST, AnswerRecord(1, NOT_LAST))
+    not_last = PreparedAnswer(final=False)
+    assert not is_mark(not_last, AnswerRecord(1, not_last))
     assert not is_mark(LAST, AnswerRecord(1, LAST, code="INTERNAL"))
 
 

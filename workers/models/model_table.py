@@ -108,10 +108,6 @@ class ModelTable:
             raise NotFound(f"{UNKNOWN_MODEL}'{name}' version {number} is not found")
         raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
 
-    def serves(self, name: str, number: int) -> bool:
-        """Returns whether a version takes requests on this worker; may be called in any thread."""
-        return (name, number) in self._found
-
     def vouches(self, name: str, number: int) -> bool:
         """Returns whether a version is ready without being asked: it takes requests and has no ``is_ready``; for any thread."""
         found = self._found.get((name, number))

@@ -89,8 +89,6 @@ class SteppedModel:
         self._carry: Any = None
         #: The size of a step and the slots that are masked, and what says so on the device. It is used again and again.
         self._unmasked: tuple[int, frozenset[int], Any] | None = None
-        #: How often the carry was lost.
-        self.losses = 0
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
         """Returns the batching key of a request's inputs: requests with equal keys may be inserted by one call.
@@ -189,7 +187,6 @@ class SteppedModel:
     def lost(self) -> StateLost:
         """Drops the state of all slots after a failed run. Returns the error to raise."""
         self._carry = None
-        self.losses += 1
         return StateLost()
 
     def describe(self, error: BaseException) -> str:

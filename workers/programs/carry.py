@@ -50,8 +50,6 @@ class Carry:
         self._device = device
         #: The carry; None: the next run makes it.
         self._arrays: dict[str, jax.Array] | None = None
-        #: How often the state of all sequences was lost.
-        self.losses = 0
 
     def run(self, step: Step, inputs: dict[str, Any], rows: int, requests: Sequence[Request]) -> dict[str, Any]:
         """Launches a batch on the device. Returns its outputs, which may not be computed yet.
@@ -91,7 +89,6 @@ class Carry:
     def failed(self) -> StateLost:
         """Drops the state of all sequences after a run has failed; the next run makes new state. Returns the error to raise."""
         self._arrays = None
-        self.losses += 1
         return StateLost()
 
     def _open(self) -> dict[str, jax.Array]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import threading
 from collections.abc import Iterator
 
@@ -20,8 +19,6 @@ from tensord.workers.devices.device_cpu import thread_count
 from tensord.workers.jax_internals.interfaces import PERSISTENT_CACHE, Missing
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.gpu_versions import gpu_versions
-
-_log = logging.getLogger(__name__)
 
 
 class JaxCache:

@@ -47,7 +47,6 @@ class EnsembleGraph:
         self.inputs = tuple(inputs)
         self.steps = tuple(steps)
         self.most = most
-        self.streams = any(step.streams for step in steps)
         #: Ensemble tensor -> its origin; those without one are not in it.
         self.origin: dict[str, int] = {}
         for number in self.in_order():
@@ -118,6 +117,4 @@ class NeededSteps:
                 self.takers[tensor].append(number)
         #: How often each tensor is looked at, before it may be forgotten: by its takers, and by the answer.
         self.uses = {tensor: len(takers) + (tensor in wanted) for tensor, takers in self.takers.items()}
-        #: Whether the answers for these outputs may be any number.
-        self.streams = any(graph.steps[number].streams for number in self.numbers)
         self.origins = {number: graph.origin_of(number) for number in self.numbers}

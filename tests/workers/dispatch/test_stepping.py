@@ -90,7 +90,6 @@ def test_an_insertion_that_fails_before_it_has_the_carry_costs_its_own_request(c
     assert read(answers, first) == list(range(101, 109))
     assert read(answers, second) == ["model 'counts' version 1 failed with RuntimeError"]
     assert read(answers, third) == list(range(301, 309))
-    assert model.losses == 0
 
 
 def test_a_step_that_fails_after_it_has_the_carry_costs_those_that_have_slots(counting: WorkerLoop) -> None:
@@ -115,7 +114,6 @@ def test_a_step_that_fails_after_it_has_the_carry_costs_those_that_have_slots(co
         assert values == list(range(start + 1, start + 1 + len(values)))
         assert error == "model 'counts' version 1 failed with RuntimeError"
     assert read(answers, third) == list(range(301, 309))
-    assert model.losses == 1
 
 
 @pytest.mark.parametrize("at_once", [False, True])

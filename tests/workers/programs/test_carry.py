@@ -283,8 +283,6 @@ def test_a_failure_takes_the_state_of_all_and_the_model_lives(fuse: JaxModel) ->
     with pytest.raises(StateLost) as caught:
         run(fuse, Ask(0, -1), Ask(1, 1))
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
-    assert fuse._carry is not None
-    assert fuse._carry.losses == 1
     assert answers(run(fuse, Ask(0, 1, True))) == [[101, 201]]
 
 
