@@ -40,8 +40,7 @@ from tensord.workers.devices.device import DeviceName
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.host_staging import StagingPool
 from tensord.workers.devices.idle_look import IdleLook
-from tensord.workers.devices.pinned_budget import PinnedBudget
-from tensord.workers.devices.pinned_memory import PinnedMemory
+from tensord.workers.devices.pinned_memory import PinnedBudget, PinnedMemory
 from tensord.workers.dispatch.dispatcher import FIRST_INSTANCE_SLOT
 from tensord.workers.dispatch.fast_path import FastPath
 from tensord.workers.dispatch.poller import Datagram, Poller

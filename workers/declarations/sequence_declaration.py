@@ -10,12 +10,11 @@ from typing import Any
 from tensord.config.model_config import ModelConfig
 from tensord.workers.declarations.control_inputs import ControlInputs, control_inputs
 from tensord.workers.requests.request import Request, controls_of
-from tensord.workers.scheduling.direct_batcher import DirectBatcher, DirectRules
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
-from tensord.workers.scheduling.oldest_batcher import OldestBatcher
 from tensord.workers.scheduling.sequence import IterativeIds
 from tensord.workers.scheduling.sequence_batcher import Strategy
 from tensord.workers.scheduling.sequence_table import SequenceRules
+from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules, OldestBatcher
 
 
 @dataclass(frozen=True, slots=True)

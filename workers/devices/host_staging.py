@@ -16,7 +16,7 @@ import mmap
 import numpy as np
 
 from tensord.shm.cuda_regions import Context, CudaError, DeviceLost
-from tensord.workers.devices.pinned_budget import PinnedBudget
+from tensord.workers.devices.pinned_memory import PinnedBudget
 
 #: Bytes of a piece. Inputs or outputs that are larger in sum are transferred one by one: a copy by the host would cost more than
 #: a few more calls of the driver.

@@ -10,8 +10,7 @@ import numpy as np
 
 from tensord.shm.cuda_regions import CudaError, DeviceLost
 from tensord.workers.devices.device_cuda import CudaDevice
-from tensord.workers.gpu.device_inputs import DeviceInputs
-from tensord.workers.gpu.gpu_executable import GpuExecutable, stays
+from tensord.workers.gpu.gpu_executable import DeviceInputs, GpuExecutable, stays
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.executable import Content, Executable, Wanted
 from tensord.workers.programs.execution_device import Argument, ExecutionDevice, Inputs

@@ -13,8 +13,8 @@ from tensord.config.model_config import ModelConfig
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.shm.status_page import StatusPage
 from tensord.workers.models.instance import Instance, Instantiated
-from tensord.workers.models.instance_maker import InstanceMaker
 from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.models.loaded_model import InstanceMaker
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.threads.cancellation import Cancellation

@@ -8,7 +8,7 @@ import jax
 
 from tensord.config.options import Options
 from tensord.workers.devices.device_cuda import CudaDevice
-from tensord.workers.devices.pinned_budget import PinnedBudget
+from tensord.workers.devices.pinned_memory import PinnedBudget
 from tensord.workers.gpu.gpu import Gpu
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.processor.outside_compiler import OutsideCompiler

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from tensord.shm.errors import InvalidArgument, Unavailable
-from tensord.workers.devices.pinned_budget import PinnedBudget
+from tensord.workers.devices.pinned_memory import PinnedBudget
 
 if TYPE_CHECKING:
     from tensord.workers.parameters.parameter_set import ParameterSet

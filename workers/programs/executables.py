@@ -27,12 +27,11 @@ from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.parameters.set_stack import SetDeclaration, SetStack, put
 from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.carry import Carry
-from tensord.workers.programs.constants import warn_of_constants
 from tensord.workers.programs.executable import Executable, Wanted
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
-from tensord.workers.programs.lowering import Lowering
+from tensord.workers.programs.lowering import Lowering, warn_of_constants
 from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.precision import precision

@@ -9,6 +9,7 @@ On a GPU the program also returns small outputs packed: ``packed_outputs.py``.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import threading
 from collections.abc import Callable
@@ -19,13 +20,16 @@ import numpy as np
 
 from tensord.shm.arrays import DTYPES, datatype_of
 from tensord.shm.errors import Internal
-from tensord.workers.programs.constants import constant_byte_size
 from tensord.workers.programs.packed_outputs import packing
 from tensord.workers.programs.placement import Placement
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.state_program import CARRY, carry_specs, rows_argument, stepping
 from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.signature import Signature, TensorSpec
+
+_log = logging.getLogger(__name__)
+#: Fewer bytes of constants are not worth a warning: masks, tables, positions.
+_MIN_BYTE_SIZE = 1 << 20
 
 
 class Lowering:
@@ -160,3 +164,30 @@ def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...
 def is_numeric(spec: TensorSpec) -> bool:
     """Returns whether a jitted function can take or return a tensor of this datatype: any but BYTES."""
     return DTYPES[spec.datatype].kind != "O"
+
+
+def constant_byte_size(traced: jax.stages.Traced) -> int:
+    """Returns the bytes of a traced program's constant arrays, which are not arguments of the program."""
+    return sum(int(getattr(array, "nbytes", 0)) for array in traced.jaxpr.consts)
+
+
+def warn_of_constants(model: str, byte_size: int, programs: int) -> None:
+    """Logs a warning if constant arrays in a model's programs are large: what they cost, and that they should be parameters.
+
+    Each program contains them, while parameters exist once: so compiling is slow, and executables are large.
+
+    Args:
+      byte_size: of the constants in one program.
+      programs: how many programs the model has.
+    """
+    if byte_size < _MIN_BYTE_SIZE:
+        return
+    _log.warning(
+        "model '%s': its function has %d bytes of arrays that are no parameters, and each of its %d programs has them as "
+        "constants: loading takes longer, and memory and cache hold about %d bytes more. "
+        "Return them from create() with the parameters",
+        model,
+        byte_size,
+        programs,
+        byte_size * programs,
+    )

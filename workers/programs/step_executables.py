@@ -21,10 +21,10 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.programs.ahead import ahead
-from tensord.workers.programs.constants import constant_byte_size, warn_of_constants
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.lowering import constant_byte_size, warn_of_constants
 from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.precision import precision

@@ -24,7 +24,7 @@ from tensord.workers.devices import device_cuda
 from tensord.workers.devices.cuda_tensor import CudaTensor
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.host_staging import StagingPool
-from tensord.workers.devices.pinned_budget import PinnedBudget
+from tensord.workers.devices.pinned_memory import PinnedBudget
 from tensord.workers.dispatch.answers import complete
 from tensord.workers.gpu.gpu import Gpu
 from tensord.workers.models.execution import Execution

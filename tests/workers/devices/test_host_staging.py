@@ -8,7 +8,7 @@ import pytest
 
 from tensord.shm.cuda_regions import Context, Driver
 from tensord.workers.devices.host_staging import TOGETHER, StagingPool
-from tensord.workers.devices.pinned_budget import PinnedBudget
+from tensord.workers.devices.pinned_memory import PinnedBudget
 from tests.cuda_stub.library import CudaStub
 
 

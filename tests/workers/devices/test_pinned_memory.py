@@ -20,8 +20,7 @@ from tensord.shm.arrays import address_of
 from tensord.shm.cuda_regions import Context, Driver
 from tensord.shm.operations import RegisterSystemRegion
 from tensord.shm.regions import Region
-from tensord.workers.devices.pinned_budget import PinnedBudget
-from tensord.workers.devices.pinned_memory import PinnedMemory
+from tensord.workers.devices.pinned_memory import PinnedBudget, PinnedMemory
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
@@ -266,3 +265,13 @@ def test_a_thousand_rounds_lock_no_more_than_one(driver: Driver, loop: Loop) -> 
     finally:
         os.close(made.fd)
         posix_ipc.unlink_shared_memory(name)
+
+
+def test_what_does_not_fit_takes_nothing() -> None:
+    budget = PinnedBudget(100)
+    assert budget.take(60)
+    assert not budget.take(41)
+    assert budget.byte_size == 60
+    assert budget.take(40)
+    budget.give_back(60)
+    assert budget.byte_size == 40

@@ -13,7 +13,7 @@ import pytest
 from tensord.shm.cuda_regions import Driver
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.host_staging import StagingPool
-from tensord.workers.devices.pinned_budget import PinnedBudget
+from tensord.workers.devices.pinned_memory import PinnedBudget
 from tensord.workers.gpu.gpu import Gpu
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel

@@ -17,12 +17,11 @@ from collections.abc import Callable
 import psutil
 
 from tensord.shm.errors import ServingError
-from tensord.workers.scheduling.direct_batcher import DirectBatcher, DirectRules
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
-from tensord.workers.scheduling.oldest_batcher import OldestBatcher
 from tensord.workers.scheduling.sequence import Controls
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher, Strategy
 from tensord.workers.scheduling.sequence_table import SequenceRules
+from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules, OldestBatcher
 from tests.workers.scheduling.naive_sequences import NaiveSequences, Step, refusal
 
 

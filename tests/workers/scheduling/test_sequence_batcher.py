@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tensord.shm.errors import Cancelled, DeadlineExceeded, InvalidArgument, ServingError, Unavailable
-from tensord.workers.scheduling.direct_batcher import DirectBatcher, DirectRules
 from tensord.workers.scheduling.sequence import Controls, IterativeIds, state_lost
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 from tensord.workers.scheduling.sequence_table import SequenceRules
+from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules
 from tests.workers.scheduling.naive_sequences import Step
 from tests.workers.scheduling.sequence_simulator import Churn, Heard, batcher_of, simulate
 

@@ -1,16 +1,25 @@
-"""Implements Triton's strategy "direct": each sequence has a fixed row in its instance's batches, by the number of its slot.
+"""Implements Triton's two strategies for batches of sequences.
 
-Pure. A batch takes the next request of every ready slot whose key equals that of the slot that has been ready longest; an
-instance has one batch in flight.
+"direct"    each sequence has a fixed row in its instance's batches, by the number of its slot
+"oldest"    requests of all sequences that have a slot share batches, longest-waiting first
+
+Pure. ``tensord.workers.scheduling.sequence_batcher`` has one of them for each instance; at most one request of each sequence is
+ready there at a time.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic
 
+from tensord.workers.scheduling.dynamic_batcher import BatchRules, DynamicBatcher
+from tensord.workers.scheduling.queue import QueueRules, RequestQueue
 from tensord.workers.scheduling.sequence import LiveSequence, S
+
+#: No bound here: the table of sequences bounds all requests that wait.
+_UNBOUNDED = QueueRules(sys.maxsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +33,11 @@ class DirectRules:
 
 
 class DirectBatcher(Generic[S]):
-    """Makes the batches of one instance for Triton's strategy "direct": each sequence has a fixed row, the number of its slot."""
+    """Makes the batches of one instance for Triton's strategy "direct": each sequence has a fixed row, the number of its slot.
+
+    A batch takes the next request of every ready slot whose key equals that of the slot that has been ready longest; an instance
+    has one batch in flight.
+    """
 
     def __init__(self, rules: DirectRules) -> None:
         self._rules = rules
@@ -90,3 +103,52 @@ class DirectBatcher(Generic[S]):
 def _number(live: LiveSequence[S]) -> int:
     assert live.slot is not None
     return live.slot.number
+
+
+class OldestBatcher(Generic[S]):
+    """Makes one instance's batches for Triton's strategy "oldest": of the oldest requests of its sequences that may run now.
+
+    They are batched like those of a model without sequences (``DynamicBatcher``).
+    """
+
+    def __init__(self, rules: BatchRules) -> None:
+        self._queue: RequestQueue[S] = RequestQueue(_UNBOUNDED)
+        self._batcher = DynamicBatcher(rules, self._queue)
+
+    def ready(self, live: LiveSequence[S]) -> None:
+        """Adds a sequence, whose first waiting request may run now, to those of which ``take`` makes batches."""
+        self._queue.push(live.waiting[0])
+
+    def withdraw(self, live: LiveSequence[S]) -> None:
+        """Removes a sequence from those of which ``take`` makes batches: its first waiting request may no longer run."""
+        self._queue.remove(live.waiting[0])
+
+    def limit(self, key: Hashable, rows: int) -> None:
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
+        self._batcher.limit(key, rows)
+
+    def at_once(self, key: Hashable) -> int:
+        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
+        return self._batcher.at_once(key)
+
+    def end_delays(self) -> None:
+        """Stops delaying requests for fuller batches."""
+        self._batcher.end_delays()
+
+    def due_ns(self) -> int | None:
+        """Returns when the next batch should run, or None while no sequence has a request that may run."""
+        return self._batcher.due_ns()
+
+    def take(self, now_ns: int) -> list[LiveSequence[S]]:
+        """Removes and returns the sequences of the next batch, the one with the oldest request first; empty if none is due."""
+        return [request.live for request in self._batcher.take(now_ns)]
+
+    def check_invariants(self) -> None:
+        """Asserts, for tests, that each sequence has at most one request in this batcher's queue."""
+        self._batcher.check_invariants()
+        requests = self._queue.requests()
+        assert len({request.live for request in requests}) == len(requests)
+        assert all(request.live.ready and request.live.waiting[0] is request for request in requests)
+
+    def __repr__(self) -> str:
+        return f"<OldestBatcher over {self._batcher!r}>"

@@ -1,11 +1,11 @@
-"""Rows of "direct": which slots run together, and when."""
+"""Rows of the strategy "direct": which slots run together, and when."""
 
 from __future__ import annotations
 
 import pytest
 
-from tensord.workers.scheduling.direct_batcher import DirectBatcher, DirectRules
 from tensord.workers.scheduling.sequence import Controls, LiveSequence, Sequenced, Slot
+from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules
 
 
 def ready(batcher: DirectBatcher[Sequenced], number: int, key: str, arrived_ns: int) -> LiveSequence[Sequenced]:
