@@ -22,6 +22,7 @@ from tensord.workers.parameters.set_stack import SetDeclaration
 from tensord.workers.processor.processor import Processor
 from tensord.workers.programs.executables import Apply, Executables
 from tensord.workers.programs.execution_device import ExecutionDevice
+from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.tensors.buckets import Buckets
 from tensord.workers.tensors.signature import Signature
@@ -103,21 +104,19 @@ def jitted_model(
     if mixed is not None:
         apply = indexed(apply)
     source = python_source(Path(record.version_path)) + artifact.digest(Path(record.version_path))
+    device = target.execution if several is None else Processor()
+    sets = placed_sets(buckets.signature, parameters, names, several, target.room, mixed, device.remote, on_demand)
     executables = Executables(
         buckets.signature,
         buckets,
         apply,
-        parameters,
+        sets,
         target.cache,
         source,
         limits.max_unexpected_shapes,
-        target.execution if several is None else Processor(),
+        device,
         initial,
         several,
-        names,
-        target.room,
-        mixed,
-        on_demand,
     )
     return JaxModel(
         record.version, buckets.signature, buckets, executables, instances, alone or several is not None, free

@@ -25,6 +25,7 @@ from tensord.workers.loading.parameters import array_names, parted, warn_of_leav
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.step_executables import StepExecutables
 from tensord.workers.programs.step_program import Rows, StepFunctions, StepPrograms
@@ -67,6 +68,14 @@ def load_stepped(
     warn_of_leaves(message.name, parameters)
     parts = [parted(flags.applied(function), parameters) for function in functions]
     rows = Rows(described)
+    sets = placed_sets(
+        described,
+        parts[0][1],
+        array_names(parameters),
+        room=target.room,
+        remote=target.execution.remote,
+        on_demand=is_on_demand(message, module),
+    )
     executables = StepExecutables(
         described,
         buckets,
@@ -76,13 +85,10 @@ def load_stepped(
         rules.slots,
         declared.step_slots,
         declared.insert_rows,
-        parts[0][1],
+        sets,
         target.cache,
         python_source(folder),
         target.execution,
-        array_names(parameters),
-        target.room,
-        is_on_demand(message, module),
     )
     executables.check_size(target.options.executables.max_state_byte_size)
     executables.warm(progress)

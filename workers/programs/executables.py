@@ -23,8 +23,8 @@ import jax
 from tensord.shm.arrays import Array
 from tensord.workers.devices import device_memory
 from tensord.workers.devices.several_devices import SeveralDevices
-from tensord.workers.parameters.device_room import DeviceRoom
-from tensord.workers.parameters.set_stack import SetDeclaration, SetStack, put
+from tensord.workers.parameters.parameter_set import ParameterSets
+from tensord.workers.parameters.set_stack import SetStack, put
 from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.carry import Carry
 from tensord.workers.programs.executable import Executable, Wanted
@@ -32,7 +32,6 @@ from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import Lowering, warn_of_constants
-from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.weight import work_of
@@ -57,33 +56,25 @@ class Executables:
         signature: Signature,
         buckets: Buckets,
         apply: Apply,
-        parameters: Any,
+        sets: ParameterSets,
         cache: ExecutableCache,
         source: bytes,
         max_unexpected: int,
         device: ExecutionDevice,
         initial: InitialState | None = None,
         several: SeveralDevices | None = None,
-        names: Sequence[str] | None = None,
-        room: DeviceRoom | None = None,
-        mixed: SetDeclaration | None = None,
-        on_demand: bool = False,
     ) -> None:
         """
         Args:
           signature: the model's inputs and outputs.
           buckets: which batch sizes and shapes to compile at load.
           apply: the model's function.
+          sets: the model's parameters (``placed_sets``).
           source: the model's source code, part of the cache's keys.
           max_unexpected: how many executables of other shapes are kept.
           device: the object for the device that belongs to the thread that runs the executables.
           initial: the initial state of a model with state; None: the model has no state.
           several: the devices of a model that runs on several; None: the worker's device.
-          names: names of the parameters' leaves; None: their paths in ``parameters``.
-          room: the device memory that pushed parameters may use; None: there is none.
-          mixed: which parameters differ between sets, for a model whose batches mix sets; None: its batches do not mix sets.
-          on_demand: whether the parameters may leave the device for other sets while no request needs them.
-        Raises: Internal: there is no memory for the parameters.
         """
         self._initial = initial
         self.device = device
@@ -95,12 +86,9 @@ class Executables:
         self._max_unexpected = max_unexpected
         self.apply = apply
         self._lowering = Lowering(signature, apply, device.remote)
-        if several is None:
-            fresh = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters) if not isinstance(leaf, jax.Array))
-            device_memory.check(signature.model, "its parameters need", fresh, jax.local_devices()[:1])
-        self.sets = placed_sets(signature, parameters, names, several, room, mixed, device.remote, on_demand)
-        self._usual = Placement(self.sets, None, several)
-        self._small = device.small_programs(signature, self.sets)
+        self.sets = sets
+        self._usual = Placement(sets, None, several)
+        self._small = device.small_programs(signature, sets)
         #: Parts of the cache's keys that all programs of the version share.
         self._identity: tuple[str | bytes, ...] = ()
         self._planned: dict[Wanted, Executable] = {}

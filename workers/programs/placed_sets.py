@@ -51,7 +51,11 @@ def placed_sets(
       remote: whether the device has its own memory.
       on_demand: whether the main set may leave the device for other sets while no request needs it.
     Raises: InvalidArgument: ``mixed`` names a leaf that does not exist, or parameters on demand do not fit into ``room``.
+      Internal: there is no memory for the parameters.
     """
+    if several is None:
+        fresh = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters) if not isinstance(leaf, jax.Array))
+        device_memory.check(signature.model, "its parameters need", fresh, jax.local_devices()[:1])
     names = names_of(parameters) if names is None else names
     if mixed is not None:
         return _stacked(signature, parameters, names, mixed, room)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,13 +19,12 @@ import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.parameters.device_room import DeviceRoom
+from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import constant_byte_size, warn_of_constants
-from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.step_program import INSERT_CARRY, STEP_CARRY, StepPrograms
@@ -62,13 +61,10 @@ class StepExecutables:
         slots: int,
         step_slots: tuple[int, ...],
         insert_rows: int,
-        parameters: Any,
+        sets: ParameterSets,
         cache: ExecutableCache,
         source: bytes,
         device: ExecutionDevice,
-        names: Sequence[str] | None = None,
-        room: DeviceRoom | None = None,
-        on_demand: bool = False,
     ) -> None:
         """
         Args:
@@ -77,11 +73,9 @@ class StepExecutables:
           slots: how many requests the carry (the state of all requests on the device) has room for.
           step_slots: numbers of slots that the function ``step`` is compiled for, ascending; the last is ``slots``.
           insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
+          sets: the model's parameters (``placed_sets``).
           source: the model's source code, part of the cache's keys.
           device: the object for the device that belongs to the running thread.
-          names: names of the parameters' leaves; None: their paths in ``parameters``.
-          room: the device memory that pushed parameters may use; None: there is none.
-          on_demand: whether the parameters may leave the device for other sets while no request needs them.
         """
         self._step_slots = step_slots
         self._signature = signature
@@ -97,11 +91,11 @@ class StepExecutables:
         self._init = jax.jit(programs.init)
         self._insert = jax.jit(programs.insert, donate_argnums=INSERT_CARRY)
         self._step = jax.jit(programs.step, donate_argnums=STEP_CARRY)
-        self.sets = placed_sets(signature, parameters, names, room=room, remote=device.remote, on_demand=on_demand)
-        self._place = Placement(self.sets)
+        self.sets = sets
+        self._place = Placement(sets)
         #: Where they take their parameters from (``ParameterSet.on``).
         self.at = self._place.at
-        self._small = device.small_programs(signature, self.sets)
+        self._small = device.small_programs(signature, sets)
         #: (parameters) -> carry.
         self.init: DeviceCall
         #: Shapes of one request's inputs -> program: (parameters, inputs, slots, carry) -> (rows, carry).

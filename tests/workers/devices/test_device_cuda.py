@@ -33,6 +33,7 @@ from tensord.workers.programs.executable import Wanted
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Executables
 from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.tensors.buckets import Buckets
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
@@ -76,7 +77,9 @@ def model_of(
 ) -> JaxModel:
     signature = of(inputs, outputs, max_batch_size)
     buckets = Buckets(signature, more.get("batch", (1,)), more.get("axes", {}))
-    executables = Executables(signature, buckets, apply, None, ExecutableCache(None), b"", 4, Gpu(device))
+    executables = Executables(
+        signature, buckets, apply, placed_sets(signature, None, remote=True), ExecutableCache(None), b"", 4, Gpu(device)
+    )
     model = JaxModel(1, signature, buckets, executables)
     executables.warm(LoadProgress("m", 1))
     return model

@@ -23,6 +23,7 @@ from tensord.workers.parameters.set_stack import SetDeclaration
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Executables
 from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.scheduling.queue import SetKey
 from tensord.workers.tensors.buckets import Buckets
 from tests.cuda_stub.library import CudaStub
@@ -46,9 +47,8 @@ def model(cuda_stub: CudaStub) -> Iterator[JaxModel]:
     buckets = Buckets(signature, (1, 8), {})
     zeros = np.zeros(4, np.float32)
     parameters = {"w": zeros, "deep": [{"v": zeros}]}
-    executables = Executables(
-        signature, buckets, apply, parameters, ExecutableCache(None), b"", 4, Gpu(device), room=DeviceRoom(ROOM)
-    )
+    sets = placed_sets(signature, parameters, room=DeviceRoom(ROOM), remote=True)
+    executables = Executables(signature, buckets, apply, sets, ExecutableCache(None), b"", 4, Gpu(device))
     made = JaxModel(1, signature, buckets, executables)
     executables.warm(LoadProgress("m", 1))
     yield made
@@ -152,18 +152,9 @@ def test_a_batch_of_several_sets_is_one_run(cuda_stub: CudaStub) -> None:
     signature = of({"x": "FP32[8]"}, {"y": "FP32[8]"}, 8)
     buckets = Buckets(signature, (1, 8), {})
     zeros = np.zeros(4, np.float32)
-    executables = Executables(
-        signature,
-        buckets,
-        apply,
-        {"w": zeros, "deep": [{"v": zeros}]},
-        ExecutableCache(None),
-        b"",
-        4,
-        Gpu(device),
-        room=DeviceRoom(8 * 32),
-        mixed=SetDeclaration((), 8),
-    )
+    parameters = {"w": zeros, "deep": [{"v": zeros}]}
+    sets = placed_sets(signature, parameters, room=DeviceRoom(8 * 32), mixed=SetDeclaration((), 8), remote=True)
+    executables = Executables(signature, buckets, apply, sets, ExecutableCache(None), b"", 4, Gpu(device))
     made = JaxModel(1, signature, buckets, executables)
     executables.warm(LoadProgress("m", 1))
     try:
@@ -204,19 +195,11 @@ def test_models_on_demand_share_the_room(cuda_stub: CudaStub) -> None:
         for number in range(3):
             signature = of({"x": "FP32[8]"}, {"y": "FP32[8]"}, 8)
             leaf = np.full(4, number, np.float32)
-            executables = Executables(
-                signature,
-                Buckets(signature, (1, 8), {}),
-                apply,
-                {"w": leaf, "deep": [{"v": leaf}]},
-                ExecutableCache(None),
-                b"",
-                4,
-                Gpu(device),
-                room=room,
-                on_demand=True,
-            )
-            models.append(JaxModel(1, signature, Buckets(signature, (1, 8), {}), executables))
+            parameters = {"w": leaf, "deep": [{"v": leaf}]}
+            sets = placed_sets(signature, parameters, room=room, remote=True, on_demand=True)
+            buckets = Buckets(signature, (1, 8), {})
+            executables = Executables(signature, buckets, apply, sets, ExecutableCache(None), b"", 4, Gpu(device))
+            models.append(JaxModel(1, signature, buckets, executables))
             executables.warm(LoadProgress("m", 1))
             sets, place = executables.sets, executables.sets.place
 

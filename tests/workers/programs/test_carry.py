@@ -25,6 +25,7 @@ from tensord.workers.programs.carry import StateLost, check_state_size
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Executables
 from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.regions.region_tensor import RegionTensor
 from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.sequence import Controls, Slot
@@ -80,7 +81,7 @@ def stateful(
         described,
         buckets,
         apply,
-        np.float32(1),
+        placed_sets(described, np.float32(1)),
         cache or ExecutableCache(None),
         b"",
         4,

@@ -25,6 +25,7 @@ from tensord.workers.programs.executable_cache import ExecutableCache, cache_dir
 from tensord.workers.programs.executables import Executables
 from tensord.workers.programs.gather_buffer import aligned
 from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.tensors.buckets import Buckets
 from tensord.workers.tensors.signature import Signature, declare, parse_declaration, signature
 from tests.generated import examples
@@ -54,7 +55,8 @@ def model_of(
     made = of(inputs, outputs, max_batch_size)
     buckets = Buckets(made, batch, axes or {})
     cache = cache or ExecutableCache(None)
-    executables = Executables(made, buckets, apply, parameters, cache, b"", max_unexpected, Processor(single_thread))
+    sets = placed_sets(made, parameters)
+    executables = Executables(made, buckets, apply, sets, cache, b"", max_unexpected, Processor(single_thread))
     model = JaxModel(1, made, buckets, executables)
     executables.warm(LoadProgress("m", 1))
     return model
