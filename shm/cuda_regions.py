@@ -20,7 +20,7 @@ from ctypes import byref, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
 
 from tensord.shm.errors import InvalidArgument, Unavailable
-from tensord.shm.regions import check_range
+from tensord.shm.regions import Leased, check_range
 
 _HANDLE_SIZE = 64
 #: The driver's sticky errors, after which nothing in this process's context works any more.
@@ -377,11 +377,8 @@ class _Guarded:
             ) from error
 
 
-class CudaRegion:
-    """A registered allocation of a client's GPU memory, opened in this worker; its bytes can only be reached by copies.
-
-    It must not be closed before ``leases`` is 0: each tensor of a request in the region counts until the request has ended.
-    """
+class CudaRegion(Leased):
+    """A registered allocation of a client's GPU memory, opened in this worker; its bytes can only be reached by copies."""
 
     #: Always 0: no page of GPU memory can be missing here.
     faults = 0
@@ -422,8 +419,6 @@ class CudaRegion:
         self.context = context
         #: True if the memory is another GPU's.
         self.peer = elsewhere is not None
-        #: The number of tensors of requests that are in the region now.
-        self.leases = 0
         self._start: int | None = pointer
 
     def pointer(self, offset: int, byte_size: int) -> int:
@@ -482,14 +477,6 @@ class CudaRegion:
     def guarded(self) -> _Guarded:
         """Returns a context manager for copies to and from the region: it turns a CudaError in its block into InvalidArgument."""
         return _Guarded(self.name)
-
-    def lease(self) -> None:
-        """Counts one more use of the region, such as a tensor of a request: the region stays open until ``unlease``."""
-        self.leases += 1
-
-    def unlease(self) -> None:
-        """Counts one use of the region fewer; an unregistered region can be closed once no use is left."""
-        self.leases -= 1
 
     def close(self) -> None:
         """Closes the client's allocation in this process. Idempotent."""

@@ -152,10 +152,24 @@ def check_object_range(name: str, fd: int, offset: int, byte_size: int) -> os.st
     return found
 
 
-class Region:
+class Leased:
+    """A region with requests in it: it must not be closed before ``leases`` is 0."""
+
+    #: The number of tensors of requests that are in the region now; each counts until its request has ended.
+    leases = 0
+
+    def lease(self) -> None:
+        """Counts one more use of the region, such as a tensor of a request: the region stays open until ``unlease``."""
+        self.leases += 1
+
+    def unlease(self) -> None:
+        """Counts one use of the region fewer; an unregistered region can be closed once no use is left."""
+        self.leases -= 1
+
+
+class Region(Leased):
     """A registered range of a client's shared-memory object, mapped read-write in this worker.
 
-    It must not be closed before ``leases`` is 0: each tensor of a request in the region counts until the request has ended.
     Used for the accesses "guarded" and "sealed", where an object that shrinks does no harm. ``SnapshotRegion`` is for "snapshot".
     """
 
@@ -189,8 +203,6 @@ class Region:
         self.file = (found.st_dev, found.st_ino)
         self.offset = offset
         self.byte_size = byte_size
-        #: The number of tensors of requests that are in the region now.
-        self.leases = 0
         #: Whether only one lane can name it: its name says nothing to anybody else.
         self.private = False
         self._whole = memoryview(self._mapping)
@@ -241,14 +253,6 @@ class Region:
         Raises InvalidArgument: the range is not inside the region.
         """
         return bytes(self.view(offset, byte_size))
-
-    def lease(self) -> None:
-        """Counts one more use of the region, such as a tensor of a request: the region stays open until ``unlease``."""
-        self.leases += 1
-
-    def unlease(self) -> None:
-        """Counts one use of the region fewer; an unregistered region can be closed once no use is left."""
-        self.leases -= 1
 
     def close(self) -> None:
         """Unmaps the region and closes its descriptor. Idempotent. A view that is still referenced keeps the memory mapped."""

@@ -12,13 +12,12 @@ from __future__ import annotations
 import os
 
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.regions import check_object_range, check_range
+from tensord.shm.regions import Leased, check_object_range, check_range
 
 
-class SnapshotRegion:
+class SnapshotRegion(Leased):
     """A registered range of a client's shared-memory object, read and written through its descriptor and never mapped.
 
-    It must not be closed before ``leases`` is 0: each tensor of a request in the region counts until the request has ended.
     Used for the access "snapshot"; ``tensord.shm.regions.Region`` is for the others.
     """
 
@@ -42,8 +41,6 @@ class SnapshotRegion:
         self.file = (found.st_dev, found.st_ino)
         self.offset = offset
         self.byte_size = byte_size
-        #: The number of tensors of requests that are in the region now.
-        self.leases = 0
 
     def check(self, offset: int, byte_size: int) -> None:
         """Raises InvalidArgument if a range, counted from the region's start, is not wholly inside the region."""
@@ -102,14 +99,6 @@ class SnapshotRegion:
             f"shared memory region '{self.name}': {done} of {size} bytes could be {verb}: its object was truncated, or the host "
             "has no memory left for it"
         )
-
-    def lease(self) -> None:
-        """Counts one more use of the region, such as a tensor of a request: the region stays open until ``unlease``."""
-        self.leases += 1
-
-    def unlease(self) -> None:
-        """Counts one use of the region fewer; an unregistered region can be closed once no use is left."""
-        self.leases -= 1
 
     def close(self) -> None:
         """Closes the object's descriptor. Idempotent."""
