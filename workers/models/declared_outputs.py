@@ -52,19 +52,14 @@ class DeclaredOutputs:
             if self._strict:
                 raise
             self._warn(error.message)
-            return self._reshaped(spec, array) if self._has_dims(spec, array) else array
-        return self._reshaped(spec, array)
+            if not self._has_dims(spec, array):
+                return array
+        return spec.for_client(array, self._signature.batches)
 
     def _has_dims(self, spec: TensorSpec, array: Array) -> bool:
         """Returns whether an output's dimensions, without the batch dimension, are as declared."""
         lead = int(self._signature.batches)
         return len(array.shape) >= lead and spec.fits_model(array.shape[lead:])
-
-    def _reshaped(self, spec: TensorSpec, array: Array) -> Array:
-        if not spec.reshaped:
-            return array
-        lead = array.shape[:1] if self._signature.batches else ()
-        return array.reshape(lead + spec.to_client(array.shape[len(lead) :]))
 
     def _warn(self, why: str) -> None:
         with self._lock:

@@ -90,10 +90,7 @@ class GeneratorModel:
         if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
             array = array.astype(np.object_, copy=False)
         check_output(self._signature.model, spec, batches, request.rows, array.shape, array.dtype)
-        if not spec.reshaped:
-            return array
-        lead = array.shape[:1] if batches else ()
-        return array.reshape(lead + spec.to_client(array.shape[len(lead) :]))
+        return spec.for_client(array, batches)
 
     def describe(self, error: BaseException) -> str:
         return describe_failure(self._signature.model, self._version, error)

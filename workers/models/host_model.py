@@ -110,10 +110,7 @@ class HostModel:
             check_cut(name, spec, inputs[spec.cut_like].size, array.shape, array.dtype)
             return array
         check_output(name, spec, self._signature.batches, rows, array.shape, array.dtype)
-        if not spec.reshaped:
-            return array
-        lead = array.shape[:1] if self._signature.batches else ()
-        return array.reshape(lead + spec.to_client(array.shape[len(lead) :]))
+        return spec.for_client(array, self._signature.batches)
 
     def describe(self, error: BaseException) -> str:
         return describe_failure(self._signature.model, self._version, error)

@@ -19,7 +19,7 @@ import numpy as np
 from tensord.config.model_config import ModelConfig, data_type_name
 from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
-from tensord.shm.arrays import DTYPES, datatype_of
+from tensord.shm.arrays import DTYPES, Array, datatype_of
 from tensord.shm.errors import InvalidArgument
 
 _DECLARATION = re.compile(r"([A-Z0-9]+)\[([^\[\]]*)\]")
@@ -86,6 +86,13 @@ class TensorSpec:
     def to_client(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape that a client sees for a tensor that the model has in ``shape``."""
         return _refill(shape, self.model_dims, self.dims) if self.reshaped else shape
+
+    def for_client(self, array: Array, batches: bool) -> Array:
+        """Returns a tensor of the model in the shape that a client sees. ``batches``: its first dimension is the batch."""
+        if not self.reshaped:
+            return array
+        lead = array.shape[:1] if batches else ()
+        return array.reshape(lead + self.to_client(array.shape[len(lead) :]))
 
 
 def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
