@@ -52,6 +52,11 @@ class _Commands(click.Group):
             _fail(str(error))
 
 
+_config_file = click.option(
+    "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
+)
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="tensord", prog_name="tensord", message="%(prog)s %(version)s")
 def main() -> None:
@@ -63,9 +68,7 @@ def main() -> None:
 
 
 @main.command(cls=flags.FlagCommand)
-@click.option(
-    "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
-)
+@_config_file
 @click.option(
     "--watch",
     is_flag=True,
@@ -125,9 +128,7 @@ def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
 
 
 @main.command(cls=flags.FlagCommand)
-@click.option(
-    "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
-)
+@_config_file
 @click.option("--read-only", is_flag=True, help="Read configurations and folders; run no code of a model.")
 @click.option("--load", "report", is_flag=True, help="Say what each model takes: time, programs, memory, operations.")
 @click.option(
@@ -255,9 +256,7 @@ def _takes(footprint: Footprint) -> str:
 
 
 @main.command(cls=flags.FlagCommand)
-@click.option(
-    "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
-)
+@_config_file
 @click.option(
     "--sha256",
     metavar="HEX",
@@ -374,9 +373,7 @@ def write_man_pages(folder: Path) -> None:
 
 
 @main.command("config", cls=flags.FlagCommand)
-@click.option(
-    "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
-)
+@_config_file
 @click.option("--short", is_flag=True, help="Only keys that something sets, as a table.")
 @click.pass_context
 def print_config(ctx: click.Context, config: Path | None, short: bool) -> None:
