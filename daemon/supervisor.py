@@ -36,12 +36,11 @@ from tensord.daemon.metrics.endpoint import Endpoint
 from tensord.daemon.models.changes import Models
 from tensord.daemon.models.polling import Polling
 from tensord.daemon.operator import model_list, process_list
-from tensord.daemon.operator.child_records import recent_errors
 from tensord.daemon.operator.configuration import Configuration
 from tensord.daemon.operator.control_socket import ControlSocket
 from tensord.daemon.operator.drain import Drain, DrainPhase
 from tensord.daemon.operator.operations import Operations
-from tensord.daemon.operator.operator_commands import OperatorCommands
+from tensord.daemon.operator.operator_commands import OperatorCommands, recent_errors
 from tensord.daemon.parameters.pushes import Parameters
 from tensord.daemon.processes.child import Child, FrontProcess, WorkerProcess
 from tensord.daemon.processes.devices import Device

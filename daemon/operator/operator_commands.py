@@ -6,14 +6,16 @@ import asyncio
 import os
 import tempfile
 import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from tensord.daemon.control.log_settings import MAX_VERBOSE
 from tensord.daemon.control.push_fields import PushFields
-from tensord.daemon.operator.child_records import recent_errors, records
 from tensord.daemon.operator.operations import Operations
+from tensord.daemon.processes.child import Child
 from tensord.daemon.tracing import trace_settings
 from tensord.shm import descriptors
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
@@ -27,6 +29,7 @@ from tensord.shm.operations import (
     ModelStatistics,
     Operation,
     Peer,
+    RecentErrors,
     RegionRecords,
     RepositoryIndex,
     RevertParameters,
@@ -207,3 +210,37 @@ def _operation(question: OperatorQuestion) -> Operation:
         case "revert":
             return RevertParameters(question.name, question.version, question.set or MAIN_SET)
     raise InvalidArgument(f"unknown command '{question.command}'")
+
+
+#: How long a child may take to list what it has.
+_SECONDS = 5.0
+#: The errors of all fronts together that are shown.
+_MAX_ERRORS = 100
+
+
+async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
+    """Asks a child process for a list (``operation``), such as its connections. Returns it; empty: no answer came in time.
+
+    A worker whose loop runs a long batch does not answer in time.
+    """
+    try:
+        async with asyncio.timeout(_SECONDS):
+            result, fds = await child.call(operation)
+    except (ServingError, TimeoutError):
+        return []
+    descriptors.close(fds)
+    return msgspec.json.decode(result, type=list[dict[str, Any]])
+
+
+async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
+    """Returns the latest errors that clients got from fronts, or from workers by lanes (direct sockets), the newest first.
+
+    Each error is a row of JSON values, with the name of the front or worker as ``front``.
+    """
+    asked = [*fronts, *workers]
+    told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
+    rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]
+    latest = sorted(rows, key=lambda row: row["time"], reverse=True)[:_MAX_ERRORS]
+    return [
+        row | {"time": datetime.fromtimestamp(row["time"], UTC).isoformat(timespec="milliseconds")} for row in latest
+    ]

@@ -1,21 +1,34 @@
-"""The GPU as an execution device: the programs of one thread, and their copies to and from the GPU."""
+"""The GPU as an execution device: the programs of one thread, and their copies to and from the GPU.
+
+large inputs    the device's staging buffer
+small ones      by way of page-locked memory, in one transfer (``DeviceInputs``)
+outputs         fetched, delivered to their places, or left on the GPU
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
+import jax
 import numpy as np
 
-from tensord.shm.cuda_regions import CudaError, DeviceLost
-from tensord.workers.devices.device_cuda import CudaDevice
-from tensord.workers.gpu.gpu_executable import DeviceInputs, GpuExecutable, stays
+from tensord.shm.arrays import Array
+from tensord.shm.cuda_regions import CudaError, CudaRegion, DeviceLost
+from tensord.workers.devices.device_cuda import CudaDevice, room
+from tensord.workers.devices.host_staging import TOGETHER
+from tensord.workers.jax_internals.wide import byte_size_of
 from tensord.workers.parameters.parameter_set import ParameterSets
-from tensord.workers.programs.executable import Content, Executable, Wanted
+from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted, arguments_of
 from tensord.workers.programs.execution_device import Argument, ExecutionDevice, Inputs
+from tensord.workers.programs.packed_outputs import PACKED, starts
 from tensord.workers.programs.placement import CompiledProgram
+from tensord.workers.programs.precision import precision
+from tensord.workers.requests.answer_plan import UNCUT_BYTE_SIZE
+from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request
+from tensord.workers.tensors.ragged import flat
 from tensord.workers.tensors.signature import Signature
 
 
@@ -55,3 +68,169 @@ class Gpu(ExecutionDevice):
 
     def __repr__(self) -> str:
         return f"<Gpu {self._cuda}>"
+
+
+if TYPE_CHECKING:
+    from tensord.shm.regions import Region
+    from tensord.workers.models.execution import Execution
+    from tensord.workers.requests.prepared import Preparation
+
+
+class DeviceInputs:
+    """The inputs of one executable on a GPU, laid out in host memory.
+
+    All executables of a thread share this memory: inputs are gathered and sent before those of the next executable are gathered.
+    """
+
+    __slots__ = ("_byte_size", "_device", "_parts")
+
+    def __init__(self, device: CudaDevice, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
+        """Lays the inputs out. ``inputs``: name, dtype, and shape in the program of each input."""
+        self._device = device
+        self._parts: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
+        at = 0
+        for name, dtype, shape in inputs:
+            self._parts.append((name, dtype, shape, at))
+            at += room(dtype, shape)
+        self._byte_size = at
+
+    @property
+    def fit(self) -> bool:
+        """True if the host memory has room for all inputs."""
+        return 0 < self._byte_size <= TOGETHER
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """The arrays in host memory to gather the inputs in, by name. Raises DeviceLost if the GPU failed."""
+        content = self._device.host.content
+        found: dict[str, Array] = {}
+        for name, dtype, shape, at in self._parts:
+            byte_size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            found[name] = content[at : at + byte_size].view(dtype).reshape(shape)
+        return found
+
+    def send(self) -> dict[str, jax.Array]:
+        """Sends the gathered inputs to the GPU. Returns them as arguments of the program.
+
+        Raises: Unavailable: the GPU has no memory left.  DeviceLost: the GPU failed.
+        """
+        return self._device.send(self._parts, self._byte_size)
+
+    def __repr__(self) -> str:
+        return f"<DeviceInputs {len(self._parts)} inputs, {self._byte_size} bytes>"
+
+
+class GpuExecutable(Executable):
+    """A compiled program that runs on a GPU, with the copying of its inputs to the GPU and of its outputs from there."""
+
+    delivers = True
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        signature: Signature,
+        program: CompiledProgram,
+        device: ExecutionDevice,
+        cuda: CudaDevice,
+    ) -> None:
+        super().__init__(wanted, signature, program, device, DeviceInputs(cuda, arguments_of(signature, wanted)))
+        self._cuda = cuda
+        #: Name, dtype and shape of each output that is fetched.
+        self._fetched: list[tuple[str, np.dtype[Any], tuple[int, ...]]] | None = None
+        #: Start and end of each output among the packed ones.
+        self._cuts: list[tuple[int, int]] | None = None
+
+    def read(self, made: Mapping[str, Any]) -> list[Content]:
+        found = self._fetch(made)
+        return [np.asarray(made[name]) for name in self._signature.outputs] if found is None else [*found]
+
+    def _fetch(self, made: Mapping[str, Any]) -> list[bytes] | None:
+        """Fetches the outputs' contents from the GPU, in one transfer if the program has packed them.
+
+        Returns: one content for each output, whether the program packs them or not; None: they are too large for one transfer.
+        Raises: DeviceLost: the GPU failed; or what the run of the program raised.
+        """
+        packed = made.get(PACKED)
+        if packed is None:
+            return self._cuda.take([made[name] for name in self._signature.outputs])
+        if self._cuts is None:
+            arrays = {name: made[name] for name in self._signature.outputs}
+            self._cuts = [(at, at + byte_size_of(arrays[name])) for name, at in starts(arrays).items()]
+        return self._cuda.take([packed], self._cuts)
+
+    def _arrays_in(self, contents: Sequence[bytes], made: Mapping[str, Any]) -> dict[str, Array]:
+        """Returns the outputs as arrays by name: views of ``contents``, which ``_fetch`` has returned for ``made``."""
+        if self._fetched is None:
+            arrays = {name: made[name] for name in self._signature.outputs}
+            self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in arrays.items()]
+        return {
+            name: np.frombuffer(content, dtype).reshape(shape)
+            for (name, dtype, shape), content in zip(self._fetched, contents, strict=True)
+        }
+
+    def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
+        rows = (self.wanted.rows,) if self._batches else ()
+        parts: list[tuple[str, np.dtype[Any], tuple[int, ...], list[Array]]] = []
+        for spec, shape in self._specs:
+            if spec.of_batch is not None:
+                parts.append((spec.name, spec.dtype, shape, [self._batch_input(spec, shape, requests)]))
+            elif spec.ragged:
+                parts.append((spec.name, spec.dtype, shape, [flat(request.arrays[spec.name]) for request in requests]))
+            else:
+                arrays = [request.arrays[spec.name] for request in requests]
+                parts.append((spec.name, spec.dtype, (*rows, *shape), arrays))
+        with precision(self._signature):
+            return self._cuda.gather(parts)
+
+    def _compute(
+        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
+    ) -> RunOutputs:
+        made = self.call(parameters, arguments)
+        return self.outputs(made, requests) if places is None else self._delivered(made, requests[0], places)
+
+    def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
+        contents = None if any(stays(request) for request in requests) else self._fetch(made)
+        if contents is not None:
+            return RunOutputs(self._arrays_in(contents, made), contents)
+        outputs = jax.block_until_ready([made[name] for name in self._signature.outputs])
+        # They stay on the device: their places decide how they leave it.
+        kept = cast(list[Array], [self._cuda.keep(output) for output in outputs])
+        return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
+
+    def _delivered(self, made: Mapping[str, Any], request: Request, places: Places) -> RunOutputs:
+        """Has the GPU copy a single request's outputs to ``places``: the memory of its answer, or the client's regions.
+
+        Raises InvalidArgument: a region cannot be written any more; DeviceLost: the GPU failed; or what the run raised.
+        """
+        reached = places.reached()
+        outputs = self._cuda.deliver({name: made[name] for name in self._signature.outputs}, reached)
+        places.written = reached.keys()
+        request.copied_byte_size += sum([places.sizes[name] for name in reached])
+        return RunOutputs(cast(dict[str, Array], outputs), None)
+
+    def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
+        """Returns output name -> bytes if the answer's memory should be reserved before the run; otherwise None.
+
+        That is so if one request gets the outputs uncut (``whole``), and they are large or may be wanted on the GPU.
+        """
+        if not whole:
+            return None
+        sizes = self.output_sizes
+        return sizes if sum(sizes.values()) > UNCUT_BYTE_SIZE or stays(requests[0]) else None
+
+    def offer(self, request: Request, places: Places) -> None:
+        """Does nothing: on a GPU ``compute`` gets the places for outputs, and the GPU copies them there after the run."""
+
+    def settle(self, places: Places) -> None:
+        """Does nothing: outputs that the GPU delivers are copies, which no later run can change."""
+
+    def single_run(self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]) -> None:
+        """Returns None: the C extension runs no requests on a GPU."""
+
+    def __repr__(self) -> str:
+        return f"<GpuExecutable {self.wanted}>"
+
+
+def stays(request: Request) -> bool:
+    """Returns whether a request's outputs may be wanted on the GPU: by another model, or in a client's memory there."""
+    return request.sink is not None or any(isinstance(region, CudaRegion) for region in request.regions)

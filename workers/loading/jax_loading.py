@@ -15,8 +15,7 @@ from tensord.workers.imports.model_imports import python_source
 from tensord.workers.loading.parameters import array_names, parted
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.free_state import FreeState, travelling
-from tensord.workers.models.jax_model import JaxModel
-from tensord.workers.models.jitted_instance import JittedInstance
+from tensord.workers.models.jax_model import JaxModel, JittedInstance
 from tensord.workers.models.warmup import Sample
 from tensord.workers.parameters.set_stack import SetDeclaration
 from tensord.workers.processor.processor import Processor

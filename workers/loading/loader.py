@@ -60,8 +60,7 @@ from tensord.workers.models.generator_model import GeneratorModel
 from tensord.workers.models.host_model import HostModel
 from tensord.workers.models.instance import Instance, Instantiated
 from tensord.workers.models.is_ready_calls import IsReadyCalls
-from tensord.workers.models.jax_model import JaxModel
-from tensord.workers.models.jitted_instance import JittedInstance
+from tensord.workers.models.jax_model import JaxModel, JittedInstance
 from tensord.workers.models.loaded_model import InstanceMaker, LoadedModel
 from tensord.workers.models.python_model import PythonModel, auto_complete
 from tensord.workers.models.stepped_model import SteppedModel

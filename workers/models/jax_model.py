@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,10 +21,12 @@ from tensord.workers.parameters.set_stack import Chosen
 from tensord.workers.programs.carry import Carry
 from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted
 from tensord.workers.programs.executables import Executables
-from tensord.workers.programs.gathered_run import GatheredRun
+from tensord.workers.programs.execution_device import ExecutionDevice
+from tensord.workers.programs.gather_buffer import aligned
 from tensord.workers.programs.grouped_calls import GroupedCalls
 from tensord.workers.programs.grouped_program import MOST, GroupedProgram
 from tensord.workers.programs.lowering import is_numeric
+from tensord.workers.programs.state_program import rows_argument
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.queue import shapes_of
@@ -31,6 +34,49 @@ from tensord.workers.tensors.buckets import Buckets, RequestShapes, Shapes, slic
 from tensord.workers.tensors.ragged import cut
 from tensord.workers.tensors.signature import Signature
 from tensord.workers.threads.cancellation import Cancellation
+
+
+class GatheredRun:
+    """Runs one program of a model with sequence state, a batch with each call, on inputs that were put into the program's memory.
+
+    Used by ``tensord.workers.dispatch.sequence_runs``, which reads the outputs of each batch before the next batch begins.
+    Used only by the thread that runs the instance's batches, which also uses its carry (the state of its sequences).
+    """
+
+    def __init__(self, executable: Executable, carry: Carry, signature: Signature) -> None:
+        self._executable = executable
+        self._carry = carry
+        self._nobody = rows_argument(signature, executable.rows, ())
+        self._rows = aligned(self._nobody.shape, self._nobody.dtype)
+        self._rows[...] = self._nobody
+        #: How many rows belonged to sequences in the last run.
+        self._used = 0
+
+    def __call__(self, slots: Sequence[int], starts: Sequence[bool]) -> list[Content]:
+        """Runs the batch whose inputs lie in the executable's ``memory``. Returns the contents of the outputs in host memory.
+
+        Args:
+          slots: the slot of the sequence of each of the first rows; no request fills the other rows.
+          starts: whether each of these sequences begins.
+        Raises StateLost: the run failed, or reading its outputs did, and the state of all sequences is lost. After any other
+          error, of the run or of sending the inputs, all state is as before.
+        """
+        rows, used = self._rows, len(slots)
+        rows[0, :used] = slots
+        rows[1, :used] = starts
+        if used < self._used:
+            rows[:, used : self._used] = self._nobody[:, used : self._used]
+        self._used = used
+        executable = self._executable
+        step = functools.partial(executable.call, executable.parameters())
+        made = self._carry.run_rows(step, executable.arguments(), rows)
+        try:
+            return executable.read(made)
+        except BaseException as error:
+            raise self._carry.failed() from error
+
+    def __repr__(self) -> str:
+        return f"<GatheredRun {self._executable.wanted}>"
 
 
 class JaxModel:
@@ -325,3 +371,49 @@ class JaxModel:
 def _leave(requests: Sequence[Request]) -> bool:
     """Returns whether the answer of any of these requests leaves the worker, rather than going to another model there."""
     return requests[0].sink is None or any(request.sink is None for request in requests)
+
+
+class JittedInstance:
+    """Runs the batches of one instance of a jitted model, with its own memory for inputs; used by the instance's thread only.
+
+    XLA runs programs without Python's lock, so the instances of a model run in parallel. They share code and parameters, but not
+    the state of sequences: each sequence belongs to one instance. On a GPU each instance copies on a stream of its own, so that
+    the inputs of one instance are copied while a second one computes and the outputs of a third one are copied back:
+
+        instance 0    | in | run | out |     | in | run | out |
+        instance 1         | in |     run | out |     | in | ...
+    """
+
+    def __init__(self, model: JaxModel, device: ExecutionDevice) -> None:
+        """``device``: the device with the memory and the stream of the instance's thread."""
+        self._model = model
+        self._device = device
+        #: The state of the sequences that run here, if the model keeps any.
+        self._carry = model.executables.carry()
+        #: The model's executable -> this thread's; an entry goes with the model's.
+        self._twins: weakref.WeakKeyDictionary[Executable, Executable] = weakref.WeakKeyDictionary()
+
+    def initialize(self) -> None:
+        """Does nothing: a jitted instance needs no initialisation."""
+
+    def execute(self, execution: Execution) -> None:
+        """Runs a batch with this thread's copy of the executable.
+
+        Raises LookupError: no executable for the batch is compiled; StateLost: the run failed and sequence state is lost with it;
+        or what else the run raises.
+        """
+        shared = execution.executable or self._model.find(execution.requests)
+        if isinstance(shared, Executable):
+            twin = self._twins.get(shared)
+            if twin is None:
+                twin = self._twins[shared] = shared.twin(self._device)
+            execution.executable = twin
+        self._model.execute(execution, self._carry)
+
+    def describe(self, error: BaseException) -> str:
+        return self._model.describe(error)
+
+    def close(self) -> None:
+        """Frees the thread's memory for inputs."""
+        self._twins.clear()
+        self._device.close()

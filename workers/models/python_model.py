@@ -3,7 +3,7 @@
 The interface that the model sees is ``tensord.workers.python_backend.interface``; this module converts requests and responses. A
 model returns its responses from ``execute``, or sends them by its requests' response senders, as decoupled models always do.
 Outputs that are not declared are dropped, as in Triton; for outputs of another datatype or shape than declared see
-``tensord.workers.models.declared_outputs``.
+``tensord.workers.models.python_model``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import inspect
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -21,23 +22,25 @@ from typing import Any
 import numpy as np
 from google.protobuf import json_format
 
-from tensord.config.model_config import ModelConfig, empty, to_json
+from tensord.config.model_checks import STRICT_OUTPUTS
+from tensord.config.model_config import ModelConfig, empty, to_json, wants
+from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, from_code
 from tensord.shm.messages import all_parameters
 from tensord.workers.calls.caller import Caller, CallerPhase, ModelPort, calling
 from tensord.workers.declarations.sequence_declaration import SequencePlan
 from tensord.workers.models.author_error import describe_exception
-from tensord.workers.models.declared_outputs import DeclaredOutputs
 from tensord.workers.models.execution import Execution, own_failure
 from tensord.workers.models.is_ready_calls import IsReadyCalls
 from tensord.workers.models.response_writer import ResponseWriter
+from tensord.workers.programs.lowering import check_output
 from tensord.workers.python_backend import interface
 from tensord.workers.python_backend.response import parameters_of
 from tensord.workers.requests.request import Request, controls_of, named, traced
 from tensord.workers.requests.response_sender import NOT_COMPLETED
 from tensord.workers.requests.result import STREAMED, Response, Result
-from tensord.workers.tensors.signature import Signature
+from tensord.workers.tensors.signature import Signature, TensorSpec
 from tensord.workers.threads.coroutine_thread import CoroutineThread
 
 _log = logging.getLogger(__name__)
@@ -342,3 +345,55 @@ def _client_error(error: Any) -> ServingError:
     if isinstance(error, interface.TritonError):
         return from_code(error.code().serving_code, str(error.message()))
     return Internal(str(error))
+
+
+class DeclaredOutputs:
+    """Checks the outputs that a version computes against its configuration, and reshapes them as clients expect them.
+
+    Triton sends an output as the model returns it, whatever the configuration says. So does this class, and warns of a difference
+    once, or with the model's parameter ``strict_outputs`` refuses the output. The version's instances share one object.
+    """
+
+    def __init__(self, message: ModelConfig, signature: Signature) -> None:
+        """Reads the model's parameter ``strict_outputs``. Raises InvalidArgument: its value is no boolean."""
+        self._signature = signature
+        self._strict = wants(message, STRICT_OUTPUTS)
+        self._lock = threading.Lock()
+        self._warned = False
+
+    def fit(self, name: str, array: Array, rows: int) -> Array:
+        """Returns an output in the client's shape; or, if its dimensions are not as declared, unchanged, and logs this once.
+
+        ``rows``: the rows of its request. Raises Internal: the output is not as declared and ``strict_outputs`` is set.
+        """
+        spec = self._signature.outputs[name]
+        if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
+            array = array.astype(np.object_, copy=False)
+        elif self._strict and array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
+            # Integers that numpy made wider on the way (``np.array([0])``) are what was declared, where all of them fit.
+            as_declared = array.astype(spec.dtype)
+            array = as_declared if np.array_equal(as_declared, array) else array
+        try:
+            check_output(self._signature.model, spec, self._signature.batches, rows, array.shape, array.dtype)
+        except Internal as error:
+            if self._strict:
+                raise
+            self._warn(error.message)
+            if not self._has_dims(spec, array):
+                return array
+        return spec.for_client(array, self._signature.batches)
+
+    def _has_dims(self, spec: TensorSpec, array: Array) -> bool:
+        """Returns whether an output's dimensions, without the batch dimension, are as declared."""
+        lead = int(self._signature.batches)
+        return len(array.shape) >= lead and spec.fits_model(array.shape[lead:])
+
+    def _warn(self, why: str) -> None:
+        with self._lock:
+            first, self._warned = not self._warned, True
+        if first:
+            _log.warning(
+                "%s; it is sent as it is, as Triton does. Mend the configuration, or let the parameter %s refuse it",
+                why,
+                STRICT_OUTPUTS,
+            )

@@ -1,7 +1,7 @@
 """Runs a compiled program of a model version on batches, which are gathered in memory that belongs to the program.
 
 Where that memory is, and how outputs leave the device, depends on the device: ``workers/processor/host_executable.py``,
-``workers/gpu/gpu_executable.py``.
+``workers/gpu/gpu.py``.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ from tensord.config.model_config import ModelConfig, complete, parse_pbtxt
 from tensord.shm.errors import Internal, InvalidArgument, NotFound
 from tensord.shm.messages import RequestedOutput
 from tensord.workers.calls.caller import ModelPort
-from tensord.workers.models.declared_outputs import DeclaredOutputs
 from tensord.workers.models.execution import Execution
-from tensord.workers.models.python_model import PythonModel, auto_complete
+from tensord.workers.models.python_model import DeclaredOutputs, PythonModel, auto_complete
 from tensord.workers.python_backend import interface as pb_utils
 from tensord.workers.tensors.signature import signature
 from tests.workers.made_requests import request_of

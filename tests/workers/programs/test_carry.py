@@ -17,8 +17,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.execution import run as run_model
-from tensord.workers.models.jax_model import JaxModel
-from tensord.workers.models.jitted_instance import JittedInstance
+from tensord.workers.models.jax_model import JaxModel, JittedInstance
 from tensord.workers.processor.processor import Processor
 from tensord.workers.processor.single_thread import SingleThreadDevice
 from tensord.workers.programs.carry import StateLost, check_state_size
