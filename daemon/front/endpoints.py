@@ -14,7 +14,7 @@ import msgspec
 
 from tensord import __version__
 from tensord.config.options import Options
-from tensord.daemon.control.calls import ControlCalls
+from tensord.daemon.control.channel import ControlCalls
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.operations import (

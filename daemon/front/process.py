@@ -24,8 +24,7 @@ import uvloop
 
 from tensord.config import log
 from tensord.config.options import Log, Options
-from tensord.daemon.control.calls import ControlCalls
-from tensord.daemon.control.channel import ControlChannel
+from tensord.daemon.control.channel import ControlCalls, ControlChannel
 from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints

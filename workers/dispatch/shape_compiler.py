@@ -28,8 +28,7 @@ from tensord.workers.programs.grouped_calls import GroupedCalls
 from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, compile_error
 from tensord.workers.requests.request import Request
-from tensord.workers.scheduling.parked import ParkedRequests
-from tensord.workers.scheduling.queue import Replacement
+from tensord.workers.scheduling.queue import ParkedRequests, Replacement
 from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)

@@ -29,9 +29,8 @@ from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.scheduling.dynamic_batcher import DynamicBatcher
-from tensord.workers.scheduling.parked import ParkedRequests
 from tensord.workers.scheduling.planner import Planner
-from tensord.workers.scheduling.queue import RequestQueue
+from tensord.workers.scheduling.queue import ParkedRequests, RequestQueue
 from tensord.workers.scheduling.response_order import ResponseOrder
 from tensord.workers.scheduling.sequence import LiveSequence
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher

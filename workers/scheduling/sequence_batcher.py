@@ -11,10 +11,9 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Generic, Protocol
 
 from tensord.shm.errors import Cancelled, ServingError
-from tensord.workers.scheduling.expiries import TIMED_OUT
 from tensord.workers.scheduling.planner import Decision, decide
 from tensord.workers.scheduling.sequence import Asked, LiveSequence, S, state_lost
-from tensord.workers.scheduling.sequence_table import SequenceRules, SequenceTable
+from tensord.workers.scheduling.sequence_table import TIMED_OUT, SequenceRules, SequenceTable
 
 if TYPE_CHECKING:
     from tensord.workers.models.sequence_register import RegisteredSequences

@@ -9,8 +9,7 @@ from tritonclient.grpc import service_pb2
 
 from tensord.config.options import Options
 from tensord.config.restrictions import GROUPS, parse
-from tensord.daemon.control.calls import ControlCalls
-from tensord.daemon.control.channel import ControlChannel
+from tensord.daemon.control.channel import ControlCalls, ControlChannel
 from tensord.daemon.front.access import CALLS, Restricted, Rule, grpc_access, http_access
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.status import grpc_status, http_status

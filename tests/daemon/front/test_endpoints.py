@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tensord.config.options import Options
-from tensord.daemon.control.calls import ControlCalls
-from tensord.daemon.control.channel import ControlChannel
+from tensord.daemon.control.channel import ControlCalls, ControlChannel
 from tensord.daemon.front.endpoints import MAX_FILES, MAX_FILES_BYTE_SIZE, Endpoints
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.shm.channel import Channel, pair

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.shm.errors import Unavailable
-from tensord.workers.scheduling.parked import ParkedRequests
-from tensord.workers.scheduling.queue import QueuePolicy, QueueRules, Replacement, RequestQueue, Waiting
+from tensord.workers.scheduling.queue import ParkedRequests, QueuePolicy, QueueRules, Replacement, RequestQueue, Waiting
 
 
 def request(key: str = "a", rows: int = 1, arrived_ns: int = 0, **fields: Any) -> Waiting:
