@@ -21,7 +21,6 @@ import msgspec
 
 from tensord.config.options import Options
 from tensord.daemon.control.shared_counters import SharedCounters
-from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.shm import descriptors, stack_report
 from tensord.shm.channel import Channel, pair
@@ -118,11 +117,6 @@ class CalledBack(InFlight):
     """A request in flight whose answers are passed to a function."""
 
     on_answer: Callable[[PreparedAnswer, AnswerRecord, SubmitterLane | None], None]
-    owner: Account | None = None
-
-    @property
-    def account(self) -> Account | None:
-        return self.owner
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         self.on_answer(prepared, own, lane)

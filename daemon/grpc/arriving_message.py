@@ -4,7 +4,7 @@
 
     pieces ─▶ memory of its own, whose pages take nothing until they are written
 
-    pieces ─▶ head ─ a raw tensor begins ─▶ room? ─▶ placed ─ everything came ─▶ fields, leave
+    pieces ─▶ head ─ a raw tensor begins ─▶ room? ─▶ placed ─ everything came ─▶ take
      of a large ModelInferRequest           ╰ none ─▶ waits ─ room came ──┘       (or refused: passed over)
 
     lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place
@@ -45,7 +45,7 @@ _NOWHERE = memoryview(b"")
 
 
 class ArrivingMessage(Receiver):
-    """Receives one gRPC message in pieces. Its stream, later its call, must end it by ``leave`` or ``drop``.
+    """Receives one gRPC message in pieces. Its stream, later its call, must end it by ``take`` or ``drop``.
 
     Args:
       flag: the message's first byte; 0: it is not compressed.
@@ -228,13 +228,14 @@ class ArrivingMessage(Receiver):
         content, self._content = self._content, None
         return b"" if content is None else content
 
-    def fields(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...]]:
-        """Returns head (all other fields), id and raw tensors of a message whose tensors were placed in the arena.
+    def take(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...], Lease]:
+        """Returns head (all other fields), id, raw tensors and lease of a complete message whose tensors lie in the arena.
 
-        Tiny tensors are returned as bytes, others as slices of the arena.
+        Tiny tensors are returned as bytes, others as slices of the arena. The caller owns the lease from now on.
         Raises RefusedRequest: the message is no valid request, or there was no arena memory for it.
         """
         if self._error is not None:
+            self.drop()
             # One of its own: whatever is raised here refers to this message, which must not refer to it.
             raise RefusedRequest(self._error.error, self._error.client_id)
         lease, fields = self._lease, self._fields
@@ -247,15 +248,9 @@ class ArrivingMessage(Receiver):
                 for begin, size in self._raws
             ]
         )
-        return bytes(fields.head), bytes(fields.client_id), raws
-
-    def leave(self) -> Lease:
-        """Returns the lease of the arena memory into which the message's tensors were placed; the caller owns it from now on."""
-        lease = self._lease
-        assert lease is not None
         self._submitter.arrived(lease)
         self._lease = None
-        return lease
+        return bytes(fields.head), bytes(fields.client_id), raws, lease
 
     def drop(self) -> None:
         self._content = self._on_room = None

@@ -1,13 +1,22 @@
-"""Defines the interface of a call: what a gRPC method does with one stream, without knowing HTTP/2."""
+"""Defines the interface of a call: what a gRPC method does with one stream, without knowing HTTP/2; and a call's requests."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.submit.in_flight import InFlight
-from tensord.shm.messages import Buffer
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer, is_mark
+
+if TYPE_CHECKING:
+    from tensord.daemon.grpc.prepared import PreparedMessage
+    from tensord.daemon.grpc.request_codec import DecodedHead
+    from tensord.daemon.grpc.stream import Stream
+    from tensord.daemon.tracing.tracer import Trace
 
 
 class Call(ABC):
@@ -35,7 +44,7 @@ class Call(ABC):
     def placed_message(self, message: ArrivingMessage) -> None:
         """Takes a complete message whose tensors lie in the arena; ``message`` takes all others.
 
-        The call must drop it (``drop``) or take over the lease of its arena memory (``leave``).
+        The call must drop it (``drop``) or take over its parts and the lease of its arena memory (``take``).
         """
         raise NotImplementedError("a call whose messages are placed takes them")
 
@@ -70,3 +79,67 @@ class Call(ABC):
 def kept(content: Buffer, start: int, end: int) -> Buffer:
     """Returns ``content[start:end]`` as a separate object, because a view would keep all bytes that arrived with it in memory."""
     return content if end - start == len(content) else bytes(content[start:end])
+
+
+# --------------------------------------------------------------------------------------------------------------- inference
+
+
+class InferCall(Call):
+    """Answers a gRPC call whose messages are inference requests; base class of ModelInfer's and ModelStreamInfer's calls."""
+
+    __slots__ = ()
+
+    stream: Stream
+
+    @abstractmethod
+    def completed(
+        self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
+    ) -> None:
+        """Sends the client an answer to ``asked``, one of the call's requests; the answer may be an error.
+
+        Args:
+          prepared: the constant part of the answer, which it shares with many others.
+          own: the rest of this answer.
+          lane: has the response arena that the answer's tensors lie in; None: it is an error without tensors.
+        """
+
+    @abstractmethod
+    def placed(self) -> None:
+        """Is called when a request of the call no longer waits for arena memory, because it was sent or answered."""
+
+
+class CallRequest(InFlight):
+    """Tracks one inference request of a gRPC call until its final answer."""
+
+    call: InferCall
+    #: What its message says beside its id and its tensors.
+    head: DecodedHead
+    #: The client's, or one that was made here.
+    client_id: str
+    #: A last, empty response is to be told from others.
+    decoupled: bool
+    #: What messages of its kind have in common; None: it was read exactly. Then its id as it came.
+    message: PreparedMessage | None = None
+    id: bytes = b""
+    #: Its model is not there yet, so whether it is ``decoupled`` is seen by its answers.
+    loading: bool = False
+    scheduling: Scheduling = UNSCHEDULED
+    trace: Trace | None = None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.head.model, self.client_id
+
+    def left_line(self) -> None:
+        self.call.placed()
+
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        if self.loading and (not prepared.final or is_mark(prepared, own)):
+            self.decoupled = True
+        if self.trace is not None and not self.waits_for_room:
+            if prepared.final:
+                self.trace.error = own.message if own.code else ""
+                self.trace.completed(prepared.version, own.trace)
+            else:
+                self.trace.responded(prepared.version)
+        self.call.completed(self, prepared, own, lane)

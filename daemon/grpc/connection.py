@@ -1,10 +1,15 @@
 """One client's gRPC connection: moves bytes between its socket and ``Http2``, checks its deadlines and closes it.
 
-    socket ─▶ data_received ─▶ Http2.receive ─▶ streams          large DATA: BodyReader reads it into its place
-    socket ◀── _flush ◀── Http2.out ◀── streams                  once an iteration of the loop
+    socket ─▶ the front's read buffer ─▶ Http2.receive ─▶ streams
+         ╰──▶ the message's memory, for large DATA ─▶ Http2.data_was_read, once it is full
+    socket ◀── flush ◀── Http2.out ◀── streams                   once an iteration of the loop
 
 While the client does not take the bytes written to it, the server reads nothing from it either. If a client sends more frames
 than the server parses in one iteration of the loop, the rest is parsed in the next one, and nothing more is read until then.
+
+While the bytes of a large tensor arrive there is nothing to parse, and reading them into their final memory saves two copies of
+each byte. A client that sends one large message will most often send another. So of such a client only the first pages of each
+message are read into the read buffer, until it has sent nothing large for a while.
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ from typing import cast
 from tensord.daemon.front.connection_end import ConnectionEnd
 from tensord.daemon.front.drain_rate import DrainRate
 from tensord.daemon.front.each import call_each
-from tensord.daemon.front.large_body import DIRECT_BYTE_SIZE, BodyReader
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.frames import Violation
 from tensord.daemon.grpc.http2 import CLOSED, ENDING, WRITE_BUFFER, ConnectionPhase, Http2
@@ -31,12 +35,14 @@ _log = logging.getLogger(__name__)
 _TLS_BUFFER = 1 << 20
 #: Small pieces are cheaper joined; large ones go to the socket as they lie.
 _JOINED = 64 << 10
-#: So many reads without anything large, and the connection is read as any other again.
-_MAX_READS_SINCE = 16
+#: A payload with more bytes to come than this is read straight to its place.
+_DIRECT_BYTE_SIZE = 64 << 10
+#: After so many reads without anything large the connection uses the whole read buffer again.
+_READS_AFTER_LARGE = 16
 _PING = b"tensord\0"
 
 
-class Http2Connection(asyncio.Protocol):
+class Http2Connection(asyncio.BufferedProtocol):
     """Moves bytes between one client's socket and the connection's ``Http2``, which parses them; owns the transport.
 
     ``owner``: the client, as ``Peer.owner`` names it.
@@ -64,9 +70,11 @@ class Http2Connection(asyncio.Protocol):
         self._pace = DrainRate()
         #: True while received bytes wait for the next iteration of the loop.
         self._resting = False
-        #: Reads what is large in our place; there while the connection sends such. What came since it last had something to do.
-        self._reader: BodyReader | None = None
-        self._reads_since = 0
+        #: The part of the front's read buffer that this connection uses: its first pages for some more reads, or all of it.
+        self._buffer = serving.read_buffer
+        self._first_page_reads = 0
+        #: Memory for the next bytes: the buffer, or the place of a tensor that is arriving.
+        self._room = self._buffer
         self._opened_at = self._checked_at = self.http2.heard_at = self.loop.time()
         #: When it was last of use to its client, as it was noticed, and what had been answered then; when it last had streams.
         self._used_at = self._occupied_at = self._opened_at
@@ -115,22 +123,36 @@ class Http2Connection(asyncio.Protocol):
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
-    def data_received(self, data: bytes) -> None:
-        http2 = self.http2
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Parses the bytes that were read, or counts them if they were read to their place, until that is full."""
+        http2, room = self.http2, self._room
         if http2.phase is CLOSED:
             return
+        direct = room is not self._buffer
+        if direct:
+            http2.heard_at = self.loop.time()
+            http2.data_read += nbytes
+            self._room = room[nbytes:]
+            if nbytes < len(room):
+                return
+            self._room = self._buffer
         http2.is_flushing = True
         try:
-            if http2.receive(data, self.loop.time()):
+            if direct:
+                http2.data_was_read()
+            elif http2.receive(bytes(room[:nbytes]), self.loop.time()):
                 self._rest()
         except Violation as violation:
             self._fail(violation)
         finally:
             http2.is_flushing = False
         if http2.out or http2.phase is ENDING:
-            self._flush()
-        if http2.data_left >= DIRECT_BYTE_SIZE or self._reader is not None:
-            self._read_directly()
+            self.flush()
+        if not direct and (http2.data_left >= _DIRECT_BYTE_SIZE or self._first_page_reads):
+            self._choose_room()
 
     def _rest(self) -> None:
         """Pauses reading until the loop's next iteration, because the client has sent as many frames as one may handle."""
@@ -144,68 +166,38 @@ class Http2Connection(asyncio.Protocol):
         if self.http2.phase is CLOSED or self._paused_since:
             return
         self._resting = False
-        self.data_received(b"")
+        self.buffer_updated(0)
         if self.http2.phase is not CLOSED and not self._resting and not self._paused_since:
             assert self._transport is not None
             self._transport.resume_reading()
 
-    def _read_directly(self) -> None:
-        """Lets ``BodyReader`` read the rest of a payload, if it is large, straight into the memory of its message.
+    def _choose_room(self) -> None:
+        """Has the rest of a DATA payload read into the memory of its message, if it is large.
 
-        Removes the reader after a run of small payloads.
+        Otherwise it uses the whole read buffer again after a run of small payloads.
         """
-        reader = self._reader
         if self.http2.phase is CLOSED or self._paused_since or self._resting:
             return
         place = self.http2.data_room()
-        if self.is_plain and len(place) >= DIRECT_BYTE_SIZE:
-            assert self._transport is not None
-            if reader is None:
-                reader = self._reader = BodyReader(self, self._transport)
-            self._reads_since = 0
-            reader.receive(place)
-        elif reader is not None:
-            self._reads_since += 1
-            if self._reads_since > _MAX_READS_SINCE:
-                self._reader = None
-                reader.leave()
-
-    def direct_body_complete(self) -> None:
-        """Goes back to parsing received bytes, after ``BodyReader`` has filled the memory that it was given."""
-        assert self._reader is not None
-        http2 = self.http2
-        http2.is_flushing = True
-        http2.heard_at = self.loop.time()
-        http2.data_was_read(self._reader.byte_size)
-        http2.is_flushing = False
-        if http2.out or http2.phase is ENDING:
-            self._flush()
+        if self.is_plain and len(place) >= _DIRECT_BYTE_SIZE:
+            self._room, self._buffer, self._first_page_reads = place, self.serving.first_pages, _READS_AFTER_LARGE
+        elif self._first_page_reads:
+            self._first_page_reads -= 1
+            if not self._first_page_reads:
+                self._room = self._buffer = self.serving.read_buffer
 
     def stop_direct(self, stream: Stream) -> None:
-        """Stops ``BodyReader`` if it is reading a payload of this stream, because the message is no longer wanted."""
-        http2, reader = self.http2, self._reader
-        if reader is not None and reader.reads_body and http2.data_stream is stream:
-            reader.stop()
-            http2.data_left -= reader.byte_size
+        """Stops reading a payload of this stream into the memory of its message, because the message is no longer wanted."""
+        http2 = self.http2
+        if self._room is not self._buffer and http2.data_stream is stream:
+            self._room = self._buffer
+            http2.data_left -= http2.data_read
             http2.data_read = 0
-
-    def _note_direct(self, now: float) -> None:
-        """Updates ``Http2.data_read`` and ``heard_at`` if ``BodyReader`` has read more of a payload since the last call.
-
-        ``now``: loop time.
-        """
-        reader, http2 = self._reader, self.http2
-        if reader is not None and reader.reads_body and reader.byte_size != http2.data_read:
-            http2.data_read, http2.heard_at = reader.byte_size, now
 
     # ---------------------------------------------------------------------------------------------------------- writing
 
-    def flush_soon(self) -> None:
-        """Schedules the bytes queued in ``Http2.out`` to be sent at the end of this iteration of the loop."""
-        self.http2.is_flushing = True
-        self.loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Sends the bytes that are queued in ``Http2.out``; closes the connection if it is to end and nothing is left to do."""
         http2 = self.http2
         if http2.phase is CLOSED:
             return
@@ -275,7 +267,7 @@ class Http2Connection(asyncio.Protocol):
         """Ends the connection and its streams with a GOAWAY that has the violation's code and reason."""
         _log.debug("closing a connection: %s", violation.reason)
         self.http2.goaway(violation)
-        self._flush()
+        self.flush()
         self.http2.abandon_streams()
         self._close()
 
@@ -306,9 +298,7 @@ class Http2Connection(asyncio.Protocol):
 
     def stop(self) -> None:
         """Ends the connection because the server stops: no new streams; each open one ends once its requests are answered."""
-        now = self.loop.time()
-        self._note_direct(now)
-        self.http2.stop(now)
+        self.http2.stop(self.loop.time())
 
     def make_room(self) -> None:
         """Ends this connection, which is idle, so that a new one can be accepted within the limit of connections."""
@@ -338,7 +328,6 @@ class Http2Connection(asyncio.Protocol):
         """
         options, http2 = self.serving.options, self.http2
         assert self._transport is not None
-        self._note_direct(now)
         left = self._transport.get_write_buffer_size()
         if self._pace.is_slow(self._paused_since, left, now, options.write_timeout, options.min_rate):
             return self.abort()

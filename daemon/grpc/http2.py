@@ -88,7 +88,7 @@ OPENING, ENDING, CLOSED = ConnectionPhase.OPENING, ConnectionPhase.ENDING, Conne
 class Http2:
     """Owns the streams of one HTTP/2 connection and the bytes that are queued for its client.
 
-    Bytes are queued in ``out``; the first of them calls ``connection.flush_soon``, unless ``is_flushing``: a flush is due then.
+    Bytes are queued in ``out``; the first of them schedules ``connection.flush``, unless ``is_flushing``: a flush is due then.
     """
 
     def __init__(self, serving: GrpcServing, connection: Http2Connection) -> None:
@@ -319,9 +319,9 @@ class Http2:
         arriving = None if stream is None else stream.arriving
         return memoryview(b"") if arriving is None else arriving.rest()[: self.data_left]
 
-    def data_was_read(self, byte_size: int) -> None:
-        """Reports the ``byte_size`` bytes that filled ``data_room`` to their stream; later bytes go through ``receive`` again."""
-        self.data_read = 0
+    def data_was_read(self) -> None:
+        """Reports the bytes that filled ``data_room`` to their stream; later bytes go through ``receive`` again."""
+        byte_size, self.data_read = self.data_read, 0
         self.data_left -= byte_size
         stream = self.data_stream
         if stream is not None:
@@ -569,14 +569,19 @@ class Http2:
         self.out.append(piece)
         self.room -= len(piece)
         if not self.is_flushing:
-            self.connection.flush_soon()
+            self._flush_soon()
 
     def write_pieces(self, pieces: list[Buffer]) -> None:
         """Queues several pieces of bytes for the client without joining them; they are sent with all others of this iteration."""
         self.out += pieces
         self.room -= sum(map(len, pieces))
         if not self.is_flushing:
-            self.connection.flush_soon()
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Schedules the bytes queued in ``out`` to be sent at the end of this iteration of the loop."""
+        self.is_flushing = True
+        self.connection.loop.call_soon(self.connection.flush)
 
     def rst_stream(self, number: int, code: int) -> None:
         """Sends RST_STREAM; frames of that stream that the client still sends are ignored."""

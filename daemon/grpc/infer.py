@@ -11,23 +11,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
 
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
-from tensord.daemon.grpc.call import Call
+from tensord.daemon.grpc.call import CallRequest, InferCall
 from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.daemon.grpc.prepared import PreparedMessage, PreparedMessages, Understood
-from tensord.daemon.grpc.request_codec import DecodedHead
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.response_codec import AnswerLayout
-from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.walk import Walked, walk
-from tensord.daemon.submit.accounts import Account
-from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.placement import begin, place
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
@@ -37,7 +32,7 @@ from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
 from tensord.shm.errors import DEFECT, Internal, ServingError, Unsupported
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, RequestRecord, is_mark
+from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, RequestRecord
 from tensord.shm.prepared import MAX_NUMBERS
 
 _log = logging.getLogger(__name__)
@@ -45,77 +40,6 @@ _log = logging.getLogger(__name__)
 Message = Buffer | ArrivingMessage
 #: Tells who asks such a model with ModelInfer: Triton's words.
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy; ask ModelStreamInfer"
-
-
-class InferCall(Call):
-    """Answers a gRPC call whose messages are inference requests; base class of ModelInfer's and ModelStreamInfer's calls."""
-
-    __slots__ = ()
-
-    stream: Stream
-
-    @abstractmethod
-    def completed(
-        self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
-    ) -> None:
-        """Sends the client an answer to ``asked``, one of the call's requests; the answer may be an error.
-
-        Args:
-          prepared: the constant part of the answer, which it shares with many others.
-          own: the rest of this answer.
-          lane: has the response arena that the answer's tensors lie in; None: it is an error without tensors.
-        """
-
-    @abstractmethod
-    def placed(self) -> None:
-        """Is called when a request of the call no longer waits for arena memory, because it was sent or answered."""
-
-
-# ----------------------------------------------------------------------------------------------------- requests of a call
-
-
-class CallRequest(InFlight):
-    """Tracks one inference request of a gRPC call until its final answer."""
-
-    call: InferCall
-    #: What its message says beside its id and its tensors.
-    head: DecodedHead
-    #: The client's, or one that was made here.
-    client_id: str
-    #: A last, empty response is to be told from others.
-    decoupled: bool
-    #: What messages of its kind have in common; None: it was read exactly. Then its id as it came.
-    message: PreparedMessage | None = None
-    id: bytes = b""
-    #: Its model is not there yet, so whether it is ``decoupled`` is seen by its answers.
-    loading: bool = False
-    scheduling: Scheduling = UNSCHEDULED
-    trace: Trace | None = None
-
-    @property
-    def account(self) -> Account | None:
-        return self.call.stream.connection.account
-
-    @property
-    def names(self) -> tuple[str, str]:
-        return self.head.model, self.client_id
-
-    def left_line(self) -> None:
-        self.call.placed()
-
-    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        if self.loading and (not prepared.final or is_mark(prepared, own)):
-            self.decoupled = True
-        if self.trace is not None and not self.waits_for_room:
-            if prepared.final:
-                self.trace.error = own.message if own.code else ""
-                self.trace.completed(prepared.version, own.trace)
-            else:
-                self.trace.responded(prepared.version)
-        self.call.completed(self, prepared, own, lane)
-
-
-# ------------------------------------------------------------------------------------------------------------- both calls
 
 
 class Infer:
@@ -216,10 +140,10 @@ class Infer:
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
           read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
         Raises: RefusedRequest: the message is no valid request, or cannot be sent.  Unavailable: too many requests are in flight.
-          The message is dropped then.
+          The memory of its tensors is given back then.
         """
+        head, client_id, contents, lease = message.take()
         try:
-            head, client_id, contents = message.fields()
             walked = walk(head, 0, len(head), 0)
             known, sampled = None if walked is None else self._prepared[walked[0]], None
             if (
@@ -235,13 +159,12 @@ class Infer:
                 if scheduling is not None:
                     with contextlib.suppress(UnicodeDecodeError):  # whoever reads it says what is wrong
                         text = client_id.decode()
-                        leases = (message.leave(),)
-                        return self._send(call, known, client_id, text, scheduling, contents, leases, sampled)
+                        return self._send(call, known, client_id, text, scheduling, contents, (lease,), sampled)
             understood = self._prepared.understand(head, client_id, contents, walked, known)
-            understood[1].lease = message.leave()
         except BaseException:
-            message.drop()
+            self.submitter.give_back(lease)
             raise
+        understood[1].lease = lease
         return self._ask_read(call, understood, streamed, waited_ns, read_ns, sampled)
 
     def _send(
@@ -276,6 +199,7 @@ class Infer:
             client_id,
             record=record,
             numbered=numbered,
+            account=call.stream.connection.account,
             leases=leases,
         )
         if trace is not None:
@@ -333,6 +257,7 @@ class Infer:
                 scheduling=request.scheduling,
                 trace=request.trace,
                 context=None if request.trace is None else request.trace.context,
+                account=stream.connection.account,
             )
             begin(self.submitter, asked, request)
             return asked

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from tensord.daemon.submit.submitter import Submitter
 
 
+#: The most bytes of one read, and of one that is expected to begin a large message.
+_READ_BYTE_SIZE = 256 << 10
+_FIRST_BYTE_SIZE = 16 << 10
+
+
 @dataclass(slots=True)
 class GrpcServing:
     """Holds what all connections of a gRPC front share: options, methods, limits and counters."""
@@ -51,6 +56,9 @@ class GrpcServing:
     max_collected: int = field(init=False)
     #: zlib level of answers for clients that accept gzip; 0: none.
     compression: int = field(init=False)
+    #: The memory that all connections read into, and its first pages. What was read is copied or parsed before the next read.
+    read_buffer: memoryview = field(init=False)
+    first_pages: memoryview = field(init=False)
     stopping: bool = False
 
     def __post_init__(self) -> None:
@@ -58,6 +66,8 @@ class GrpcServing:
         self.lingering = LingeringClose(self.options.min_rate)
         self.max_message = self.options.max_message_byte_size
         self.max_collected = max(self.options.max_receiving_byte_size, 2 * self.max_message)
+        self.read_buffer = memoryview(bytearray(_READ_BYTE_SIZE))
+        self.first_pages = self.read_buffer[:_FIRST_BYTE_SIZE]
         self.compression = COMPRESSION_LEVELS[self.options.response_compression]
 
     def begin(self, stream: Stream, head: CallHead) -> None:

@@ -15,9 +15,9 @@ from functools import partial
 from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
-from tensord.daemon.grpc.call import kept
+from tensord.daemon.grpc.call import CallRequest, InferCall, kept
 from tensord.daemon.grpc.codes import INTERNAL, NAMES, OK, number
-from tensord.daemon.grpc.infer import CallRequest, Infer, InferCall, Message, Sent
+from tensord.daemon.grpc.infer import Infer, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.tracing.tracer import Trace

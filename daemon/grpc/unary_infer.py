@@ -20,8 +20,9 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
+from tensord.daemon.grpc.call import CallRequest, InferCall
 from tensord.daemon.grpc.codes import CANCELLED, INTERNAL, number
-from tensord.daemon.grpc.infer import DECOUPLED, CallRequest, Infer, InferCall, Message, Sent
+from tensord.daemon.grpc.infer import DECOUPLED, Infer, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.walk import fields

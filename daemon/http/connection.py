@@ -16,10 +16,9 @@ from __future__ import annotations
 import asyncio
 from time import monotonic
 
-from tensord.daemon.front.large_body import BodyReader
 from tensord.daemon.http.answer_order import AnswerOrder
 from tensord.daemon.http.asgi import AsgiRequest
-from tensord.daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
+from tensord.daemon.http.body import COLLECT_BYTE_SIZE, BodyReader, PlacedBody, TextBody
 from tensord.daemon.http.deadlines import Late
 from tensord.daemon.http.exchange import Exchange, ExchangePhase
 from tensord.daemon.http.heads import END
@@ -118,7 +117,8 @@ class Http1Connection(asyncio.Protocol):
         if received == length:
             order.times.body_since = 0.0
             small = head.text_size >= 0
-            exchange = Exchange(serving, head, order, head.keep_alive, None, _SUBMITTED if small else _RECEIVING)
+            phase = _SUBMITTED if small else _RECEIVING
+            exchange = Exchange(serving, head, order, head.keep_alive, phase=phase, account=order.account)
             order.requests.append(exchange)
             if serving.stopping:
                 order.announce_end()
@@ -157,7 +157,7 @@ class Http1Connection(asyncio.Protocol):
         order = self.order
         if order.flow.read_paused or self._speaks_tls:
             return False
-        exchange = Exchange(self._serving, head, order, head.keep_alive)
+        exchange = Exchange(self._serving, head, order, head.keep_alive, account=order.account)
         body = exchange.begin_now()
         if body is None:
             return False

@@ -35,7 +35,6 @@ from tensord.daemon.http.prepared import ParsedRequest, Prepared
 from tensord.daemon.http.raw_request import decode_raw
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.serving import HttpServing
-from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.tracing.tracer import Trace
@@ -107,10 +106,6 @@ class Exchange(InFlight):
     _leases: tuple[Lease, ...] = ()
 
     @property
-    def account(self) -> Account | None:
-        return self._order.account
-
-    @property
     def names(self) -> tuple[str, str]:
         return self._head.model, self._client_id
 
@@ -122,7 +117,7 @@ class Exchange(InFlight):
         An error does not raise: it makes the request ``refused``, and is answered later.
         """
         reception = self._reception = Reception(
-            self._serving, self._head, self._order.pause_body, self._go_on, self._order.account
+            self._serving, self._head, self._order.pause_body, self._go_on, self.account
         )
         try:
             self._admit()
@@ -253,7 +248,7 @@ class Exchange(InFlight):
 
         Returns None, with no effect, if the request arena has no room for it now, or the request is refused.
         """
-        reception = Reception(self._serving, self._head, self._order.pause_body, self._go_on, self._order.account)
+        reception = Reception(self._serving, self._head, self._order.pause_body, self._go_on, self.account)
         try:
             body = reception.begin_now()
             if body is None:
@@ -342,7 +337,7 @@ class Exchange(InFlight):
         if size == 0:
             self._place(request, body, None)
             return
-        lease = self._serving.submitter.loan(size, self._order.account)
+        lease = self._serving.submitter.loan(size, self.account)
         if lease is not None:
             self._place(request, body, lease)
             return
@@ -353,7 +348,7 @@ class Exchange(InFlight):
             elif not self._gone:
                 self._answer_if_refused(self._place_granted, request, body, lease)
 
-        self._serving.submitter.wait_for_room(size, granted, self._head.model, self._order.account)
+        self._serving.submitter.wait_for_room(size, granted, self._head.model, self.account)
 
     def _place_granted(self, request: ParsedRequest, body: Body, lease: Lease | ServingError) -> None:
         if isinstance(lease, ServingError):

@@ -27,7 +27,6 @@ from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.response_codec import CLOSE, status_line
 from tensord.daemon.http.serving import HttpServing
-from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.placement import UnsentRequest, begin
 from tensord.daemon.tracing.tracer import Trace
@@ -91,7 +90,7 @@ class Generation(InFlight):
 
     def __post_init__(self) -> None:
         serving, head, order = self._serving, self._head, self._order
-        self.keep_alive = head.keep_alive
+        self.keep_alive, self.account = head.keep_alive, order.account
         if head.error is not None:
             self._error = http_status(head.error), head.error.message
         limit = serving.options.http.max_body_byte_size
@@ -101,10 +100,6 @@ class Generation(InFlight):
                 self._reception.begin()
             except ServingError as error:
                 self._reception.refuse(error)
-
-    @property
-    def account(self) -> Account | None:
-        return self._order.account
 
     @property
     def names(self) -> tuple[str, str]:

@@ -204,7 +204,7 @@ class Messages:
         self._join(head)
         if not order.expects_continue:
             self.meaning = head
-        exchange = Exchange(serving, head, order, head.keep_alive)
+        exchange = Exchange(serving, head, order, head.keep_alive, account=order.account)
         order.append(exchange)
         if head.text_size >= 0 and not order.expects_continue:
             exchange.my_turn = len(order.requests) == 1

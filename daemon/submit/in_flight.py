@@ -86,6 +86,8 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
     #: Where its inputs lie; given back with its final answer.
     leases: Sequence[Lease] = ()
     worker: WorkerLink | None = None
+    #: The account that the request's memory counts for; None: it counts for nobody.
+    account: Account | None = None
     #: In the loop's time; 0 where requests have no timeout.
     sent_at: float = 0.0
     #: Nobody waits for it any more.
@@ -105,11 +107,6 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         """Returns whether an answer only says that the worker does not have the request's model, so that another may run it."""
         unknown = answer.code == NotFound.code and answer.message.startswith(UNKNOWN_MODEL)
         return unknown and not self.cancelled and not self.answered and self.sequence is None
-
-    @property
-    def account(self) -> Account | None:
-        """Returns the account that the request's memory counts for; None: it counts for nobody."""
-        return None
 
     @property
     def waits_for_room(self) -> bool:

@@ -177,8 +177,7 @@ class Arrival:
             content = bytes(self.message.take_content())
             head, client_id, places = split(content)
             return head, client_id, [content[begin:end] for begin, end in places]
-        head, client_id, raws = self.message.fields()
-        lease = self.message.leave()
+        head, client_id, raws, lease = self.message.take()
         found, taken = [], 0
         for raw in raws:
             if isinstance(raw, Slice):
@@ -243,13 +242,13 @@ def test_tensors_are_aligned(submitter: Submitter) -> None:
     content = message([bytes([n]) * size for n, size in enumerate(sizes)], id="a")
     arrival = Arrival(submitter, len(content))
     arrival.feed(content, [5, 80_000])
-    raws = arrival.message.fields()[2]
+    raws, lease = arrival.message.take()[2:]
     assert [raw.offset % 64 for raw in raws if isinstance(raw, Slice)] == [0, 0, 0]
-    arrival.message.drop()
+    submitter.give_back(lease)
     content = message([bytes(70_001)])
     arrival = Arrival(submitter, len(content))
     arrival.feed(content, [])
-    lease = arrival.message.leave()
+    lease = arrival.message.take()[3]
     assert lease.place.byte_size == 70_001
     submitter.give_back(lease)
 
@@ -309,7 +308,7 @@ def test_no_room_in_time(submitter: Submitter, loop: asyncio.AbstractEventLoop) 
     assert arrival.message.kept_byte_size < 100
     arrival.feed(content[1000:], [])
     with pytest.raises(RefusedRequest, match="no room for 1048576 bytes in the request arena") as caught:
-        arrival.message.fields()
+        arrival.message.take()
     assert (type(caught.value.error), caught.value.client_id) == (Unavailable, "late")
     submitter.give_back(full)
     assert on_loan(submitter) == 0
@@ -320,7 +319,7 @@ def test_it_could_never_fit(submitter: Submitter) -> None:
     arrival = Arrival(submitter, len(content))
     arrival.feed(content, [100])
     with pytest.raises(RefusedRequest, match="3145728 bytes cannot fit") as caught:
-        arrival.message.fields()
+        arrival.message.take()
     assert isinstance(caught.value.error, InvalidArgument)
 
 

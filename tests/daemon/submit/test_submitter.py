@@ -133,7 +133,7 @@ class Setting:
         leases: tuple[Lease, ...] = (),
         owner: Account | None = None,
     ) -> None:
-        self.submitter.send(CalledBack(on_answer=on_answer, record=record, leases=leases, owner=owner))
+        self.submitter.send(CalledBack(on_answer=on_answer, record=record, leases=leases, account=owner))
 
     def cancel(self, request_id: int) -> None:
         """Cancels a request if it is still in flight."""

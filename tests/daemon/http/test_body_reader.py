@@ -7,8 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tensord.daemon.front.large_body import BodyReader
-from tensord.daemon.http.body import PlacedBody
+from tensord.daemon.http.body import BodyReader, PlacedBody
 from tensord.shm.arena import Arena
 
 EXCHANGE = ["transport.pause_reading", "transport.set_protocol", "transport.resume_reading"]

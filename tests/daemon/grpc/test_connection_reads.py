@@ -1,0 +1,113 @@
+"""Tests where a connection reads what its client sends: into the front's buffer, or large tensors into the arena at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.codes import CANCELLED
+from tensord.daemon.grpc.connection import Http2Connection
+from tests.work.connection import MIB
+from tests.work.counter import Work
+from tests.work.grpc_connection import GrpcBench, call, payloads
+from tests.work.test_front_work import one_large, two_small
+from tests.work.test_grpc_work import large, small
+
+#: Sizes of the front's read buffer, and of the part of it that clients get who send large messages.
+WHOLE, FIRST = 256 << 10, 16 << 10
+
+
+class Client:
+    """A client that notes how large the memory is that each of its reads gets."""
+
+    def __init__(self, bench: GrpcBench) -> None:
+        self._bench = bench
+        self.transport = bench.connect()
+        self.connection: Http2Connection = self.transport._protocol
+        self.connection.get_buffer = self._note
+        self._number = -1
+        self.rooms: list[int] = []
+
+    def _note(self, sizehint: int) -> memoryview:
+        room = Http2Connection.get_buffer(self.connection, sizehint)
+        self.rooms.append(len(room))
+        return room
+
+    @property
+    def leases(self) -> int:
+        """Returns how many leases of the request arena are outstanding."""
+        return self._bench.submitter.statistics()["leases"]
+
+    async def ask(self, content: bytes, complete: Callable[..., Any]) -> list[int]:
+        """Sends a call and waits for its answer. Returns the sizes of the memory that its reads got."""
+        self.rooms.clear()
+        self._number += 2
+        await self._bench.answer(Work(), [(self.transport, call(self._number, content, MIB + 240))], complete)
+        return self.rooms
+
+
+def client(test: Callable[[Client], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        bench = GrpcBench()
+        try:
+            made = Client(bench)
+            await asyncio.sleep(0)
+            await test(made)
+        finally:
+            bench.close()
+
+    asyncio.run(run())
+
+
+def test_all_but_the_first_pages_of_a_large_message_are_read_to_their_place() -> None:
+    async def test(made: Client) -> None:
+        first, rest, *_ = await made.ask(large(""), one_large)
+        assert (first, rest > MIB - WHOLE) == (WHOLE, True)
+        first, rest, *_ = await made.ask(large(""), one_large)
+        assert (first, MIB - FIRST < rest < MIB) == (FIRST, True)
+
+    client(test)
+
+
+def test_a_client_that_sends_nothing_large_any_more() -> None:
+    async def test(made: Client) -> None:
+        assert await made.ask(small(""), two_small) == [WHOLE]
+        await made.ask(large(""), one_large)
+        rooms = [(await made.ask(small(""), two_small))[0] for _ in range(20)]
+        assert rooms[0] == FIRST
+        assert rooms[-1] == WHOLE
+        assert rooms == sorted(rooms)
+
+    client(test)
+
+
+def test_a_large_message_that_is_not_wanted_any_more() -> None:
+    """Its memory is given back, nothing is read there any more, and what follows it is parsed."""
+
+    async def test(made: Client) -> None:
+        content, connection = call(1, large(""), MIB + 240), made.connection
+        made.transport.arrive(content[: MIB // 2])
+        assert made.rooms[-1] > MIB // 2
+        assert made.leases == 1
+        connection.http2.streams[1].refuse(CANCELLED, "no more")
+        assert made.leases == 0
+        made.rooms.clear()
+        made.transport.arrive(content[MIB // 2 :] + frames.frame(frames.PING, 0, 0, b"12345678"))
+        assert max(made.rooms) <= WHOLE
+        await asyncio.sleep(0)
+        written = b"".join(piece for write in made.transport.writes for piece in write)
+        assert payloads(written, frames.PING) == [b"12345678"]
+
+    client(test)
+
+
+def test_a_connection_that_is_lost_in_the_middle_of_a_large_message() -> None:
+    async def test(made: Client) -> None:
+        made.transport.arrive(call(1, large(""), 0)[: MIB // 2])
+        assert made.leases == 1
+        made.connection.connection_lost(None)
+        assert made.leases == 0
+
+    client(test)
