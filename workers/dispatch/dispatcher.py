@@ -482,6 +482,8 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------------------- answers
 
     def _finish(self, version: ModelVersion, execution: Execution) -> None:
+        # The planner is asked again in the next iteration, when all that follows has happened.
+        self._changed(version)
         if execution.by_senders:
             self.responses.returned(execution)
         if version.free_state is not None and version.sequences is not None:
@@ -494,7 +496,6 @@ class Dispatcher:
             lost = version.lose(execution.requests[0].slot.instance, now_ns)
             self._outbox.fail_all(lost, now_ns, Failure.BACKEND)
         version.planner.done([*execution.requests, *execution.streamed], now_ns)
-        self._changed(version)
         if execution.again and version.loaded.sequences is not None:
             for request in execution.again:
                 version.loaded.sequences.join_again(request)

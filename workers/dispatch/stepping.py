@@ -132,26 +132,27 @@ class Stepping:
         # What is done at once is answered first.
         while not (given and given[-1].run.ready) and (step := batcher.step()) is not None:
             try:
-                for part in self._parts(step) if self._version.steps_hold else (step,):
+                for part, chosen in self._parts(step) if self._version.steps_hold else ((step, None),):
                     last = max([holder.number for holder in part.holders])
-                    run = self._model.step(last, part.masked, _held(part.holders[0].request))
+                    run = self._model.step(last, part.masked, chosen)
                     given.append(_Given(part, run, now_ns))
             except BaseException as error:  # also sys.exit() in a callback of the model
                 self._lose(error)
                 break
         return bool(given) or batcher.due_ns() is not None
 
-    def _parts(self, step: Step[Request]) -> list[Step[Request]]:
-        """Splits a step into parts, one for each parameter set that its requests continue with."""
+    def _parts(self, step: Step[Request]) -> list[tuple[Step[Request], ParameterSet | None]]:
+        """Splits a step into parts, one for each parameter set that its requests continue with; None: the main set."""
         groups: dict[ParameterSet | None, list[SlotHolder[Request]]] = {}
         for holder in step.holders:
             groups.setdefault(_held(holder.request), []).append(holder)
         if len(groups) > 1:
-            return step.parts(list(groups.values()))
-        if None in groups:
+            return list(zip(step.parts(list(groups.values())), groups, strict=True))
+        (chosen,) = groups
+        if chosen is None:
             # Paused requests may still go on with another parameter set.
             self._version.steps_hold = any(_held(request) is not None for request in self._batcher.with_slots())
-        return [step]
+        return [(step, chosen)]
 
     def _begin(self, requests: list[Request], now_ns: int) -> None:
         """Opens a sender for each request that has got a slot, and inserts the requests into the device's state."""
