@@ -45,6 +45,8 @@ class Run:
     lost: int
     #: Processor time of all other processes of the daemon: the supervisor, and fronts of other protocols.
     others_us: float = 0.0
+    #: Requests that the daemon has answered.
+    count: int = 0
 
     @property
     def all_us(self) -> float:
@@ -77,7 +79,7 @@ class Server:
         fronts, workers = spent(f"daemon.{self.protocol}"), spent("workers")
         busiest = max(fronts) / sum(fronts) if any(fronts) else 1.0
         others = sum(sum(spent(name)) for name in {*processes.values()} - {f"daemon.{self.protocol}", "workers"})
-        return Run(rate, p50_us, sum(fronts), sum(workers), busiest, count - counted, others)
+        return Run(rate, p50_us, sum(fronts), sum(workers), busiest, count - counted, others, counted)
 
 
 def closed(row: closed_loop.Row, seconds: float) -> Load:

@@ -1,13 +1,15 @@
 """Measures what observability costs: metrics, an access log of 1 in 1000 and traces of 1 in 100, beside a daemon without any.
 
     python -m bench.observed [--rounds 12] [--seconds 0.8] rates in turn, and the processor time of an answer
+    python -m bench.observed --each [--rounds 12]          what one traced request, one line of the access log and one scrape cost
     python -m bench.observed --scrape [--models 100]       the supervisor's time for a scrape, and the memory of an idle front
 
 One daemon is measured in both states in turn: two daemons of the same kind differ by more than what is looked for. Unseen, its
 metrics are not scraped, nothing is logged and nothing traced; seen, they are scraped once a second, and spans are sent to a
 collector that throws them away. A third measurement of each round is unseen again, as a control: its ratios are noise.
 Rates scatter where client, daemon and collector share two cores; the processor time of all processes for an answer does less. It
-is read once the last spans have been sent, and after the same pause where there are none.
+is read once the last spans have been sent, and after the same pause where there are none. What is looked for is small beside the
+noise of a busy machine; so ``--each`` traces and logs every request and scrapes all the time, and divides by how often that was.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ from bench.server import Usage, children, serving
 _PORT = 18140
 _ROWS = ("small-http-c16", "small-grpc-c16")
 _SCRAPES = 50
+_SCRAPE_SECONDS = 1.0
+#: One request in so many is logged, and traced.
+_SEEN, _UNSEEN = (1000, 100), (0, 0)
 #: A pause after each switch of the daemon's state, in which work that the state before has left to it ends.
 _SETTLE_SECONDS = 0.5
 #: A pause after each load, in which its last spans leave front and supervisor.
@@ -73,6 +78,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=0.8, help="length of one measurement")
+    parser.add_argument("--each", action="store_true", help="measure each of the three by itself, magnified")
     parser.add_argument("--scrape", action="store_true", help="measure scrapes, not requests")
     parser.add_argument("--models", type=int, default=100)
     parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the daemons' logs go")
@@ -82,7 +88,8 @@ def main() -> int:
     else:
         # Spans leave while the daemon that made them is measured.
         os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"
-        _report_requests(arguments.rounds, arguments.seconds, arguments.logs)
+        report = _report_each if arguments.each else _report_requests
+        report(arguments.rounds, arguments.seconds, arguments.logs)
     return 0
 
 
@@ -109,9 +116,42 @@ def _report_requests(rounds: int, seconds: float, logs: Path) -> None:
             for number in range(rounds):
                 # Whoever comes last has no advantage.
                 for which in (0, 1, 2) if number % 2 else (2, 1, 0):
-                    seen.switch(which == 1)
-                    runs[which].append(server.run(_settled(load, which == 1)))
+                    seen.switch(*(_SEEN if which == 1 else _UNSEEN))
+                    runs[which].append(server.run(_settled(load, _SCRAPE_SECONDS if which == 1 else 0.0)))
             print(_line(name, *runs), flush=True)
+
+
+def _report_each(rounds: int, seconds: float, logs: Path) -> None:
+    rows = {row.name: row for row in [*closed_loop.rows(), *grpc_connection.rows()]}
+    with contextlib.ExitStack() as stack:
+        seen = _Seen(stack, stack.enter_context(_collector()), logs)
+        print(
+            "us of processor of all processes, medians; together: one in 100 traced, one in 1,000 logged, a scrape a second,"
+        )
+        print("where the daemon is busy all the time\n")
+        print("| row | an answer | traced, more | of it the supervisor | logged, more | a scrape | together |")
+        print("| --- | --- | --- | --- | --- | --- | --- |")
+        for name in _ROWS:
+            load, protocol = closed(rows[name], seconds), name.split("-")[1]
+            server = Server(protocol, 1, seen.pid, seen.at[protocol], seen.at["http"])
+            states = (_UNSEEN, 0.0), ((0, 1), 0.0), ((1, 0), 0.0), (_UNSEEN, 0.01)
+            runs: list[list[Run]] = [[] for _ in states]
+            scrapes: list[int] = []
+            for number in range(rounds):
+                for which in range(len(states))[:: 1 if number % 2 else -1]:
+                    (access, rate), pause = states[which]
+                    seen.switch(access, rate)
+                    scraped: list[float] = []
+                    runs[which].append(server.run(_settled(load, pause, scraped)))
+                    scrapes += [len(scraped)] if pause else []
+            answer, traced, logged = (statistics.median(run.all_us for run in of) for of in runs[:3])
+            other, sent = (statistics.median(run.others_us for run in of) for of in runs[:2])
+            each = statistics.median(
+                (run.all_us - answer) * run.count / count for run, count in zip(runs[3], scrapes, strict=True)
+            )
+            together = ((traced - answer) / 100 + (logged - answer) / 1000) / answer + each / 1e6
+            cells = [answer, traced - answer, sent - other, logged - answer, each]
+            print(f"| {name} | {' | '.join(f'{cell:.1f}' for cell in cells)} | {100 * together:.2f} % |", flush=True)
 
 
 class _Seen:
@@ -128,21 +168,24 @@ class _Seen:
         repository = '[repository]\npaths = ["bench/models"]\n'
         self._file.write_text(f'{repository}[log]\naccess = {access}\n[trace]\notlp = "{self._url}"\nrate = 100\n')
 
-    def switch(self, on: bool) -> None:
-        """Switches the daemon, and waits until nothing of that goes on."""
-        self._configure(1000 if on else 0)
+    def switch(self, access: int, rate: int) -> None:
+        """Switches the daemon, and waits until nothing of that goes on. One request in so many is logged and traced; 0: none."""
+        self._configure(access)
         os.kill(self.pid, signal.SIGHUP)
-        settings = {"trace_level": ["TIMESTAMPS" if on else "OFF"], "trace_rate": "100"}
+        settings = {"trace_level": ["TIMESTAMPS" if rate else "OFF"], "trace_rate": str(rate or 100)}
         asked = urllib.request.Request(f"http://{self.at['http']}/v2/trace/setting", json.dumps(settings).encode())
         urllib.request.urlopen(asked).close()
         time.sleep(_SETTLE_SECONDS)
 
 
-def _settled(load: Load, on: bool) -> Load:
-    """Returns a load that ends once what it has caused is done, and during which metrics are scraped if ``on``."""
+def _settled(load: Load, pause: float, scraped: list[float] | None = None) -> Load:
+    """Returns a load that ends once what it has caused is done, and during which metrics are scraped.
+
+    ``pause``: seconds between two scrapes; 0: there are none. ``scraped``: gets the moment of each.
+    """
 
     def measure(address: str) -> tuple[float, float, int]:
-        with _scraped(_PORT + 2) if on else contextlib.nullcontext():
+        with _scraped(_PORT + 2, pause, [] if scraped is None else scraped) if pause else contextlib.nullcontext():
             came = load(address)
         time.sleep(_LAST_SECONDS)
         return came
@@ -176,14 +219,15 @@ def _collector() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _scraped(port: int) -> Iterator[None]:
-    """Scrapes the metrics once a second within the block."""
+def _scraped(port: int, pause: float, moments: list[float]) -> Iterator[None]:
+    """Scrapes the metrics within the block, with so many seconds between two scrapes; ``moments`` gets when."""
     stop = threading.Event()
 
     def scrape() -> None:
         while True:
             _scrape(port)
-            if stop.wait(1.0):
+            moments.append(time.monotonic())
+            if stop.wait(pause):
                 return
 
     thread = threading.Thread(target=scrape)
