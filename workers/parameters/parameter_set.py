@@ -13,8 +13,8 @@ one up. In the code "number" is the version of a set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -27,6 +27,9 @@ from tensord.shm.operations import MAIN_SET
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.parameters.leaves import Leaves
 from tensord.workers.parameters.set_stack import BatchSets, SetStack
+
+if TYPE_CHECKING:
+    from tensord.workers.requests.request import Request
 
 #: Stands for the tree of parameters that are not on the device.
 _ABSENT: Any = object()
@@ -256,16 +259,6 @@ class ParameterSet:
         return f"<ParameterSet {self.name!r} {self.number} of {self.sets.leaves.model!r}>"
 
 
-class Asking(Protocol):
-    """The part of a request that parameter sets need: which set it names, and whether its answer says which set was used."""
-
-    #: The name of the set that the request names, or the set that its sequence continues with; None: main.
-    chosen: str | ParameterSet | None
-    #: Whether the answer says which set it was computed with, and what it says.
-    tells: bool
-    told: Mapping[str, Parameter]
-
-
 class ParameterSets:
     """All parameter sets of one loaded model version. Requests that name no set get ``main``."""
 
@@ -352,7 +345,7 @@ class ParameterSets:
         found.used = self.room.use()
         return found
 
-    def chosen_by(self, requests: Sequence[Asking]) -> ParameterSet:
+    def chosen_by(self, requests: Sequence[Request]) -> ParameterSet:
         """Returns the set that a batch is to be computed with: the one that its first request names, main if it names none.
 
         Notes the set in those of the requests whose answers have to say which set they were computed with.
@@ -367,7 +360,7 @@ class ParameterSets:
                     request.told = found.said()
         return found
 
-    def each_chosen_by(self, requests: Sequence[Asking]) -> BatchSets:
+    def each_chosen_by(self, requests: Sequence[Request]) -> BatchSets:
         """Returns the set that each request of a batch names; for models whose batches mix sets.
 
         Notes the sets in those of the requests whose answers have to say which set they were computed with. Raises NotFound: a
