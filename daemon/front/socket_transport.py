@@ -1,6 +1,6 @@
 """Makes a client's socket an asyncio transport that costs little to create and to close.
 
-    accept ─▶ connection_made ─▶ read: many a client has asked by then ─▶ watched by its front's epoll (``socket_watch``)
+    accept ─▶ connection_made ─▶ read: many a client has asked by then ─▶ watched by its front's epoll (``SocketWatch``)
 
 A client that opens a connection for each request pays its cost each time: the loop's own transports ask the kernel for addresses
 and options, and take three iterations of the loop until they read. This transport asks the kernel for nothing. It gives received
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import select
 import socket
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
+_log = logging.getLogger(__name__)
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 #: The client has ended its side, perhaps with data unread; and the errors that the kernel reports unasked.
 _LEFT, _BROKEN = select.EPOLLRDHUP, select.EPOLLHUP | select.EPOLLERR
@@ -30,23 +32,8 @@ READ_BYTE_SIZE = 256 << 10
 _READS_A_TURN = 32
 #: The most pieces of one write; the kernel accepts 1,024.
 _PIECES = 512
-
-
-class Watch(Protocol):
-    """The interface of ``SocketWatch``, which tells a transport that its socket has bytes to read, or room to write."""
-
-    loop: asyncio.AbstractEventLoop
-    #: Whether a client that has shut down its sending side counts as gone while bytes that it sent are still unread.
-    heeds_end: bool
-
-    def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
-        """Changes the epoll events that a transport is watched for, from ``watched`` to ``wanted``; 0: none.
-
-        Raises OSError: the kernel has no memory or room for it.
-        """
-
-    def forget(self, transport: SocketTransport) -> None:
-        """Stops watching a transport, because it is being closed."""
+#: Sockets handled at once; the others come with the next poll.
+_MOST = 256
 
 
 class SocketTransport(asyncio.Transport):
@@ -72,7 +59,7 @@ class SocketTransport(asyncio.Transport):
         "reading",
     )
 
-    def __init__(self, watch: Watch, connection: socket.SocketType, protocol: asyncio.Protocol) -> None:
+    def __init__(self, watch: SocketWatch, connection: socket.SocketType, protocol: asyncio.Protocol) -> None:
         self._watch = watch
         self._socket = connection
         self.fd = connection.fileno()
@@ -334,3 +321,75 @@ class SocketTransport(asyncio.Transport):
     def __repr__(self) -> str:
         state = "closing" if self._closing else "reading" if self.reading else "paused"
         return f"<SocketTransport {self.fd} {state}, {self.get_write_buffer_size()} bytes unsent>"
+
+
+class SocketWatch:
+    """Reads and writes the client sockets of one front when epoll reports them ready. Used in a running loop until ``close``.
+
+        loop ─▶ epoll readable ─▶ poll: (socket, events) ... ─▶ each transport reads, or writes what it has kept
+
+    The epoll instance is a single descriptor for the event loop. A connection costs one registration, which ends when its socket
+    is closed. A transport that pauses reading is taken off the epoll only if something arrives meanwhile.
+
+    Args:
+      heeds_end: whether a client that has ended its sending side counts as gone, while bytes that it sent are still unread.
+    """
+
+    def __init__(self, heeds_end: bool = True) -> None:
+        self.heeds_end = heeds_end
+        self._epoll = select.epoll()
+        self._transports: dict[int, SocketTransport] = {}
+        self.loop = asyncio.get_running_loop()
+        self.loop.add_reader(self._epoll.fileno(), self._ready)
+
+    def open(self, connection: socket.SocketType, protocol: asyncio.Protocol) -> None:
+        """Opens an accepted connection: starts its protocol, and gives it the bytes that have arrived already."""
+        transport = SocketTransport(self, connection, protocol)
+        self._transports[transport.fd] = transport
+        try:
+            transport.begin()
+        except Exception:
+            self._cut(transport)
+
+    def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
+        """Changes the epoll events that a transport is watched for, from ``watched`` to ``wanted``; 0: none.
+
+        Raises OSError: the kernel has no memory or room for it.
+        """
+        if not wanted:
+            self._epoll.unregister(transport.fd)
+        elif watched:
+            self._epoll.modify(transport.fd, wanted)
+        else:
+            self._epoll.register(transport.fd, wanted)
+
+    def forget(self, transport: SocketTransport) -> None:
+        """Stops watching a transport, because it is being closed."""
+        del self._transports[transport.fd]
+
+    def _ready(self) -> None:
+        transports = self._transports
+        for fd, events in self._epoll.poll(0, _MOST):
+            transport = transports.get(fd)
+            if transport is None:  # ended by one before it
+                continue
+            try:
+                if events == _IN and transport.reading:
+                    transport.read()
+                else:
+                    transport.ready(events)
+            except Exception:
+                self._cut(transport)
+
+    def _cut(self, transport: SocketTransport) -> None:
+        _log.exception("a connection met a defect of the server")
+        transport.abort()
+
+    def close(self) -> None:
+        """Closes the epoll instance. Idempotent."""
+        if not self._epoll.closed:
+            self.loop.remove_reader(self._epoll.fileno())
+            self._epoll.close()
+
+    def __repr__(self) -> str:
+        return f"<SocketWatch of {len(self._transports)} connections>"

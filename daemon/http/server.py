@@ -19,7 +19,7 @@ from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.longest_idle import LongestIdle, described
 from tensord.daemon.front.opening import Opening
 from tensord.daemon.front.process import Front
-from tensord.daemon.front.socket_watch import SocketWatch
+from tensord.daemon.front.socket_transport import SocketWatch
 from tensord.daemon.http.connection import Http1Connection
 from tensord.daemon.http.cross_origin import CrossOrigin
 from tensord.daemon.http.routes import Routes

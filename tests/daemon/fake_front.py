@@ -14,7 +14,7 @@ import msgspec
 from tensord.daemon.control.channel import ControlChannel
 from tensord.daemon.control.shared_counters import FrontCounters, SharedCounters
 from tensord.daemon.front.acceptor import Acceptor
-from tensord.daemon.front.socket_watch import SocketWatch
+from tensord.daemon.front.socket_transport import SocketWatch
 from tensord.shm import stack_report
 from tensord.shm.channel import Channel
 from tensord.shm.child_process import die_with_parent

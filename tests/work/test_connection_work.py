@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tensord.daemon.front.acceptor import Acceptor
-from tensord.daemon.front.socket_watch import SocketWatch
+from tensord.daemon.front.socket_transport import SocketWatch
 from tensord.daemon.http.connection import Http1Connection
 from tensord.shm.messages import Prepare, RequestRecord
 from tests.fakes import complete_numbered

@@ -15,7 +15,7 @@ import pytest
 
 from tensord.daemon.control.shared_counters import FrontCounters, SharedCounters
 from tensord.daemon.front.acceptor import AcceptLimit, Acceptor, ListeningSocket
-from tensord.daemon.front.socket_watch import SocketWatch
+from tensord.daemon.front.socket_transport import SocketWatch
 
 
 class Connection(asyncio.Protocol):

@@ -13,7 +13,7 @@ import pytest
 
 from tensord.daemon.front import lingering_close
 from tensord.daemon.front.lingering_close import LINGER_SECONDS, Lingering, LingeringClose, is_quiet
-from tensord.daemon.front.socket_watch import SocketWatch
+from tensord.daemon.front.socket_transport import SocketWatch
 from tensord.daemon.grpc import frames
 from tests.daemon.grpc.frame_client import INFER, FrameClient, request
 from tests.daemon.grpc.frame_client import serving as serving_grpc

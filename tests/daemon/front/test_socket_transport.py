@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tensord.daemon.front.socket_transport import SocketTransport
-from tensord.daemon.front.socket_watch import SocketWatch
+from tensord.daemon.front.socket_transport import SocketTransport, SocketWatch
 
 #: More than the buffers of a connection take.
 LARGE = bytes(range(256)) * (64 << 10)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from tensord.daemon.front.socket_watch import SocketWatch
+from tensord.daemon.front.socket_transport import SocketWatch
 from tensord.daemon.http.connection import Http1Connection
 from tests.fakes import until
 from tests.work.connection import Bench
