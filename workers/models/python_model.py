@@ -9,6 +9,7 @@ Outputs that are not declared are dropped, as in Triton; for outputs of another 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
@@ -33,12 +34,11 @@ from tensord.workers.declarations.sequence_declaration import SequencePlan
 from tensord.workers.models.author_error import describe_exception
 from tensord.workers.models.execution import Execution, own_failure
 from tensord.workers.models.is_ready_calls import IsReadyCalls
-from tensord.workers.models.response_writer import ResponseWriter
 from tensord.workers.programs.lowering import check_output
 from tensord.workers.python_backend import interface
-from tensord.workers.python_backend.response import parameters_of
+from tensord.workers.python_backend.response import InferenceResponse, parameters_of
 from tensord.workers.requests.request import Request, controls_of, named, traced
-from tensord.workers.requests.response_sender import NOT_COMPLETED
+from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender, SenderClosed
 from tensord.workers.requests.result import STREAMED, Response, Result
 from tensord.workers.tensors.signature import Signature, TensorSpec
 from tensord.workers.threads.coroutine_thread import CoroutineThread
@@ -397,3 +397,42 @@ class DeclaredOutputs:
                 why,
                 STRICT_OUTPUTS,
             )
+
+
+class ResponseWriter:
+    """Passes the responses that a Triton Python model sends to one request on to the worker's ``ResponseSender``.
+
+    ``answer`` converts a response to a result.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        sender: ResponseSender,
+        decoupled: bool,
+        answer: Callable[[Request, InferenceResponse], Result],
+    ) -> None:
+        self.decoupled = decoupled
+        self._request = request
+        self._sender = sender
+        self._answer = answer
+        sender.hold()
+
+    def send(self, response: InferenceResponse | None, final: bool) -> None:
+        """Sends a response after all earlier ones; None: only the mark that no response follows. ``final``: it is the last.
+
+        Waits while too many responses are not acknowledged by the client. Does nothing if the request has ended.
+        """
+        # One that was ended for the model sends to nobody.
+        with contextlib.suppress(SenderClosed):
+            self._sender.send(None if response is None else self._answer(self._request, response), final)
+
+    def is_cancelled(self) -> bool:
+        return self._sender.is_cancelled or self._request.is_cancelled
+
+    def give_up(self) -> None:
+        """Notes that the model has dropped its sender and can send nothing more through it.
+
+        If no other sender of the request is left, the request ends with an error.
+        """
+        self._sender.let_go()

@@ -23,7 +23,7 @@ from tensord.workers.python_backend.tensors import Tensor
 from tensord.workers.requests.timeline import RequestTimeline
 
 if TYPE_CHECKING:
-    from tensord.workers.models.response_writer import ResponseWriter
+    from tensord.workers.models.python_model import ResponseWriter
 
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2

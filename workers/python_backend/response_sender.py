@@ -13,7 +13,7 @@ from tensord.workers.python_backend.errors import TritonModelException
 from tensord.workers.python_backend.response import InferenceResponse
 
 if TYPE_CHECKING:
-    from tensord.workers.models.response_writer import ResponseWriter
+    from tensord.workers.models.python_model import ResponseWriter
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 

@@ -10,8 +10,7 @@ import pytest
 
 from tensord.config.options import Metrics
 from tensord.daemon.metrics import agent
-from tensord.daemon.metrics.agent import Agent, line
-from tensord.daemon.metrics.busy_part import WINDOW_NS, BusyPart
+from tensord.daemon.metrics.agent import WINDOW_NS, Agent, BusyPart, line
 
 SECOND = 10**9
 
