@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from tensord.daemon.supervisor import Supervisor
 
 _OPERATOR = Peer("operator")
+#: How long a child may take to list what it has.
+_LIST_SECONDS = 5.0
+#: The errors of all fronts together that are shown.
+_MAX_ERRORS = 100
 
 
 class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
@@ -212,19 +216,13 @@ def _operation(question: OperatorQuestion) -> Operation:
     raise InvalidArgument(f"unknown command '{question.command}'")
 
 
-#: How long a child may take to list what it has.
-_SECONDS = 5.0
-#: The errors of all fronts together that are shown.
-_MAX_ERRORS = 100
-
-
 async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
     """Asks a child process for a list (``operation``), such as its connections. Returns it; empty: no answer came in time.
 
     A worker whose loop runs a long batch does not answer in time.
     """
     try:
-        async with asyncio.timeout(_SECONDS):
+        async with asyncio.timeout(_LIST_SECONDS):
             result, fds = await child.call(operation)
     except (ServingError, TimeoutError):
         return []

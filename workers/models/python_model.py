@@ -3,7 +3,7 @@
 The interface that the model sees is ``tensord.workers.python_backend.interface``; this module converts requests and responses. A
 model returns its responses from ``execute``, or sends them by its requests' response senders, as decoupled models always do.
 Outputs that are not declared are dropped, as in Triton; for outputs of another datatype or shape than declared see
-``tensord.workers.models.python_model``.
+``DeclaredOutputs``.
 """
 
 from __future__ import annotations
