@@ -59,18 +59,19 @@ def cost(loop: PushingLoop, name: Callable[[int], str | None]) -> float:
 
 @pytest.mark.skipif(not available, reason="the C extension was not built")
 @counts
-@pytest.mark.parametrize("mixes", [False, True], ids=["apart", "mixed"])
+@pytest.mark.parametrize("kind", ["apart", "mixed", "delayed"])
 def test_instructions_of_requests_that_come_together(
-    loop: PushingLoop, tmp_path: Path, mixes: bool, baseline: Baseline
+    loop: PushingLoop, tmp_path: Path, kind: str, baseline: Baseline
 ) -> None:
-    if mixes:
-        write_model(tmp_path, "m", MIXED, f'name: "m" max_batch_size: {TOGETHER}')
-        loop.load(tmp_path / "m")
-    else:
+    """A model's requests may wait for others: those that are enough do not, and cost no more."""
+    if kind == "apart":
         loop.load(write_numbered(tmp_path, "m", f"max_batch_size: {TOGETHER}"))
+    else:
+        delay = "" if kind == "mixed" else "dynamic_batching { max_queue_delay_microseconds: 3600000000 }"
+        write_model(tmp_path, "m", MIXED, f'name: "m" max_batch_size: {TOGETHER} {delay}')
+        loop.load(tmp_path / "m")
     for number in range(1, TOGETHER + 1):
         loop.push("m", numbered(number), number, f"c{number}")
-    kind = "mixed" if mixes else "apart"
     baseline.check(f"sets {kind} main", cost(loop, lambda _: None))
     baseline.check(f"sets {kind} one", cost(loop, lambda _: "c3"))
     baseline.check(f"sets {kind} sixteen", cost(loop, lambda number: f"c{number + 1}"))

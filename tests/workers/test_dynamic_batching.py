@@ -5,6 +5,7 @@ Delays are an hour: a batch that waits for one is never answered within a test.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,3 +174,24 @@ def test_urgent_requests_overtake_in_the_order_of_their_levels(worker: WorkerPro
     wait_until(worker.lane.flush)
     gate.touch()
     assert together(worker, *numbers) == [1, 6, 4, 3, 5, 2]
+
+
+def test_requests_to_compiled_code_wait_for_others_however_long_that_is(worker: WorkerProcess, tmp_path: Path) -> None:
+    """The C part holds them until the worker's loop looks, once a second, and Python from then on."""
+    rules = f"dynamic_batching {{ max_queue_delay_microseconds: {HOUR} }}"
+    scale_model(tmp_path)
+    (tmp_path / "scale" / "config.pbtxt").write_text(f'name: "scale" max_batch_size: 2 {rules}')
+    worker.serve(tmp_path, "scale")
+
+    def pair(seconds: float = 0.0) -> None:
+        first = worker.submit("scale", {"x": np.full((1, 4), 3, np.float32)})
+        time.sleep(seconds)
+        second = worker.submit("scale", {"x": np.full((1, 4), 5, np.float32)})
+        for number, expected in ((first, 10), (second, 16)):
+            assert set(worker.arrays(worker.answer(number))["y"].ravel().tolist()) == {expected}
+
+    for _ in range(5):
+        pair()
+    pair(0.2)
+    pair(2.5)
+    pair()

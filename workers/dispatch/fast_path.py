@@ -6,9 +6,13 @@
 
 For a model with sequences the planner says before each run which requests take part (``workers/dispatch/sequence_runs.py``).
 
-The C part decides nothing. What it has learned is valid until a table changes: models, regions, grouped programs, the numbers
-that stand for prepared answers. These tables change between two calls of ``wait`` and never during one, because each change comes
-as an event, with which ``wait`` returns. A request that differs in anything from a learned one is passed to Python untouched.
+Of a model that delays requests it knows how long they wait for others, and how many are enough; what still waits when ``wait``
+returns is passed to Python.
+
+The C part decides nothing else. What it has learned is valid until a table changes: models, regions, grouped programs, the
+numbers that stand for prepared answers. These tables change between two calls of ``wait`` and never during one, because each
+change comes as an event, with which ``wait`` returns. A request that differs in anything from a learned one is passed to Python
+untouched.
 """
 
 from __future__ import annotations
@@ -69,7 +73,9 @@ class _Batch:
         self.model = model
         self._key = key
         self._runs = runs
-        most = version.planner.at_once(key)
+        #: How its requests wait for others to share their run.
+        self._company = version.batcher.company(key) if version.planner is version.batcher else None
+        most = version.planner.at_once(key) if self._company is None else self._company.most
         #: The program to run when one row waits, when two rows wait, and so on.
         self.programs: Sequence[AnyProgram | None] = model.programs(self._key, most) if most <= _native.MAX_ROWS else []
         #: Runs of other sizes have computed something for nobody.
@@ -90,11 +96,13 @@ class _Batch:
             by_rows.append(-1 if program is None else made.index(program))
         rules, grouped, sets = self.version.loaded.queue_rules, self.model.grouped is not None, self.version.sets
         sequences = None if self._runs is None else (self._runs.choose, self._runs.fail)
+        waits = (0, 0) if self._company is None else (self._company.delay_ns, self._company.full)
         return (
             self,
             self.version.page_key,
             rules.max_size,
             max([program.share / program.rows for program in made], default=0.0),
+            *waits,
             grouped,
             sets is not None and sets.stack is not None,
             tuple([self._callable(program) for program in made]),
@@ -147,6 +155,8 @@ class _Alone:
             self._version.page_key,
             rules.max_size,
             share,
+            0,
+            0,
             False,
             mixes,
             (),

@@ -85,7 +85,7 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         if (record.id <= last_id && lane->most == 0)
             self->doubtful = 1;
         if (plan == NULL || plan->failed || (lane->most && record.trace & ~(uint64_t)TIMING) || record.strikes ||
-            (record.deadline_ns && record.deadline_ns <= now) || record.id <= last_id || in_flight(lane, record.id) || make_room(self))
+            (record.deadline_ns && (plan->batch->delay_ns || record.deadline_ns <= now)) || record.id <= last_id || in_flight(lane, record.id) || make_room(self))
             goto refused;
         PyObject *set;
         if (find_set(plan, &record, &set))
@@ -163,6 +163,15 @@ static PyObject *aside_for_python(fast_path_t *self, const lane_t *lane) {
     return for_python(lane, datagram, (size_t)(at - datagram), PyList_New(0), 0);
 }
 
+/* Counts a lane among those that something came from in this iteration. */
+void activate(fast_path_t *self, lane_t *lane) {
+    if (lane->active)
+        return;
+    lane->active = 1;
+    lane->next_active = self->active;
+    self->active = lane;
+}
+
 /* Receives from a lane until nothing is left, or until a datagram is for Python. Not 0: an exception is set. */
 int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams) {
     union {
@@ -170,11 +179,7 @@ int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams)
         char room[CMSG_SPACE(MAX_FDS * sizeof(int))];
     } ancillary;
     size_t most = self->used + RECEIVED < ALL_RECEIVED ? self->used + RECEIVED : ALL_RECEIVED;
-    if (!lane->active) {
-        lane->active = 1;
-        lane->next_active = self->active;
-        self->active = lane;
-    }
+    activate(self, lane);
     for (int n = 0; n < MAX_DATAGRAMS && self->used + MAX_DATAGRAM + 1 <= most; n++) {
         unsigned char *datagram = self->received + self->used;
         struct iovec part = {datagram, MAX_DATAGRAM + 1};
@@ -220,6 +225,43 @@ static PyObject *repacked(const fast_path_t *self, const lane_t *lane) {
     return given;
 }
 
+/* Copies the records of held requests, so that others can be received to where they lie. Not 0: they are too many bytes, or there is no
+ * memory, and nothing was done. Sets no exception. */
+int keep_held(fast_path_t *self) {
+    size_t used = 0;
+    for (size_t i = 0; i < self->count; i++)
+        used += self->waiting[i].size;
+    if (used > RECEIVED || (self->kept == NULL && (self->kept = PyMem_Malloc(ALL_RECEIVED)) == NULL))
+        return -1;
+    unsigned char *at = self->kept;
+    for (size_t i = 0; i < self->count; i++) {
+        request_t *request = &self->waiting[i];
+        const unsigned char *from = request->record, *end = from + request->size;
+        memcpy(at, from, request->size);
+        for (int n = 0; n < request->plan->inputs; n++)
+            if (request->contents[n] >= from && request->contents[n] < end)
+                request->contents[n] = at + (request->contents[n] - from);
+        request->record = at;
+        at += request->size;
+    }
+    unsigned char *free = self->received;
+    self->received = self->kept;
+    self->kept = free;
+    self->used = used;
+    return 0;
+}
+
+/* Counts the requests that wait beyond this iteration for their lanes. */
+void count_held(fast_path_t *self) {
+    for (size_t i = 0; i < self->count; i++)
+        self->waiting[i].lane->waits = 0;
+    for (size_t i = 0; i < self->count; i++) {
+        lane_t *lane = self->waiting[i].lane;
+        if (lane->waits++ == 0 || self->waiting[i].id > lane->last_id)
+            lane->last_id = self->waiting[i].id;
+    }
+}
+
 /* Hands what waits to Python, as datagrams of the lanes that it came from, before those that came later. */
 int give_back(fast_path_t *self, PyObject *datagrams) {
     int wrong = 0;
@@ -228,7 +270,8 @@ int give_back(fast_path_t *self, PyObject *datagrams) {
         request->next = request->lane->handed;
         request->lane->handed = i;
     }
-    for (lane_t *lane = self->active; lane != NULL; lane = lane->next_active) {
+    for (size_t i = self->first; i < self->count; i++) {
+        lane_t *lane = self->waiting[i].lane;
         if (lane->handed && !wrong) {
             PyObject *given = repacked(self, lane);
             wrong = given == NULL || PyList_Insert(datagrams, 0, given);
@@ -236,6 +279,8 @@ int give_back(fast_path_t *self, PyObject *datagrams) {
         }
         lane->handed = 0;
     }
+    for (size_t i = self->first; i < self->count; i++)
+        self->waiting[i].lane->waits = 0;
     self->first = self->count = self->used = 0;
     return wrong;
 }

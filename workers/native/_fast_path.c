@@ -2,7 +2,8 @@
  *
  *     epoll ─▶ datagram of RequestRecords ─▶ small: gathered into a program's memory ─▶ program.run (Python, XLA) ─▶ AnswerRecords
  *           │                          └▶ large: plan->alone (Python, XLA), where their tensors lie           ─▶
- *           └▶ anything else is handed to Python, which does it the ordinary way
+ *           └▶ anything else is handed to Python, which does it the ordinary way; and what waits for others to share its run is, too,
+ *              whenever Python is to look
  *
  * It learns from Python (workers/dispatch/fast_path.py): a plan for each number of a lane, and the programs that can run it. None
  * of that can change while ``wait`` runs: whatever could change it comes as an event, and ``wait`` returns with the first event, or
@@ -42,12 +43,12 @@ static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
 
 /* Makes a plan without its tensors. ``given``: Batch of _native.pyi. */
 static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned long long answer_number) {
-    unsigned long long model, most_waiting;
-    int grouped, mixes;
+    unsigned long long model, most_waiting, delay_ns;
+    int full, grouped, mixes;
     PyObject *owner, *programs, *by_rows, *sequences, *durations;
     double share;
-    if (!PyArg_ParseTuple(given, "OKKdppO!O!OO!", &owner, &model, &most_waiting, &share, &grouped, &mixes, &PyTuple_Type, &programs,
-                          &PyTuple_Type, &by_rows, &sequences, &PyTuple_Type, &durations))
+    if (!PyArg_ParseTuple(given, "OKKdKippO!O!OO!", &owner, &model, &most_waiting, &share, &delay_ns, &full, &grouped, &mixes,
+                          &PyTuple_Type, &programs, &PyTuple_Type, &by_rows, &sequences, &PyTuple_Type, &durations))
         return NULL;
     plan_t *plan = PyMem_Calloc(1, sizeof(plan_t));
     if (plan == NULL)
@@ -56,7 +57,8 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     plan->number = answer_number;
     plan->batch = find_batch(self, owner);
     if (plan->batch == NULL)
-        plan->batch = make_batch(&self->batches, owner, model, most_waiting, share, grouped, mixes, programs, by_rows, sequences, durations);
+        plan->batch = make_batch(&self->batches, owner, model, most_waiting, share, delay_ns, full, grouped, mixes, programs, by_rows, sequences,
+                                 durations);
     if (plan->batch != NULL)
         plan->batch->plans++;
     else
@@ -338,7 +340,7 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
             /* This is quicker than getting the interpreter's lock back where another thread runs. */
             found = epoll_wait(self->epoll, ready, MAX_EVENTS, 0);
         } else {
-            found = wait_until(self, ready, until, sleeps);
+            found = wait_until(self, ready, self->count && self->due_ns < until ? self->due_ns : until, sleeps);
         }
         if (found < 0 && PyErr_Occurred()) {
             wrong = 1;
@@ -359,11 +361,15 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
         if (!wrong && self->count)
             wrong = serve(self, datagrams);
         wrong = give_unsent(self, wrong ? NULL : unsent);
+        count_held(self);
         uint64_t now = now_ns();
         self->page[PAGE_BEAT] = now;
         if (PyList_Size(events) || PyList_Size(datagrams) || PyList_Size(unsent) || self->leave || now >= until)
             break;
     }
+    /* Whatever makes Python look may concern what still waits. */
+    if (!wrong && self->count)
+        wrong = give_back(self, datagrams);
     if (!wrong)
         return Py_BuildValue("NNN", events, datagrams, unsent);
     Py_XDECREF(events);
@@ -453,6 +459,7 @@ static void destroy(fast_path_t *self) {
     Py_XDECREF(close_all(self, NULL));
     PyMem_Free(self->waiting);
     PyMem_Free(self->received);
+    PyMem_Free(self->kept);
     PyMem_Free(self->by_descriptor);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);

@@ -171,6 +171,9 @@ typedef struct batch {
     uint64_t most_waiting;
     /* What a run has to do for each row of its program, as a part of one iteration of the loop. */
     double share;
+    /* How long its requests wait for others that can share a run; and how many rows do not wait for more. 0: none waits. */
+    uint64_t delay_ns;
+    int full;
     /* Whether a run applies the model to each request by itself, and whether its requests may have several parameter sets. */
     int grouped, mixes;
     /* The number of the program for one row, two rows, ... ``most`` rows; -1: Python runs so many. */
@@ -224,8 +227,8 @@ typedef struct {
 } plan_t;
 
 int refuse(const char *reason);
-batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int grouped,
-                    int mixes, PyObject *programs, PyObject *by_rows, PyObject *sequences, PyObject *durations);
+batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share,
+                    unsigned long long delay_ns, int full, int grouped, int mixes, PyObject *programs, PyObject *by_rows, PyObject *sequences, PyObject *durations);
 int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
 void drop_plan(plan_t **place);
 int find_set(const plan_t *plan, const request_record_t *record, PyObject **set);
@@ -325,14 +328,16 @@ typedef struct fast_path {
     /* Traced requests of the last datagram that Python runs, while the others of it are run here. */
     reader_t aside[MAX_ASIDE];
     size_t set_aside;
-    /* Datagrams of waiting requests, and the bytes that they take. */
-    unsigned char *received;
+    /* Datagrams of waiting requests, and the bytes that they take. ``kept``: as much memory, for what waits beyond this iteration. */
+    unsigned char *received, *kept;
     size_t used;
     /* Requests of clients' lanes that were served here, ever. */
     uint64_t lane_requests;
-    /* The requests that wait are those from ``first`` to ``count``; there is room for ``room``. */
+    /* The requests that wait are those from ``first`` to ``count``; there is room for ``room``. While they are served, the first
+     * ``held`` places have those that go on waiting for others, the first of them until ``due_ns``. */
     request_t *waiting;
-    size_t first, count, room;
+    size_t first, count, room, held;
+    uint64_t due_ns;
     /* Set when an id came that may wait already. Only Python can tell, so nothing that waits is run here. */
     int doubtful;
     /* Called when answers of sequences have been sent; whether there are any; and whether Python has something to send. */
@@ -344,6 +349,9 @@ extern PyType_Spec fast_path_spec;
 
 lane_t *find_lane(fast_path_t *self, int fd);
 int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams);
+void activate(fast_path_t *self, lane_t *lane);
+int keep_held(fast_path_t *self);
+void count_held(fast_path_t *self);
 int give_back(fast_path_t *self, PyObject *datagrams);
 int give_unsent(fast_path_t *self, PyObject *unsent);
 int serve(fast_path_t *self, PyObject *datagrams);

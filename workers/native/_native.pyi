@@ -38,14 +38,17 @@ Described = list[tuple[int, int, int]]
 #: Of requests of sequences: how many of the first ones run now; and who answers those whose run failed, with the reason.
 Sequences = tuple[Callable[[Asked], int], Callable[[Described, Exception | None], None]]
 #: Whose requests they are, how many of them may wait, what a program has to do for each of its rows (as a part of an iteration of
-#: the loop), whether a run applies the model to each by itself, whether requests of several parameter sets may share a run, all
-#: programs, which of them by the number of rows that wait: -1 for none; what is asked of sequences; and the histograms of its
-#: model version, counts and bounds (``tensord.shm.durations``).
+#: the loop), how many ns they wait for others to share their run and how many rows do not wait for more (0: none waits), whether
+#: a run applies the model to each by itself, whether requests of several parameter sets may share a run, all programs, which of
+#: them by the number of rows that wait: -1 for none; what is asked of sequences; and the histograms of its model version, counts
+#: and bounds (``tensord.shm.durations``).
 Batch = tuple[
     object,
     int,
     int,
     float,
+    int,
+    int,
     bool,
     bool,
     tuple[Program, ...],

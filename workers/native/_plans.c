@@ -145,8 +145,8 @@ static int read_durations(PyObject *durations, batch_t *batch) {
 }
 
 /* Returns a batch that no plan has yet, as the first of ``batches``, or NULL with an exception. */
-batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int grouped,
-                    int mixes, PyObject *programs, PyObject *by_rows, PyObject *sequences, PyObject *durations) {
+batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share,
+                    unsigned long long delay_ns, int full, int grouped, int mixes, PyObject *programs, PyObject *by_rows, PyObject *sequences, PyObject *durations) {
     batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
     if (batch == NULL)
         return (batch_t *)PyErr_NoMemory();
@@ -155,6 +155,8 @@ batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model
     batch->model = model;
     batch->most_waiting = most_waiting;
     batch->share = share;
+    batch->delay_ns = delay_ns;
+    batch->full = full;
     batch->grouped = grouped;
     batch->mixes = mixes;
     if (read_batch(batch, programs, by_rows) || read_sequences(sequences, batch) || read_durations(durations, batch)) {

@@ -59,10 +59,30 @@ static int is_alike(const request_t *first, const request_t *other) {
     return other->plan->batch == batch && (batch->mixes || other->set == first->set);
 }
 
+/* Returns whether the first request goes on waiting for others that can share its run, and notes until when. */
+static int goes_on_waiting(fast_path_t *self) {
+    const request_t *first = &self->waiting[self->first];
+    const batch_t *batch = first->plan->batch;
+    if (batch->delay_ns == 0)
+        return 0;
+    for (size_t i = 0; i < self->held; i++)
+        if (is_alike(first, &self->waiting[i]))
+            return 1;
+    int rows = 0;
+    for (size_t i = self->first; i < self->count && rows < batch->full; i++)
+        rows += is_alike(first, &self->waiting[i]) ? self->waiting[i].plan->rows : 0;
+    uint64_t due_ns = first->arrived_ns + batch->delay_ns;
+    if (rows >= batch->full || due_ns <= now_ns())
+        return 0;
+    if (due_ns < self->due_ns)
+        self->due_ns = due_ns;
+    return 1;
+}
+
 /* Brings requests of the first one's parameter set to the front, from behind others of their batch that name other sets. */
 static void bring_forward(request_t *requests, size_t left) {
     const batch_t *batch = requests->plan->batch;
-    size_t front = 1, end = left < WINDOW ? left : WINDOW;
+    size_t front = 1, end = left < WINDOW || batch->delay_ns ? left : WINDOW;
     while (front < end && is_alike(requests, &requests[front]))
         front++;
     /* Steps of a sequence keep their order. */
@@ -82,9 +102,11 @@ static const program_t *choose(const fast_path_t *self, int *count, int *rows) {
     request_t *requests = &self->waiting[self->first];
     const batch_t *batch = requests->plan->batch;
     size_t left = self->count - self->first;
+    /* What does not wait for more is run before the time is over, without what is more. */
+    int most = batch->delay_ns && requests->arrived_ns + batch->delay_ns > now_ns() ? batch->full : batch->most;
     int together = 0, number = 0;
     bring_forward(requests, left);
-    while ((size_t)number < left && is_alike(requests, &requests[number]) && together + requests[number].plan->rows <= batch->most)
+    while ((size_t)number < left && is_alike(requests, &requests[number]) && together + requests[number].plan->rows <= most)
         together += requests[number++].plan->rows;
     if (number == 0 || batch->programs[together - 1] < 0)
         return NULL;
@@ -280,10 +302,18 @@ int serve(fast_path_t *self, PyObject *datagrams) {
     self->together = self->count;
     /* Python refuses what is too much for a queue. */
     int outcome = self->doubtful || too_many(self);
+    for (size_t i = 0; i < self->count; i++)
+        activate(self, self->waiting[i].lane);
+    self->held = 0;
+    self->due_ns = UINT64_MAX;
     while (outcome == 0 && self->first < self->count) {
         /* After a long run Python first looks what else has come. */
         if (self->done >= 1 && self->waiting[self->first].plan->alone != NULL)
             break;
+        if (goes_on_waiting(self)) {
+            self->waiting[self->held++] = self->waiting[self->first++];
+            continue;
+        }
         outcome = run(self);
         if (outcome == 0 && (self->count - self->first < MANY || self->done >= 1))
             outcome = flush_all(self);
@@ -291,5 +321,11 @@ int serve(fast_path_t *self, PyObject *datagrams) {
     int unsent = flush_all(self);
     if (outcome >= 0 && self->sequenced && !unsent && tell_left(self))
         return -1;
-    return outcome < 0 || give_back(self, datagrams) ? -1 : 0;
+    if (outcome < 0)
+        return -1;
+    size_t left = self->count - self->first;
+    memmove(&self->waiting[self->held], &self->waiting[self->first], left * sizeof *self->waiting);
+    self->first = 0;
+    self->count = self->held + left;
+    return outcome == 0 && left == 0 && self->count && keep_held(self) == 0 ? 0 : give_back(self, datagrams);
 }

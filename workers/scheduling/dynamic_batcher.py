@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tensord.shm.errors import ServingError
 from tensord.workers.scheduling.planner import Decision, Refuse, Run, WaitUntil
@@ -36,6 +37,17 @@ class BatchRules:
     preferred: tuple[int, ...] = ()
     #: False: every request runs alone.
     joins: bool = True
+
+
+class Company(NamedTuple):
+    """Says how requests of one key wait for others, if that is simple: as long as the oldest may, or until they are enough."""
+
+    #: How long the oldest request may wait.
+    delay_ns: int
+    #: So many rows do not wait for more, and run without what is more.
+    full: int
+    #: Rows that run together once the oldest request has waited so long.
+    most: int
 
 
 class DynamicBatcher(QueuePlanner[W]):
@@ -74,6 +86,16 @@ class DynamicBatcher(QueuePlanner[W]):
     def at_once(self, key: Hashable) -> int:
         """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
         return self._limit(key) if self._rules.joins and not self._rules.delay_ns else 0
+
+    def company(self, key: Hashable) -> Company | None:
+        """Returns how requests with this batching key wait for others.
+
+        None: they do not, or there are several preferred sizes.
+        """
+        preferred, limit = self._rules.preferred, self._limit(key)
+        if not self.delays or len(preferred) > 1:
+            return None
+        return Company(self._rules.delay_ns, min([*preferred, limit]), limit)
 
     def end_delays(self) -> None:
         """Stops delaying requests for fuller batches, because no more requests will come."""

@@ -47,6 +47,7 @@ from tensord.workers.native.extensions import available
 from tensord.workers.requests.timeline import timeline_end
 from tests.daemon_process import ROOT
 from tests.records import Tensor, WholeAnswer
+from tests.repositories import write_model
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 
 pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
@@ -56,6 +57,7 @@ if available:
 MODELS = ROOT / "bench" / "models"
 WORDS = 512
 ROWS = 4
+HOUR_NS = 3_600_000_000_000
 
 
 # ------------------------------------------------------------------------------------------------ the C part by itself
@@ -116,11 +118,13 @@ class Native:
             "traced": timeline_end(None),
             "mixes": False,
             "sets": None,
+            "delay_ns": 0,
+            "full": 0,
             **changed,
         }
         programs = ((self.run, ROWS, clears, ((address, 8),)),)
-        batch = (self, 7, most_waiting, share, False, said["mixes"], programs, said["by_rows"], said["sequences"])
-        batch = *batch, self.histograms
+        batch = (self, 7, most_waiting, share, said["delay_ns"], said["full"], False, said["mixes"], programs)
+        batch = *batch, said["by_rows"], said["sequences"], self.histograms
         places = said["inputs"], said["outputs"]
         rest = said["intact"], said["traced"], said["sets"]
         self.fast.learn(self.lane.fileno(), form, batch, 1, *places, 9, *rest)
@@ -216,6 +220,115 @@ def test_a_run_of_a_model_that_mixes_sets_gets_that_of_each_row(native: Native) 
     native.fast.wait(0, True)
     assert native.chosen[2:] == [()]
     assert [answer.request_id for answer in native.answers()] == [*range(1, 10)]
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+def meanwhile(native: Native, *steps: Callable[[], object]) -> list[Any]:
+    """Takes steps, each seen by the C part before the next one, during one call of ``wait``, until that returns.
+
+    Returns the records that were for Python. A last one, which ends the call, is not among them.
+    """
+    over = threading.Event()
+
+    def take() -> None:
+        for step in steps:
+            began = time.monotonic_ns()
+            step()
+            # It beats as soon as it has looked at what came.
+            wait_until(lambda began=began: native.page[2] > began or over.is_set(), "the C part to look")
+            if over.is_set():
+                return
+        native.send(Cancel(1 << 40))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    events, datagrams, unsent = native.fast.wait(int(PATIENCE_SECONDS * 1e9), True)
+    over.set()
+    thread.join()
+    assert (events, unsent) == ([], [])
+    given = [record for _, (content, _, _) in datagrams for record in decoder(ToWorker).decode(content[1:])]
+    return [record for record in given if not isinstance(record, Cancel)]
+
+
+def test_requests_wait_for_others_to_share_their_run(native: Native) -> None:
+    """As long as their model says, which is an hour here, or until they are enough; what still waits at the end is Python's."""
+    native.learn(delay_ns=HOUR_NS, full=ROWS)
+    contents = [bytes([n] * 8) for n in range(7)]
+    sent = [request(n + 1, content) for n, content in enumerate(contents)]
+    given = meanwhile(
+        native, lambda: native.send(sent[0]), lambda: native.send(*sent[1:3]), lambda: native.send(*sent[3:])
+    )
+    assert native.runs == [b"".join(contents[:4])]
+    assert native.answers() == [AnswerRecord(n + 1, 9, (turned(contents[n]),)) for n in range(4)]
+    assert given == sent[4:]
+    # Nothing is left of them.
+    native.send(request(8))
+    assert native.fast.wait(0, True)[1] != []
+    assert len(native.runs) == 1
+
+
+def test_requests_run_when_the_first_has_waited_long_enough(native: Native) -> None:
+    native.learn(delay_ns=1_000_000, full=ROWS)
+    answers: list[AnswerRecord] = []
+
+    def ask() -> None:
+        native.send(request(1), request(2))
+        wait_until(lambda: answers.extend(native.answers()) or len(answers) == 2, "answers")
+
+    assert meanwhile(native, ask) == []
+    # One of them has waited before it came here.
+    native.fast.forget()
+    native.learn(delay_ns=HOUR_NS, full=ROWS)
+    native.send(request(3, received_ns=1), request(4))
+    assert native.fast.wait(0, True) == ([], [], [])
+    assert [answer.request_id for answer in (*answers, *native.answers())] == [1, 2, 3, 4]
+    assert len(native.runs) == 2
+
+
+def test_each_parameter_set_waits_for_itself(native: Native) -> None:
+    first, second = object(), object()
+    native.learn(delay_ns=HOUR_NS, full=2, by_rows=(0, 0), sets={"a": first, "b": second})
+    named = ["a", "b", "", "b", "b"]
+    sent = [request(n + 1, parameter_set=name) for n, name in enumerate(named)]
+    given = meanwhile(native, lambda: native.send(*sent), lambda: native.send(request(6)))
+    assert native.chosen == [(second,), ()]
+    assert [answer.request_id for answer in native.answers()] == [2, 4, 3, 6]
+    assert given == [sent[0], sent[4]]
+
+
+def test_enough_rows_run_without_what_is_more_until_the_time_is_over(native: Native) -> None:
+    native.learn(delay_ns=HOUR_NS, full=2)
+    sent = [request(n) for n in range(1, 6)]
+    assert meanwhile(native, lambda: native.send(*sent)) == [sent[4]]
+    native.send(*[request(n, received_ns=1) for n in range(6, 9)])
+    native.fast.wait(0, True)
+    assert [answer.request_id for answer in native.answers()] == [1, 2, 3, 4, 6, 7, 8]
+    assert len(native.runs) == 3
+
+
+def test_what_waits_is_python_s_with_whatever_else_is(native: Native) -> None:
+    """Before it, so that a cancelled request is known; and also where more wait than there is memory for."""
+    native.learn(delay_ns=HOUR_NS, full=ROWS)
+    assert meanwhile(native, lambda: native.send(request(1), request(2))) == [request(1), request(2)]
+    native.send(request(3, deadline_ns=1 << 62))
+    ((_, (content, _, _)),) = native.fast.wait(0, True)[1]
+    assert decoder(ToWorker).decode(content[1:]) == [request(3, deadline_ns=1 << 62)]
+    # An id that is lower than another one that waits may be that of a request that waits.
+    given = meanwhile(native, lambda: native.send(request(5)), lambda: native.send(request(4)))
+    assert [record.request_id for record in given] == [5, 4]
+    native.fast.forget()
+    native.learn(delay_ns=HOUR_NS, full=10)
+    large = [request(n, client_id="x" * 60_000) for n in range(6, 12)]
+    given = meanwhile(native, *[lambda one=one: native.send(one) for one in large])
+    assert given == large[: len(given)]
+    assert len(given) == 5
+    assert native.answers() == []
 
 
 @pytest.mark.parametrize("name", ["c", "a" * 128, "a" * 129, "\u00e4"])
@@ -755,7 +868,7 @@ def learn_places(native: Native) -> None:
     def run(places: Any) -> Any:
         return -1, 0, 0, [repr(places).encode().ljust(40)]
 
-    batch = (learn_places, 7, 1000, 0.0, False, False, (), (-1,), None, native.histograms)
+    batch = (learn_places, 7, 1000, 0.0, 0, 0, False, False, (), (-1,), None, native.histograms)
     native.fast.learn_alone(native.lane.fileno(), 4, batch, 1, (8,), ((0, 0, 40),), 9, run, timeline_end(None), None)
 
 
@@ -986,6 +1099,36 @@ def test_a_batch_is_one_execution(loop: WorkerLoop) -> None:
     assert after["execution_count"] == before["execution_count"] + 1
     sizes = {batch["batch_size"]: batch["compute_infer"]["count"] for batch in after["batch_stats"]}
     assert sizes[2] == {b["batch_size"]: b["compute_infer"]["count"] for b in before["batch_stats"]}[2] + 1
+
+
+def test_requests_that_wait_for_others_do_so_in_c(loop: WorkerLoop, tmp_path: Path) -> None:
+    """Those that are enough; this loop does not wait itself, and leaves the others to Python. All are answered alike."""
+    text, asked = (MODELS / "mlp" / "config.pbtxt").read_text(), "dynamic_batching { }"
+    assert asked in text
+    delay = "dynamic_batching { preferred_batch_size: [ 2 ] max_queue_delay_microseconds: 100000 }"
+    source = (MODELS / "mlp" / "1" / "model.py").read_text()
+    write_model(tmp_path, "mlp", source, text.replace(asked, delay))
+    loop.load(tmp_path / "mlp")
+    (mlp,) = list(loop.worker._models)
+
+    def together(count: int) -> list[WholeAnswer]:
+        for _ in range(count):
+            loop.submit("mlp", [vector("x", np.linspace(0, 1, 784))])
+        return loop.answers(count)
+
+    first = together(2)
+    for _ in range(5):
+        together(2)
+    before, queued = mlp.statistics.to_dict(), mlp.queue._sequence
+    assert [answer.outputs for answer in together(2)] == [answer.outputs for answer in first]
+    assert mlp.queue._sequence == queued
+    (alone,) = together(1)
+    after = mlp.statistics.to_dict()
+    assert mlp.queue._sequence == queued + 1
+    assert alone.outputs[0].shape == first[0].outputs[0].shape
+    assert after["inference_count"] == before["inference_count"] + 3
+    assert after["execution_count"] == before["execution_count"] + 2
+    assert after["inference_stats"]["queue"]["ns"] >= before["inference_stats"]["queue"]["ns"] + 100_000_000
 
 
 def test_a_model_loaded_again_answers_from_then_on(loop: WorkerLoop, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Alone:
         native.fast.learn_alone(
             native.lane.fileno(),
             4,
-            (self, 7, 1000, said["share"], False, False, (), (-1,) * said["most"], None, native.histograms),
+            (self, 7, 1000, said["share"], 0, 0, False, False, (), (-1,) * said["most"], None, native.histograms),
             said["rows"],
             said["inputs"],
             said["outputs"],
