@@ -6,12 +6,14 @@ while     the p99 of a small HTTP request on four connections while the same mod
           the p99 when nothing is pushed (at most 1.5 times).
 sets      1000 sets of 1 MiB with room for 100 on the device: the rate of requests whose set is on the device beside the rate
           with ``main`` (at least 0.97), ten of each in turn, each on a connection of its own; and how much longer a request takes
-          whose set is not, beside a copy of 1 MiB to the device (at most 2), from memory that was last read as long ago. The
-          sets are pushed so that a processor has to copy them, too, which would otherwise use them in place. A first request for
-          a set is measured separately.
-mixed     a model with ``batch_sets``, a base of 64 MiB and adapters of 128 KiB: requests of 16 sets at once, which share a call,
-          beside as many one after the other, which do not wait for others (at least 6 times faster), and as many at once to a
-          model without a queue delay: the first runs by itself, and others join those that come meanwhile. XLA sets the bound:
+          whose set is not, beside a copy of 1 MiB to the device (at most 2), from memory that was last read as long ago: one
+          request of either kind and one copy in turn, because the machine may be slower a second later. The sets are pushed so
+          that a processor has to copy them, too, which would otherwise use them in place. A first request for a set is measured
+          separately.
+mixed     a model with ``batch_sets``, a base of 64 MiB and adapters of 128 KiB: a client's requests of 16 sets at once, which
+          share a call (how many calls there were is printed), beside as many of which each is sent when the one before it is
+          answered, to a model without a queue delay (at least 6 times faster), and as many at once to that
+          model: the first runs by itself, and others join those that come meanwhile. XLA sets the bound:
           the same function is measured without a server, in this process, in 16 calls with one row and one with 16. On a
           processor the product of 16 rows with the base alone takes three to four times as long as that of one row.
 narrow    like mixed, with a base of 1 MiB and adapters of 16 KiB, whose product takes less than all else of a request.
@@ -280,13 +282,13 @@ def shifted_array(value: float) -> np.ndarray:
     return memory[at % 16 :][: _MIB // 4]
 
 
-def misses() -> int:
-    """Returns how often a set of parameters had to be copied to the device so far, from the metrics."""
+def counted(metric: str, model: str) -> int:
+    """Returns the value of one of the daemon's counters for a model so far, over all its versions."""
     connection = http.client.HTTPConnection(_METRICS)
     with contextlib.closing(connection):
         connection.request("GET", "/metrics")
         text = connection.getresponse().read().decode()
-    found = re.findall(r'^tensord_parameter_misses_total\{model="small".*\} (\S+)', text, re.MULTILINE)
+    found = re.findall(rf'^{metric}\{{model="{model}".*\}} (\S+)', text, re.MULTILINE)
     return sum(map(int, map(float, found)))
 
 
@@ -298,7 +300,7 @@ def sets_row(rounds: int, client: tensord_client.Client) -> int:
     mains = [Asker("small") for _ in range(_TURN)]
     askers = [Asker("small", f"s{number}") for number in range(_SETS)]
     away, arrays = range(_ROOM, _SETS, 5), [shifted_array(number) for number in range(2 * _ROOM)]
-    found: dict[str, list[float]] = {"main": [], "hit": [], "first": [], "miss": [], "copy": []}
+    found: dict[str, list[float]] = {"main": [], "hit": [], "first": [], "beside": [], "miss": [], "copy": []}
     placed: deque[Any] = deque(maxlen=_ROOM)
     wrong = 0
     # A request of a kind that never came is checked; those behind it are known.
@@ -306,26 +308,27 @@ def sets_row(rounds: int, client: tensord_client.Client) -> int:
         for number in away:
             found["first"].append(seconds(askers[number]))
     del found["first"][len(away) :]
-    before = misses()
+    before = counted("tensord_parameter_misses_total", "small")
     for _ in range(rounds):
         for number in range(_TURN):
             wrong += askers[number]() != number
         for _ in range(10):
             found["main"] += [seconds(main) for main in mains]
             found["hit"] += [seconds(askers[number]) for number in range(_TURN)]
-        for number in away:
+        for number, each in zip(away, arrays, strict=False):
+            found["beside"].append(seconds(askers[number % _TURN]))
             found["miss"].append(seconds(askers[number]))
-        for each in arrays:
             found["copy"].append(seconds(lambda: placed.append(jax.block_until_ready(jax.device_put(each)))))  # noqa: B023
-    came = misses() - before
+    came = counted("tensord_parameter_misses_total", "small") - before
     wrong += mains[0]() != 5000
     for number in range(0, _SETS, 37):
         wrong += askers[number]() != number
     medians = {name: statistics.median(values) * 1e6 for name, values in found.items()}
-    more = (medians["miss"] - medians["hit"]) / medians["copy"]
+    more = (medians["miss"] - medians["beside"]) / medians["copy"]
     rate = medians["main"] / medians["hit"]
     print(f"sets   main {medians['main']:.0f} us, hit {medians['hit']:.0f} us: {rate:.3f} of its rate")
-    print(f"       miss {medians['miss']:.0f} us, {more:.2f} copies ({medians['copy']:.0f} us) more; {came} came back")
+    print(f"       miss {medians['miss']:.0f} us, hit between them {medians['beside']:.0f} us:", end=" ")
+    print(f"{more:.2f} copies ({medians['copy']:.0f} us) more; {came} came back")
     print(f"       first request for a set, which is not there {medians['first']:.0f} us", flush=True)
     for each in (*mains, *askers):
         wrong += each.wrong
@@ -382,14 +385,17 @@ def mixed_row(rounds: int, client: tensord_client.Client, row: str = "mixed") ->
         at_once()
         at_once(alone)
         in_turn()
+    before = counted("nv_inference_exec_count", row)
     for _ in range(_REPEATS * rounds):
         found["at once"].append(seconds(at_once))
         found["no delay"].append(seconds(lambda: at_once(alone)))
         found["in turn"].append(seconds(in_turn))
         found["XLA at once"].append(seconds(lambda: alone_once(_TOGETHER)))
         found["XLA in turn"].append(_TOGETHER * seconds(lambda: alone_once(1)))
+    calls = (counted("nv_inference_exec_count", row) - before) / (_REPEATS * rounds)
     once, joined, turn, xla_once, xla_turn = (statistics.median(values) * 1e3 for values in found.values())
-    print(f"{row:6} {_TOGETHER} sets at once {once:.1f} ms, one after the other {turn:.1f} ms: {turn / once:.1f} x")
+    print(f"{row:6} {_TOGETHER} sets at once, in {calls:.1f} calls: {once:.1f} ms", end=", ")
+    print(f"one after the other {turn:.1f} ms: {turn / once:.1f} x")
     print(f"       at once, where none waits for others {joined:.1f} ms: {turn / joined:.1f} x")
     print(f"       the function alone {xla_once:.1f} ms, {xla_turn:.1f} ms: {xla_turn / xla_once:.1f} x", flush=True)
     return wrong
