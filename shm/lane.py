@@ -247,24 +247,25 @@ class SubmitterLane:
         known = self._received
         answers: list[tuple[PreparedAnswer, AnswerRecord]] = []
         for record in records:
-            if type(record) is AnswerRecord:
-                number = record.prepared
-                # The number is resolved now: a later record may give it another meaning.
-                if isinstance(number, PreparedAnswer):
-                    prepared, own = number, _own_tensors(number)
-                else:
-                    prepared, own = known[number]
-                if len(record.contents) != own:
-                    raise InvalidArgument(
-                        f"{len(record.contents)} tensors came in an answer that was prepared for {own}"
-                    )
-                if record.lease is not None and record.lease[0] in self._responses.refused:
-                    prepared, record = LAST, self._unreachable(record.request_id, record.lease)
-                answers.append((prepared, record))
-            elif type(record) is PrepareAnswer:
-                known.learn(record.number, (record.prepared, _own_tensors(record.prepared)))
-            else:
+            kind = type(record)
+            if kind is not AnswerRecord and kind is not PrepareAnswer:
                 self._apply_segment(record, [])
+                continue
+            said = record.prepared
+            if isinstance(said, PreparedAnswer):
+                # What lies in no region travels with every record.
+                prepared, own = said, sum([tensor.region is None for tensor in said.outputs])
+            else:
+                # The number is resolved now: a later record may give it another meaning.
+                prepared, own = known[said]
+            if kind is PrepareAnswer:
+                known.learn(record.number, (prepared, own))
+                continue
+            if len(record.contents) != own:
+                raise InvalidArgument(f"{len(record.contents)} tensors came in an answer that was prepared for {own}")
+            if record.lease is not None and record.lease[0] in self._responses.refused:
+                prepared, record = LAST, self._unreachable(record.request_id, record.lease)
+            answers.append((prepared, record))
         return answers
 
     def _first(self) -> tuple[list[Any], list[int]] | None:
@@ -523,11 +524,6 @@ class WorkerLane:
         self._channel.close()
         self._requests.close()
         self._arena.close()
-
-
-def _own_tensors(prepared: PreparedAnswer) -> int:
-    """Returns how many tensors each answer of one kind carries in its own record: those that lie in no region."""
-    return sum([tensor.region is None for tensor in prepared.outputs])
 
 
 def _agree(records: list[Any], fds: list[int]) -> bool:
