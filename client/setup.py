@@ -9,7 +9,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 #: The sources of the part in C, those that ``tensord_client.native.SOURCES`` names, in the same order.
-_SOURCES = ("tensord_client/_exchange.c", "tensord_client/_records.c", "tensord_client/_records.h")
+_NAMES = ("_exchange.c", "_records.c", "_records.h", "_spin.c", "_spin.h")
+_SOURCES = [f"tensord_client/{name}" for name in _NAMES]
 _CHECKSUM = 0
 for _source in _SOURCES:
     _CHECKSUM = zlib.crc32((Path(__file__).parent / _source).read_bytes(), _CHECKSUM)

@@ -400,7 +400,8 @@ class TraceOptions(Section, frozen=True):
 class Expert(Section, frozen=True):
     """Settings that no operator should have to change: for measurements, for finding faults, and for our own tests."""
 
-    #: How long either end of a lane polls before it sleeps, in microseconds, while records follow each other that fast. 0: never.
+    #: How long either end of a lane (a client's, too) polls before it sleeps, in microseconds, while records follow each other
+    #: that fast. 0: never.
     spin_us: Annotated[int, Meta(ge=0, le=10_000)] = 300
     #: Prepared requests that each front keeps, so that requests like them are parsed once; 0: none.
     max_prepared: PreparedCount = 1024

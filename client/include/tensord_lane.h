@@ -10,12 +10,12 @@
  *      {"open": {"model": "m", "version": 0,   {"model": "m", "version": 3, "metadata": {...}, "max_batch_size": 8, "streams": false,
  *        "ended": [17], "wait": 5.0}}           "sequences": false, "pure": true, "lanes": [{"lane": 18, "device": "cpu:0",
  *                                               "new": true}], "limits": {"in_flight": n, "segments": n, "segment_byte_size": n,
- *                                               "response_byte_size": n}, "coming": 0}
+ *                                               "response_byte_size": n}, "coming": 0, "spin_us": 300}
  *      anything else                           {"error": "a sentence", "code": "NOT_FOUND"}
  *
  *    version 0 is the newest. "lanes" has one entry for each worker that has the model; the sockets of the new ones come beside the
  *    message (SCM_RIGHTS), in that order. "ended" are lanes whose end the client has seen. The connection owns its lanes: when it is
- *    closed they end. "pure": running a request twice harms nobody.
+ *    closed they end. "pure": running a request twice harms nobody. "spin_us": for so long a client may poll a lane before it sleeps.
  *
  * 2. A lane is a SOCK_SEQPACKET socket. A datagram of at most 64 KiB is one byte and MessagePack behind it:
  *
@@ -74,6 +74,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -186,6 +187,9 @@ typedef struct {
     /* What of it has not been read yet. */
     const unsigned char *at, *end;
     uint64_t records;
+    /* How long to poll before sleeping; when the last wait ended, and whether it was shorter than that. */
+    uint64_t spin_ns, woken_ns;
+    int spins;
     struct {
         int used;
         uint64_t number, byte_size;
@@ -675,6 +679,7 @@ static inline tensord_lane *tensord_open(tensord_client *client, const char *mod
             unsigned char buffer[16];
             lane->fd = fds[next++];
             lane->number = number;
+            lane->spin_ns = 1000 * (uint64_t)tensord__json_int(answer, "spin_us", 0);
             client->lanes[client->count++] = lane;
             tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
             tensord__put_array(&to, 2);
@@ -910,6 +915,25 @@ static inline int tensord__open_response(tensord_lane *lane, uint64_t number, ui
     return tensord__fail(lane, TENSORD_FAILED, "a segment of the worker's cannot be mapped");
 }
 
+static inline uint64_t tensord__now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* Polls for a datagram, giving way to others, before its receiver sleeps: waking a process takes longer than a small request. It pays only
+ * if the last wait was short, and after little work; the worker does the same. Returns when the wait began. */
+static inline uint64_t tensord__spin(const tensord_lane *lane, uint64_t until_ns) {
+    struct pollfd look = {lane->fd, POLLIN, 0};
+    uint64_t began = tensord__now_ns(), end = began + lane->spin_ns;
+    if (until_ns && until_ns < end)
+        end = until_ns;
+    if (lane->spins && 2 * (began - lane->woken_ns) <= lane->spin_ns)
+        for (uint64_t now = began; now < end && poll(&look, 1, 0) == 0; now = tensord__now_ns())
+            sched_yield();
+    return began;
+}
+
 /* Receives a datagram of records, waiting at most until a moment of CLOCK_MONOTONIC; 0: for ever. ``fd``: what came beside it, or -1. */
 static inline int tensord__receive(tensord_lane *lane, uint64_t until_ns, int *fd) {
     union {
@@ -927,10 +951,9 @@ static inline int tensord__receive(tensord_lane *lane, uint64_t until_ns, int *f
         message.msg_iovlen = 1;
         message.msg_control = &ancillary;
         message.msg_controllen = sizeof ancillary;
+        uint64_t began = tensord__spin(lane, until_ns);
         if (until_ns) {
-            struct timespec now;
-            clock_gettime(CLOCK_MONOTONIC, &now);
-            uint64_t now_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+            uint64_t now_ns = tensord__now_ns();
             struct pollfd look = {lane->fd, POLLIN, 0};
             int left = until_ns <= now_ns ? 0 : (int)((until_ns - now_ns + 999999) / 1000000 > 1 << 30 ? 1 << 30 : (until_ns - now_ns + 999999) / 1000000);
             int ready = poll(&look, 1, left);
@@ -940,6 +963,8 @@ static inline int tensord__receive(tensord_lane *lane, uint64_t until_ns, int *f
                 continue;
         }
         ssize_t size = recvmsg(lane->fd, &message, MSG_CMSG_CLOEXEC);
+        lane->woken_ns = tensord__now_ns();
+        lane->spins = lane->woken_ns - began < lane->spin_ns;
         if (size < 0 && (errno == EINTR || errno == ECONNRESET))
             continue;
         if (size <= 0)

@@ -12,14 +12,12 @@
  * nothing changes meanwhile.
  */
 
-#include "_records.h"
+#include "_spin.h"
 
 #include <errno.h>
-#include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <time.h>
 
 /* A datagram has at most one descriptor; there is room for what is wrong with it, too. */
 #define ANCILLARY CMSG_SPACE(4 * sizeof(int))
@@ -34,6 +32,7 @@ enum {
     OUTPUTS,  /* the outputs that such an answer stands for */
     LANE,
     SOCKET,     /* of the lane: whether it is closing, and its timeout */
+    SPIN,       /* of the socket: says when to poll */
     IN_FLIGHT,  /* dict of the lane: id -> request */
     BACKLOG,    /* of the lane, with a length */
     RELEASES,   /* of the lane, with a length */
@@ -60,15 +59,11 @@ typedef struct {
     uint64_t until;
 } exchange_t;
 
+/* Spin, which is kept for the module's life. */
+static PyObject *spin_type;
 /* Names of attributes. */
 static PyObject *closing_name, *epoch_name, *learned_name, *closures_name, *known_closures_name, *timeout_name, *times_name, *promote_name,
     *waiting_name, *request_id_name;
-
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 static void write_u64(char *at, uint64_t value) {
     for (int i = 7; i >= 0; i--, value >>= 8)
@@ -217,14 +212,17 @@ static PyObject *finish(const exchange_t *self, PyObject *call, PyObject *key, s
 
 /* Receives, without the interpreter's lock. Returns as recvmsg; -1 with EINTR: there is an exception. */
 static ssize_t receive(const exchange_t *self, struct msghdr *message) {
+    spin_t *spin = (spin_t *)self->object[SPIN];
     size_t room = message->msg_controllen;
     ssize_t size;
     for (;;) {
         int failure;
         message->msg_controllen = room;
         Py_BEGIN_ALLOW_THREADS
+        spin_before(spin, self->fd);
         size = recvmsg(self->fd, message, MSG_CMSG_CLOEXEC);
         failure = errno;
+        spin_after(spin);
         Py_END_ALLOW_THREADS
         errno = failure;
         if (size >= 0 || failure != EINTR)
@@ -310,7 +308,7 @@ static PyObject *ask(exchange_t *self, PyObject *arguments) {
 
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
     static char *names[] = {"datagram",       "id_at",          "deadline_at",    "received",       "head",           "tail",
-                            "tail_at",        "outputs",        "lane",           "socket",         "fd",             "in_flight",
+                            "tail_at",        "outputs",        "lane",           "socket",         "spin",           "fd",             "in_flight",
                             "backlog",        "releases",       "followers",      "ids",            "acquire",        "release",
                             "locked",         "memory",         "models",         "model_key",      "model",          "epoch",
                             "learned",        "until",          NULL};
@@ -319,8 +317,8 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     Py_ssize_t id_at, deadline_at, tail_at;
     long epoch, learned;
     double until;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "YnnYSSnOOOiO!OOOOOOOOO!OOlld", names, &o[DATAGRAM], &id_at, &deadline_at, &o[RECEIVED],
-                                     &o[HEAD], &o[TAIL], &tail_at, &o[OUTPUTS], &o[LANE], &o[SOCKET], &fd, &PyDict_Type, &o[IN_FLIGHT], &o[BACKLOG],
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "YnnYSSnOOOO!iO!OOOOOOOOO!OOlld", names, &o[DATAGRAM], &id_at, &deadline_at, &o[RECEIVED],
+                                     &o[HEAD], &o[TAIL], &tail_at, &o[OUTPUTS], &o[LANE], &o[SOCKET], (PyTypeObject *)spin_type, &o[SPIN], &fd, &PyDict_Type, &o[IN_FLIGHT], &o[BACKLOG],
                                      &o[RELEASES], &o[FOLLOWERS], &o[IDS], &o[ACQUIRE], &o[RELEASE], &o[LOCKED], &o[MEMORY], &PyDict_Type,
                                      &o[MODELS], &o[MODEL_KEY], &o[MODEL], &epoch, &learned, &until))
         return NULL;
@@ -399,7 +397,9 @@ PyMODINIT_FUNC PyInit__exchange(void) {
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     PyObject *type = module == NULL ? NULL : PyType_FromSpec(&spec);
-    int wrong = type == NULL || PyObject_SetAttrString(module, "Exchange", type) || PyModule_AddIntConstant(module, "SOURCE", SOURCE);
+    spin_type = type == NULL ? NULL : PyType_FromSpec(&spin_spec);
+    int wrong = spin_type == NULL || PyObject_SetAttrString(module, "Exchange", type) || PyObject_SetAttrString(module, "Spin", spin_type) ||
+                PyModule_AddIntConstant(module, "SOURCE", SOURCE);
     Py_XDECREF(type);
     if (wrong)
         Py_CLEAR(module);

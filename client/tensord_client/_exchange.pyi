@@ -17,6 +17,13 @@ def arrays(
     ndarray: type[Array],
 ) -> bool: ...
 
+class Spin:
+    def __init__(self, limit_ns: int) -> None: ...
+    def before(self, fd: int) -> None: ...
+    def after(self) -> None: ...
+    def begin(self, now_ns: int) -> int: ...
+    def end(self, now_ns: int) -> None: ...
+
 class Exchange:
     def __init__(
         self,
@@ -31,6 +38,7 @@ class Exchange:
         outputs: Mapping[str, Array],
         lane: Any,
         socket: Any,
+        spin: Spin,
         fd: int,
         in_flight: dict[int, Any],
         backlog: Sized,

@@ -188,7 +188,13 @@ class LaneConnection:
                 number = each["lane"]
                 if each["new"]:
                     self._lanes[number] = WorkerLane(
-                        sockets.pop(0), number, self.memory, self._ids, self._held, limits["response_byte_size"]
+                        sockets.pop(0),
+                        number,
+                        self.memory,
+                        self._ids,
+                        self._held,
+                        limits["response_byte_size"],
+                        1000 * answer.get("spin_us", 0),
                     )
                 lanes.append(self._lanes[number])
         except (LookupError, TypeError) as error:

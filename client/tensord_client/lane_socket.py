@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tensord_client import wire
+from tensord_client.native import Spin
 
 _ANCILLARY = socket.CMSG_SPACE(4 * 4)
 # Plain integers: the socket module's flags are enums, whose every operation is a Python call.
@@ -38,8 +39,11 @@ class LaneEnded(Exception):
 class LaneSocket:
     """The socket of a lane, and the datagrams that it has not taken yet."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        """Takes over a connected socket, which this object closes."""
+    def __init__(self, sock: socket.socket, spin_ns: int) -> None:
+        """Takes over a connected socket, which this object closes.
+
+        ``spin_ns``: how long a receive polls before it sleeps, at most; 0: not at all.
+        """
         sock.setblocking(True)
         self.sock = sock
         #: Held by the thread that sends.
@@ -53,6 +57,8 @@ class LaneSocket:
         self._buffers = (self.received,)
         #: The receive timeout that the socket has, in milliseconds.
         self.timeout_ms = 0
+        #: Says when a receive polls before it sleeps; None: the part in C is missing.
+        self.spin = None if Spin is None else Spin(spin_ns)
         #: Event loops that read the socket.
         self._loops: dict[Any, None] = {}
 
@@ -124,13 +130,19 @@ class LaneSocket:
 
         ``flags``: 0: waits, at most as long as ``limit_wait`` said; ``AT_ONCE``: does not wait.
         """
+        spin = None if flags else self.spin
         try:
+            if spin is not None:
+                spin.before(self.sock.fileno())
             size, ancillary, said, _ = self.sock.recvmsg_into(self._buffers, _ANCILLARY, _RECEIVE | flags)
         except (BlockingIOError, ConnectionResetError):
             # A peer that ended with records unread causes the second one once, before anything else. What it sent is still there.
             return None
         except OSError:
             return _END
+        finally:
+            if spin is not None:
+                spin.after()
         return size, ancillary, said
 
     def limit_wait(self, until: float | None) -> None:

@@ -336,7 +336,8 @@ class PreparedCall:
     def _exchange_on(self, lane: WorkerLane, bound: Bound) -> Exchange | None:
         """Returns the object of the C extension that makes the next calls on a lane; None: it is missing, or cannot make them."""
         call, known = self._call, self._connection.models.get((self._call.model, self._call.version))
-        if Exchange is None or known is None or call.sequence_id or bound.learned != lane.learned:
+        spin = lane.socket.spin
+        if Exchange is None or spin is None or known is None or call.sequence_id or bound.learned != lane.learned:
             return None
         now = time.monotonic()
         if bound.exchange is None or bound.model is not known or now >= bound.until:
@@ -353,6 +354,7 @@ class PreparedCall:
                 outputs=bound.outputs,
                 lane=lane,
                 socket=lane.socket,
+                spin=spin,
                 fd=lane.socket.sock.fileno(),
                 in_flight=lane.in_flight,
                 backlog=lane.socket.backlog,

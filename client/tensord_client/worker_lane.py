@@ -69,6 +69,7 @@ class WorkerLane:
         ids: Iterator[int],
         held: set[Any],
         response_byte_size: int,
+        spin_ns: int,
     ) -> None:
         """Takes over a lane's socket, and sends the version of the record format to the worker.
 
@@ -79,10 +80,11 @@ class WorkerLane:
           ids: yields the ids of requests, from 2**32 on; all lanes of the connection share it.
           held: the connection's set of leases that the program holds.
           response_byte_size: the most bytes of the worker's memory that answers on this lane may hold.
+          spin_ns: how long a thread that waits for an answer polls before it sleeps, at most.
 
         Raises: LaneEnded: the worker is gone.
         """
-        self.socket = LaneSocket(sock)
+        self.socket = LaneSocket(sock, spin_ns)
         #: How many prepared calls use it.
         self.bound = 0
         self.number = number

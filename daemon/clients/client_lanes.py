@@ -67,6 +67,7 @@ class ClientLanes:
         clients = options.clients
         self._options = clients
         self._worker_wait = options.requests.worker_wait
+        self._spin_us = options.expert.spin_us
         self._restricted = "inference" in restrictions.parse(options.http.restricted_api)
         self._supervisor = supervisor
         self._table = ModelStates()
@@ -248,6 +249,7 @@ class ClientLanes:
             entries,
             self._limits,
             max(0, self._expected(state) - len(entries)),
+            self._spin_us,
         )
 
     def _homes(self, state: ModelState) -> list[WorkerProcess]:

@@ -143,6 +143,8 @@ class OpenAnswer(msgspec.Struct):
     limits: LaneLimits
     #: Workers that are to have the model and do not yet: asking again later brings lanes to them.
     coming: int
+    #: How long the client's end of a lane polls before it sleeps, at most, in microseconds; as the worker's end does.
+    spin_us: int
 
 
 class ClientError(msgspec.Struct):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensord_client
-from tensord_client import native, placement, prepared_call
+from tensord_client import lane_socket, native, placement, prepared_call
 from tensord_client.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -58,6 +58,7 @@ def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Encodes requests, makes answers, and exchanges the datagrams of prepared calls once an answer was seen."""
     if request.param == "Python":
         monkeypatch.setattr(prepared_call, "Exchange", None)
+        monkeypatch.setattr(lane_socket, "Spin", None)
         for name in ("arrays", "request", "small_inputs", "unpack_from"):
             monkeypatch.setattr(native, name, None)
     elif prepared_call.Exchange is None:

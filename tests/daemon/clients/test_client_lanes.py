@@ -71,7 +71,7 @@ def test_a_client_gets_one_lane_to_each_worker(start: Start, tmp_path: Path) -> 
         (one, two), limits = [number for number, _ in entries(answer)], answer["limits"]
         assert entries(answer) == [(one, True), (two, True)]
         assert answer["metadata"] == {"name": "good", "versions": ["1"], "loads": 1}
-        assert (answer["model"], answer["version"], answer["coming"]) == ("good", 1, 0)
+        assert (answer["model"], answer["version"], answer["coming"], answer["spin_us"]) == ("good", 1, 0, 300)
         assert (answer["streams"], answer["sequences"], answer["max_batch_size"]) == (False, False, 0)
         assert {entry["device"] for entry in answer["lanes"]} == {"cpu:0", "cpu:1"}
         assert limits == {

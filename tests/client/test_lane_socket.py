@@ -1,0 +1,89 @@
+"""A lane's socket: when it polls before it sleeps."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from tensord_client.lane import Call, LaneConnection
+from tensord_client.native import Spin
+
+from tensord.shm import spin
+
+_PATIENCE = 120.0
+_LIMIT = 300_000
+pytestmark = pytest.mark.skipif(Spin is None, reason="the client's part in C is not built (pip install -e client)")
+
+
+def test_it_polls_when_the_daemon_would() -> None:
+    """One rule for both ends of a lane, in two distributions."""
+    chance = random.Random(0)
+    ours, theirs = Spin(_LIMIT), spin.Spin(_LIMIT)
+    now, ended, polled = 10**12, 0, set()
+    for _ in range(1000):
+        begun = ours.begin(now)
+        assert begun == theirs.begin(now, now - ended)
+        polled.add(begun > 0)
+        now += chance.choice((1, _LIMIT // 4, _LIMIT - 1, _LIMIT, 2 * _LIMIT))
+        ours.end(now)
+        theirs.end(now)
+        ended = now
+        now += chance.choice((0, _LIMIT // 2, _LIMIT // 2 + 1, _LIMIT))
+    assert polled == {True, False}
+
+
+def test_without_a_limit_it_never_polls() -> None:
+    never = Spin(0)
+    never.begin(5)
+    never.end(5)
+    assert never.begin(5) == 0
+
+
+def answers_quickly(limit_ns: int) -> Any:
+    """Returns a Spin that has just had a short wait."""
+    made = Spin(limit_ns)
+    now = time.monotonic_ns()
+    made.begin(now)
+    made.end(now)
+    return made
+
+
+def test_the_daemon_says_for_how_long(connection: LaneConnection) -> None:
+    connection.open("slow")
+    for lane in connection.models["slow", 0].lanes:
+        found = lane.socket.spin
+        assert found is not None
+        found.begin(5)
+        found.end(5)
+        assert found.begin(5) == 5 + _LIMIT
+
+
+@pytest.mark.parametrize("way", ["prepared", "asked"])
+def test_who_waits_polls(connection: LaneConnection, way: str) -> None:
+    """A wait of 0.3 s that may poll for a minute takes processor time; one that sleeps takes none worth mentioning."""
+    given, place = connection.empty(1, np.float32), connection.empty(1, np.float32)
+    call = Call("slow", {"x": given}, places={"y": place})
+    lanes = connection.model_of(call).lanes
+    for lane in lanes:
+        lane.socket.spin = answers_quickly(60 * 10**9)
+    prepared = connection.prepare(call)
+
+    def ask() -> None:
+        if way == "prepared":
+            prepared(_PATIENCE)
+        else:
+            connection.ask(call).result(_PATIENCE)
+
+    for _ in range(4):
+        given[0] = 0
+        ask()
+    assert (prepared._exchange is not None) == (way == "prepared")
+    given[0] = 0.3
+    began = time.thread_time()
+    ask()
+    used = time.thread_time() - began
+    assert place[0] == np.float32(1.3)
+    assert used > 0.005
