@@ -572,13 +572,10 @@ class Submitter:
         orphans, worker.in_flight = worker.in_flight, {}
         models = Counter(request.prepared.model for number, request in orphans.items() if number in executing)
         if orphans:
-            _log.log(
-                logging.ERROR if models else logging.WARNING,
-                "the worker on %s is gone with %d requests; it was executing %s",
-                worker.device,
-                len(orphans),
-                ", ".join(f"{count} of model '{name}'" for name, count in models.most_common()) or "none of them",
-            )
+            level = logging.ERROR if models else logging.WARNING
+            running = ", ".join(f"{count} of model '{name}'" for name, count in models.most_common()) or "none of them"
+            said = "the worker on %s is gone with %d requests; it was executing %s"
+            _log.log(level, said, worker.device, len(orphans), running)
         else:
             _log.info("the worker on %s is gone with no request in flight", worker.device)
         for number, request in orphans.items():
