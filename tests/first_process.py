@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any, NoReturn
 
 from tensord.daemon import check
@@ -141,7 +141,7 @@ def _forked(
 def _become(
     words: Sequence[str], environment: Mapping[str, str], fds: Mapping[int, int], folders: Sequence[str] = ()
 ) -> NoReturn:
-    """Runs a module as the program of this process.
+    """Runs a module as the program of this process, or the text that follows "-c".
 
     ``fds``: number that each descriptor is to have -> descriptor. ``folders``: searched first for modules.
     """
@@ -153,11 +153,16 @@ def _become(
         os.environ.update(environment)
         before = [*folders, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         sys.path[:] = [*before, *itertools.dropwhile(lambda path: not path.endswith(".zip"), sys.path)]
-        _rename([sys.executable, "-m", *words])
-        sys.argv = list(words)
+        is_text = words[0] == "-c"
+        _rename([sys.executable, *words] if is_text else [sys.executable, "-m", *words])
+        sys.argv = ["-c", *words[2:]] if is_text else list(words)
         spawned.subprocess = check.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _forked})
         try:
-            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+            if is_text:
+                sys.modules["__main__"] = ModuleType("__main__")
+                exec(compile(words[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+            else:
+                runpy.run_module(words[0], run_name="__main__", alter_sys=True)
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -106,7 +106,9 @@ def start(
     errors: int = 2,
     read_errors: bool = False,
 ) -> Process:
-    """Starts ``python -m WORDS`` by a fork. It gets these descriptors under the numbers that they have here.
+    """Starts ``python -m WORDS`` by a fork, or ``python -c`` if that is the first word.
+
+    It gets these descriptors under the numbers that they have here.
 
     Args:
       given: the descriptor of its standard input; None: it has none.
@@ -143,13 +145,23 @@ def is_forked(pid: int) -> bool:
     return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"//")
 
 
-def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run(words: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Runs ``python -m WORDS`` to its end by a fork; returns its exit status and outputs."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        status = start(words, output=output.fileno(), errors=errors.fileno()).wait()
+        status = start(words, environment=environment, output=output.fileno(), errors=errors.fileno()).wait()
         output.seek(0)
         errors.seek(0)
         return subprocess.CompletedProcess(words, status, output.read(), errors.read())
+
+
+def run_script(script: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
+    """Runs ``python -c SCRIPT ARGUMENTS``, which has to succeed, by a fork; returns its output.
+
+    For scripts that import JAX, where it is not the import that is tested.
+    """
+    done = run(["-c", script, *arguments], environment=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 class _First:

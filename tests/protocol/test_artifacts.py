@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from jax import export
 from tritonclient import http
 
+from tests import prepared
 from tests.daemon_process import PATIENCE, ROOT, DaemonProcess
 from tests.repositories import write_model
 
@@ -23,8 +23,7 @@ DIGITS = ROOT / "examples" / "models" / "digits"
 
 
 def exported(model: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tensord", "export", str(model), str(folder), "--platforms", "cpu,cuda"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
+    return prepared.run(["tensord", "export", str(model), str(folder), "--platforms", "cpu,cuda"])
 
 
 def test_a_stepped_model_is_not_exported(tmp_path: Path) -> None:

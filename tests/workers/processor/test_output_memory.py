@@ -6,8 +6,6 @@ import functools
 import gc
 import logging
 import mmap
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +21,7 @@ from tensord.shm.arrays import Array, address_of
 from tensord.workers.native.extensions import available
 from tensord.workers.processor import output_memory
 from tensord.workers.processor.output_memory import OutputMemory, given_up, watched
-from tests.daemon_process import ROOT
+from tests import prepared
 from tests.generated import examples
 from tests.workers.worker_loop import DEVICE
 
@@ -384,9 +382,8 @@ def test_no_output_is_learned_where_another_thread_computes() -> None:
         "    del made\n    assert not output_memory._native.holds(address)\n"
     )
     for elsewhere in (True, False):
-        command = [sys.executable, "-c", script, str(elsewhere)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        assert done.stdout.split("\n")[:-1] == [str(not elsewhere), *["0 False" if elsewhere else "1 True"] * 4]
+        said = prepared.run_script(script, str(elsewhere))
+        assert said.split("\n")[:-1] == [str(not elsewhere), *["0 False" if elsewhere else "1 True"] * 4]
 
 
 # ------------------------------------------------------------------------------------------------------ what is learned

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +22,7 @@ from tensord.workers.processor import single_thread
 from tensord.workers.processor.single_thread import SingleThreadDevice, choose, share
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.gather_buffer import aligned
+from tests import prepared
 from tests.repositories import write_model
 from tests.workers.worker_process import WorkerProcess
 
@@ -112,9 +111,7 @@ def test_what_would_be_copied_is_not_shared() -> None:
 
 def told(script: str, threads: int, *arguments: str) -> str:
     """Runs a script in a process whose XLA has so many threads; returns its output."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": str(threads)}
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    return prepared.run_script(script, *arguments, environment=os.environ | {"PJRT_NPROC": str(threads)}).strip()
 
 
 def test_where_there_is_one() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tensord.workers.programs.cache_directory import CacheDirectory
+from tests import prepared
 
 #: Compiles a program nobody planned, and one that is stored; says what JAX was answered and what came out.
 SCRIPT = """
@@ -41,10 +39,7 @@ print(json.dumps({"answered": len(answered), "unplanned": unplanned.tolist(), "p
 
 
 def run(folder: Path) -> dict[str, Any]:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return dict(json.loads(prepared.run_script(SCRIPT, str(folder))))
 
 
 @pytest.fixture
