@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -163,11 +164,17 @@ def modules() -> list[Path]:
     return sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 
+@functools.cache
+def tree_of(text: str, types: bool = True) -> ast.Module:
+    """Returns the tree of a module; without ``types`` not what only a type checker reads."""
+    tree = ast.parse(text)
+    return tree if types else WithoutTypes().visit(tree)
+
+
 def imports(path: Path, types: bool = True) -> set[str]:
     """Returns what a module imports, inside functions too; without ``types`` not what only a type checker reads."""
     found: set[str] = set()
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree if types else WithoutTypes().visit(tree)):
+    for node in ast.walk(tree_of(path.read_text(), types)):
         if isinstance(node, ast.Import):
             found |= {within(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -195,8 +202,13 @@ def inside(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_arrows(path: Path) -> None:
+@pytest.mark.parametrize("folder", ROOMS)
+def test_arrows(folder: str) -> None:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        goes_down(path)
+
+
+def goes_down(path: Path) -> None:
     where = str(path.relative_to(ROOT))
     room = where.split("/")[0]
     for name in imports(path):
@@ -258,10 +270,15 @@ def names() -> dict[str, Path]:
     return found
 
 
-def arrows(tree: ast.AST, known: Iterable[str]) -> set[str]:
+def arrows(text: str, known: Iterable[str]) -> set[str]:
     """Returns the modules of ours that one imports when it is imported."""
+    return imported(tree_of(text, types=False), set(known)) & set(known)
+
+
+def imported(tree: ast.AST, known: Collection[str]) -> set[str]:
+    """Returns what a tree imports outside of functions; of ours the modules in ``known`` rather than names in them."""
     found: set[str] = set()
-    for node in ast.iter_child_nodes(WithoutTypes().visit(tree)):
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         if isinstance(node, ast.Import):
@@ -269,10 +286,10 @@ def arrows(tree: ast.AST, known: Iterable[str]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             module = within(str(node.module))
             inside_it = {within(f"{module}.{alias.name}") for alias in node.names}
-            found |= inside_it & set(known) or {module}
+            found |= inside_it.intersection(known) or {module}
         else:
-            found |= arrows(node, known)
-    return found & set(known)
+            found |= imported(node, known)
+    return found
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
@@ -296,7 +313,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
 
 def test_no_module_needs_itself() -> None:
     known = names()
-    assert circles({name: arrows(ast.parse(path.read_text()), known) for name, path in known.items()}) == []
+    assert circles({name: arrows(path.read_text(), known) for name, path in known.items()}) == []
 
 
 def test_circles_are_found() -> None:
@@ -305,13 +322,13 @@ def test_circles_are_found() -> None:
     )
     source += "def f():\n    import g\n"
     known = ("a", "a.b", "a.c", "e", "g")
-    assert arrows(ast.parse(source), known) == {"a.b", "a.c"}
+    assert arrows(source, known) == {"a.b", "a.c"}
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d", "a"}, "e": set()}) == [{"b", "c"}, {"d"}]
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+def test_every_module_says_what_it_is() -> None:
+    for path in modules():
+        assert ast.get_docstring(tree_of(path.read_text())), f"{path} has no docstring"
 
 
 @pytest.mark.parametrize("folder", [*ROOMS, "bench", "client", "deploy", "examples", "tests"])
