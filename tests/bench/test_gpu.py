@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.gpu import page
 from bench.server import ROOT
 from tests import run_folder
@@ -28,6 +30,7 @@ def free_ports(count: int) -> int:
             return port
 
 
+@pytest.mark.release("on a host with a GPU, where it is used, somebody looks at it")
 def test_dry(tmp_path: Path) -> None:
     folder = tmp_path / "cuda"
     folder.mkdir()

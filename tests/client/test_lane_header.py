@@ -59,6 +59,7 @@ def test_the_example_in_c(tmp_path: Path, daemon: DaemonProcess) -> None:
     assert "no tensord serves at" in nobody.stderr
 
 
+@pytest.mark.release("a compiler of C++ takes longest; test_the_example_in_c compiles the same header")
 def test_the_node_for_ros2(tmp_path: Path, daemon: DaemonProcess) -> None:
     """Against a stand-in of rclcpp: images with padded rows, one of another kind among them."""
     source = _CLIENT / "examples/ros2_node.cpp"

@@ -176,6 +176,7 @@ def system_python() -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.release("the image's steps over a copy of this host")
 @needs_compiler
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may lay a tree over this host's")
 @pytest.mark.skipif(

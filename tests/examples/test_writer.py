@@ -28,7 +28,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def write(daemon: DaemonProcess, text: str, **fields: Any) -> str:
-    body = {"prompt": list(text.encode()), "count": 40, **fields}
+    body = {"prompt": list(text.encode()), "count": 20, **fields}
     status, content = daemon.request("POST", "/v2/models/writer/generate", json.dumps(body).encode())
     assert status == 200, content
     written = json.loads(content)["character"]
@@ -44,7 +44,7 @@ def test_alone_and_among_64_bit_for_bit(daemon: DaemonProcess) -> None:
         together = list(pool.map(lambda each: write(daemon, each[0], **each[1]), asked))
     batches = json.loads(daemon.get("/v2/models/writer/stats")[1])["model_stats"][0]["batch_stats"]
     assert max(each["batch_size"] for each in batches) > 8
-    for number in range(0, 64, 7):
+    for number in range(0, 64, 9):
         assert write(daemon, asked[number][0], **asked[number][1]) == together[number]
     assert len(set(together)) > 32
 
@@ -52,9 +52,9 @@ def test_alone_and_among_64_bit_for_bit(daemon: DaemonProcess) -> None:
 def test_it_writes_words(daemon: DaemonProcess) -> None:
     """Most words that it writes are words of the text it was trained on."""
     known = set(re.findall(r"[a-z]+", " ".join(train_writer.documents()).lower()))
-    written = write(daemon, "Return the ", count=400, temperature=0.3).lower()
+    written = write(daemon, "Return the ", count=240, temperature=0.3).lower()
     words = re.findall(r"[a-z]+", written)[:-1]
-    assert len(words) > 30
+    assert len(words) > 20
     assert len([word for word in words if word in known]) > 0.8 * len(words)
 
 
@@ -81,6 +81,7 @@ def test_what_it_must_not_be_asked(daemon: DaemonProcess) -> None:
     )
 
 
+@pytest.mark.release("the model that is served was trained before")
 def test_training_learns() -> None:
     """A few steps of it, from the beginning."""
     text = train_writer.splits()["held_out"]

@@ -23,8 +23,8 @@ from bench.footprint import footprints
 from tests import prepared
 from tests.daemon_process import ROOT, DaemonProcess, nothing_left_behind, wait_until
 
-_SECONDS = 1.5
-_AT_ONCE = 7
+_SECONDS = 1.0
+_AT_ONCE = 9
 #: Of connections that come and go meanwhile, such as the ordinary clients' own.
 _MORE_DESCRIPTORS = 8
 
