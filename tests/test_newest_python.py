@@ -1,10 +1,12 @@
-"""Tests which interpreter ``make test-newest`` takes."""
+"""Tests which interpreter ``make test-newest`` takes, and that CI finds the files that it runs there."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
+from tests.daemon_process import ROOT
 from tests.newest_python import newest
 
 
@@ -35,3 +37,10 @@ def test_this_one_is_asked_as_any_other() -> None:
     major, minor = sys.version_info[:2]
     if (folder / f"python{major}.{minor}").exists():
         assert Path(newest([folder], (major, minor - 1))).name.startswith("python3")
+
+
+def test_what_ci_runs_on_it_is_there() -> None:
+    (listed,) = re.findall(r"^newest=\(\n(.*?)^\)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
+    files = re.findall(r"tests/\S+", listed)
+    assert len(files) > 20
+    assert [name for name in files if not (ROOT / name).exists()] == []
