@@ -82,6 +82,11 @@ class Tensor:
     #: The shape that clients see: with the batch dimension, -1 where the size varies.
     shape: tuple[int, ...]
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Returns the numpy dtype of the tensor's arrays; for BYTES it is object."""
+        return DTYPES.get(self.datatype, np.dtype(object))
+
 
 class Tensors(tuple[Tensor, ...]):
     """The inputs or the outputs of a model, in the order of its configuration; ``inputs["image"]`` finds one by its name."""

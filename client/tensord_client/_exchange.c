@@ -29,7 +29,7 @@ enum {
     RECEIVED, /* bytearray: what comes */
     HEAD,     /* bytes: what an answer begins with, up to its id */
     TAIL,     /* bytes: what follows the id, up to the times */
-    OUTPUTS,  /* the outputs that such an answer stands for */
+    OUTPUTS,  /* the Answer that such an answer stands for, but for its times */
     LANE,
     SOCKET,     /* of the lane: whether it is closing, and its timeout */
     SPIN,       /* of the socket: says when to poll */
@@ -186,11 +186,11 @@ static PyObject *ancillary_of(struct msghdr *message) {
 }
 
 /* Ends an exchange that was answered as ever. Returns the outputs. */
-static PyObject *finish(const exchange_t *self, PyObject *call, PyObject *key, size_t size) {
+static PyObject *finish(const exchange_t *self, PyObject *key, size_t size) {
     PyObject *const *object = self->object;
     Py_ssize_t at = self->tail_at + PyBytes_Size(object[TAIL]);
     PyObject *times = PyBytes_FromStringAndSize(PyByteArray_AsString(object[RECEIVED]) + at, (Py_ssize_t)size - at);
-    int wrong = times == NULL || PyObject_SetAttr(call, times_name, times) || PyDict_DelItem(object[IN_FLIGHT], key);
+    int wrong = times == NULL || PyObject_SetAttr(object[OUTPUTS], times_name, times) || PyDict_DelItem(object[IN_FLIGHT], key);
     Py_XDECREF(times);
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -297,7 +297,7 @@ static PyObject *ask(exchange_t *self, PyObject *arguments) {
     else if (size < 0)
         answer = Py_BuildValue("OO", key, Py_None);
     else if (is_alike(self, &message, (size_t)size, id))
-        answer = finish(self, call, key, (size_t)size);
+        answer = finish(self, key, (size_t)size);
     else
         answer = Py_BuildValue("O(nNi)", key, (Py_ssize_t)size, ancillary_of(&message), message.msg_flags & ~MSG_CMSG_CLOEXEC);
     Py_DECREF(key);

@@ -1,7 +1,7 @@
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
-from tensord_client.results import Array
+from tensord_client.results import Answer, Array
 
 SOURCE: int
 
@@ -35,7 +35,7 @@ class Exchange:
         head: bytes,
         tail: bytes,
         tail_at: int,
-        outputs: Mapping[str, Array],
+        outputs: Answer,
         lane: Any,
         socket: Any,
         spin: Spin,
@@ -58,4 +58,4 @@ class Exchange:
     ) -> None: ...
     def ask(
         self, call: Any, until: float | None
-    ) -> Mapping[str, Array] | tuple[int, tuple[int, list[tuple[int, int, bytes]], int] | None] | None: ...
+    ) -> Answer | tuple[int, tuple[int, list[tuple[int, int, bytes]], int] | None] | None: ...

@@ -29,12 +29,13 @@ static void end(spin_t *self, uint64_t now) {
     self->worth = now - self->since < self->limit;
 }
 
-void spin_before(spin_t *self, int fd) {
+static void poll_until(int fd, uint64_t until) {
     struct pollfd one = {fd, POLLIN, 0};
-    uint64_t now = now_ns(), until = begin(self, now);
-    for (; now < until && poll(&one, 1, 0) == 0; now = now_ns())
+    while (now_ns() < until && poll(&one, 1, 0) == 0)
         sched_yield();
 }
+
+void spin_before(spin_t *self, int fd) { poll_until(fd, begin(self, now_ns())); }
 
 void spin_after(spin_t *self) { end(self, now_ns()); }
 
@@ -46,9 +47,12 @@ static PyObject *before(spin_t *self, PyObject *given) {
     long fd = PyLong_AsLong(given);
     if (fd == -1 && PyErr_Occurred())
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    spin_before(self, (int)fd);
-    Py_END_ALLOW_THREADS
+    uint64_t until = begin(self, now_ns());
+    if (until) {
+        Py_BEGIN_ALLOW_THREADS
+        poll_until((int)fd, until);
+        Py_END_ALLOW_THREADS
+    }
     Py_RETURN_NONE;
 }
 

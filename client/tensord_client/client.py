@@ -21,7 +21,6 @@ from typing import Any, Union
 import numpy as np
 
 from tensord_client.connection import Connection
-from tensord_client.datatypes import dtype_of
 from tensord_client.errors import InvalidArgument, ServingError, Unavailable
 from tensord_client.http import HttpConnection, reached
 from tensord_client.http_channel import Address
@@ -84,7 +83,7 @@ class Client:
           itself.  Unavailable: there is no memory for the array now, or this process has no CUDA driver.
         """
         if isinstance(tensor, Tensor):
-            dtype = dtype_of(tensor.datatype)
+            dtype = tensor.dtype
             wanted = tuple(1 if size < 0 else size for size in tensor.shape) if shape is None else tuple(shape)
         else:
             wanted = tuple(tensor)

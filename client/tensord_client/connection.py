@@ -48,7 +48,7 @@ class Pending(Protocol):
 class PreparedCall(Protocol):
     """A request that is made once and sent many times, each time with what its arrays hold then."""
 
-    def __call__(self, timeout: float | None = None) -> Mapping[str, Array]:
+    def __call__(self, timeout: float | None = None) -> Answer:
         """Sends the request with what its arrays hold now, waits for the answer and returns the outputs by name.
 
         ``timeout``: seconds to wait; None: without limit.

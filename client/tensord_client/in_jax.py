@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensord_client.datatypes import dtype_of
 from tensord_client.errors import InvalidArgument
 from tensord_client.model import Model
 from tensord_client.results import Array, Tensor
@@ -49,12 +48,12 @@ def jax(
 
     def call(given: Mapping[str, Any]) -> dict[str, jax_library.Array]:
         arrays = {
-            name: library.numpy.asarray(value, dtype_of(inputs[name].datatype) if name in inputs else None)
+            name: library.numpy.asarray(value, inputs[name].dtype if name in inputs else None)
             for name, value in flat(given, {tensor.name: tensor.datatype for tensor in model.inputs}).items()
         }
         rows = next((array.shape[0] for array in arrays.values() if array.ndim), 1) if batched else 0
         wanted = {
-            tensor.name: library.ShapeDtypeStruct(_shape(tensor, rows, shapes or {}), dtype_of(tensor.datatype))
+            tensor.name: library.ShapeDtypeStruct(_shape(tensor, rows, shapes or {}), tensor.dtype)
             for tensor in model.outputs
         }
         found: dict[str, jax_library.Array] = library.pure_callback(ask, wanted, arrays, vmap_method="broadcast_all")

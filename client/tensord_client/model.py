@@ -229,8 +229,8 @@ class Prepared:
         self._prepared = prepared
         self._timeout = timeout
 
-    def __call__(self) -> Mapping[str, Array]:
-        """Sends the request, waits for the answer and returns the outputs by name.
+    def __call__(self) -> Answer:
+        """Sends the request, waits for the answer and returns it: the outputs by name. It may be the object of the call before.
 
         Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came within the model's ``timeout``.
         """

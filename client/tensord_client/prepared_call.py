@@ -13,7 +13,6 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
@@ -37,7 +36,7 @@ from tensord_client.native import Exchange
 from tensord_client.opened_model import OpenedModel
 from tensord_client.pending import made_answer
 from tensord_client.placement import INLINE, Tensor, encode, input_datatype, note_segment, own_fields
-from tensord_client.results import Answer, Array, Timing
+from tensord_client.results import Answer, Array
 from tensord_client.wire import AnswerRecord
 from tensord_client.worker_lane import WorkerLane
 
@@ -104,7 +103,7 @@ class Bound:
         #: The lane's ``learned`` when ``head`` and ``tail`` were stored; -1: they are not valid.
         self.learned = -1
         #: The outputs that an answer with these bytes stands for.
-        self.outputs: Mapping[str, Array] = {}
+        self.outputs = Answer()
         #: The part in C that makes calls, for that model as it was opened, until a monotonic time.
         self.exchange: Exchange | None = None
         self.model: OpenedModel | None = None
@@ -144,7 +143,6 @@ class PreparedCall:
         self._astray = False
         #: The exchange of messages in C, on the lane of the last call that went well; None: the next call looks for a lane.
         self._exchange: Exchange | None = None
-        self.times: bytes | Timing | None = None
         self._lay_out(model)
 
     def _lay_out(self, model: OpenedModel) -> None:
@@ -220,15 +218,10 @@ class PreparedCall:
 
     # --------------------------------------------------------------------------------------------------- the call
 
-    @property
-    def timing(self) -> Timing | None:
-        """Returns how long the last call was queued and executed, and the bytes copied for it; None: the server did not say."""
-        if isinstance(self.times, bytes):
-            self.times = Timing(*msgpack.unpack(self.times))
-        return self.times
+    def __call__(self, timeout: float | None = None) -> Answer:
+        """Sends what the arrays hold now, waits for the answer and returns it: the outputs by name.
 
-    def __call__(self, timeout: float | None = None) -> Mapping[str, Array]:
-        """Sends what the arrays hold now, waits for the answer and returns the outputs by name.
+        If all outputs have places this may be the last call's object, whose ``timing`` is the new one's.
 
         Args:
           timeout: seconds to wait; None: without limit.
@@ -266,9 +259,7 @@ class PreparedCall:
                 raise DeadlineExceeded() from None
 
     def _ask(self, until: float | None) -> Answer:
-        answer = self._connection.ask(self._call).result(None if until is None else until - time.monotonic())
-        self.times = answer.timing
-        return answer
+        return self._connection.ask(self._call).result(None if until is None else until - time.monotonic())
 
     def _fill(self) -> None:
         """Copies what the inputs hold now: large ones to shared memory, small ones into the request for the lane used last."""
@@ -295,7 +286,7 @@ class PreparedCall:
             lane.wait(self, until)
         self._answer = None
 
-    def _once(self, until: float | None, sending: int, begun: tuple[int, _Came] | None) -> Mapping[str, Array] | None:
+    def _once(self, until: float | None, sending: int, begun: tuple[int, _Came] | None) -> Answer | None:
         """Sends the request and waits for the answer. Returns the outputs; None: the request must be sent again.
 
         Args:
@@ -325,11 +316,9 @@ class PreparedCall:
             assert self._answer is not None
             (record, lease), self._answer = self._answer, None
             try:
-                answer = made_answer(record, lease, self._call.places)
+                bound.outputs = made_answer(record, lease, self._call.places)
             except (LookupError, TypeError, ValueError) as failed:
                 raise Internal(f"the worker's answer is malformed: {failed}") from failed
-            self.times = answer.timing
-            bound.outputs = answer
         self._exchange = self._exchange_on(lane, bound)
         return bound.outputs
 
@@ -446,7 +435,7 @@ class PreparedCall:
                 ):
                     del lane.in_flight[request_id]
                     self.waiting = False
-                    self.times = bytes(received[bound.tail_at + len(bound.tail) : size])
+                    bound.outputs.times = bytes(received[bound.tail_at + len(bound.tail) : size])
                     return True
                 self._handle(lane, bound, size, ancillary, flags)
             return False

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, Union
 
 import numpy as np
 
+from tensord_client.datatypes import dtype_of
+from tensord_client.msgpack import unpack
+
 Parameter = Union[bool, int, float, str]
 Array = np.ndarray[Any, Any]
 
@@ -19,6 +22,11 @@ class Tensor(NamedTuple):
     datatype: str
     #: The shape that clients see: with the batch dimension, -1 where the size varies.
     shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Returns the numpy dtype of the tensor's arrays; for BYTES it is object."""
+        return dtype_of(self.datatype)
 
 
 class Tensors(tuple):  # type: ignore[type-arg]
@@ -52,15 +60,16 @@ class Answer(dict):  # type: ignore[type-arg]
     version: int = 0
     #: The parameters of the model's answer.
     parameters: Mapping[str, Parameter] = {}
-    #: The fields of ``timing``, as they came.
-    times: Sequence[int] | None = None
+    #: The fields of ``timing``, as they came: numbers, or MessagePack.
+    times: Sequence[int] | bytes | None = None
     #: Has ``release()``; None where no output lies in the server's memory.
     lease: Any = None
 
     @property
     def timing(self) -> Timing | None:
         """Returns how long the server queued and executed the request, and the bytes it copied; None: the server did not say."""
-        return None if self.times is None else Timing(*self.times)
+        times = self.times
+        return None if times is None else Timing(*(unpack(times) if isinstance(times, bytes) else times))
 
     @property
     def copied_bytes(self) -> int | None:

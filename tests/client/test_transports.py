@@ -263,7 +263,8 @@ def test_answers(client: Any) -> None:
     assert got["y"].dtype == np.float32
     assert (got.version, dict(got.parameters), model.name, model.version) == (2, {}, "scale", 2)
     (x,), (y,) = model.inputs, model.outputs
-    assert (x.name, x.datatype, x.shape) == ("x", "FP32", (-1, 4))
+    assert (x.name, x.datatype, x.dtype, x.shape) == ("x", "FP32", np.float32, (-1, 4))
+    assert client.model("echo_bytes").inputs["x"].dtype == object
     assert model.outputs["y"] is y
     with pytest.raises(KeyError):
         model.outputs["z"]
@@ -545,10 +546,15 @@ def test_prepared_calls_and_places(client: Any) -> None:
         # The id has a byte in it that deadlines begin with.
         model.prepare({"x": x}, out={"y": y}, request_id="\u03df", parameters={"a": 1}),
     ):
-        for i in range(3):
+        taken = []
+        for i in range(5):
             x[:] = X + i
-            assert call()["y"] is y
+            got = call()
+            assert got["y"] is y
             np.testing.assert_array_equal(y, 5 * (X + i) + 1)
+            taken.append(got.timing)
+        # Each call's own, to the nanosecond; also where the answer is the object of the call before.
+        assert len(set(taken)) > 1
     assert client.empty(model.inputs["x"]).shape == (1, 4)
     with pytest.raises((tensord_client.ServingError, testing.ServingError), match="'y'"):
         model.prepare({"x": x}, out={"y": client.empty((2, 4), np.float32)})()
