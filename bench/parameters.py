@@ -6,8 +6,8 @@ while     the p99 of a small HTTP request on four connections while the same mod
           the p99 when nothing is pushed (at most 1.5 times).
 sets      1000 sets of 1 MiB with room for 100 on the device: the rate of requests whose set is on the device beside the rate
           with ``main`` (at least 0.97), ten of each in turn, each on a connection of its own; and how much longer a request takes
-          whose set is not, beside a copy of 1 MiB to the device (at most 2), from memory that was last read as long ago: one
-          request of either kind and one copy in turn, because the machine may be slower a second later. The sets are pushed so
+          whose set is not, beside a copy of 1 MiB to the device (at most 2), from memory that was last read as long ago: ten
+          requests of either kind and ten copies in turn, because the machine may be slower a second later. The sets are pushed so
           that a processor has to copy them, too, which would otherwise use them in place. A first request for a set is measured
           separately.
 mixed     a model with ``batch_sets``, a base of 64 MiB and adapters of 128 KiB: a client's requests of 16 sets at once, which
@@ -315,10 +315,11 @@ def sets_row(rounds: int, client: tensord_client.Client) -> int:
         for _ in range(10):
             found["main"] += [seconds(main) for main in mains]
             found["hit"] += [seconds(askers[number]) for number in range(_TURN)]
-        for number, each in zip(away, arrays, strict=False):
-            found["beside"].append(seconds(askers[number % _TURN]))
-            found["miss"].append(seconds(askers[number]))
-            found["copy"].append(seconds(lambda: placed.append(jax.block_until_ready(jax.device_put(each)))))  # noqa: B023
+        for at in range(0, len(away), _TURN):
+            found["beside"] += [seconds(askers[number]) for number in range(_TURN)]
+            found["miss"] += [seconds(askers[number]) for number in away[at : at + _TURN]]
+            for each in arrays[at : at + _TURN]:
+                found["copy"].append(seconds(lambda: placed.append(jax.block_until_ready(jax.device_put(each)))))  # noqa: B023
     came = counted("tensord_parameter_misses_total", "small") - before
     wrong += mains[0]() != 5000
     for number in range(0, _SETS, 37):
