@@ -24,8 +24,8 @@ from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.faults.load import Load
 from tests.repositories import write_model
 
-#: A run by hand may ask for more.
-KILLS = int(os.environ.get("TENSORD_TEST_KILLS", "4"))
+#: Disturbances of the run under load, one of each kind; a run by hand may ask for more.
+KILLS = int(os.environ.get("TENSORD_TEST_KILLS", "6"))
 MODEL = """
 import jax.numpy as jnp
 
@@ -71,18 +71,28 @@ class Answers(Load):
     def __init__(self, daemon: DaemonProcess, clients: int, where: str) -> None:
         super().__init__(daemon, clients)
         self._where = where
-        #: The highest number whose push was answered.
+        #: The highest number whose push was answered, since the model was last loaded.
         self.answered = 0
+        #: How often the model has begun to be loaded anew, and has been: twice the loads, or odd while one is under way.
+        self.loads = 0
+        #: All pushes that were answered.
+        self.pushes = 0
         #: What was wrong with answers.
         self.mixed: list[Any] = []
         self.old: list[Any] = []
         self.seen: Counter[int] = Counter()
 
+    def forget_pushes(self, lock: threading.Lock) -> None:
+        """Is called before the model is loaded anew, which ends what was pushed, and when it has been."""
+        with lock:
+            self.loads += 1
+            self.answered = 0
+
     def _run(self, seed: int) -> None:
         with tensord_client.connect(self._where, patience=PATIENCE) as client:
             model = client.model("m", timeout=PATIENCE)
             while not self._stop.is_set():
-                least = self.answered
+                loads, least = self.loads, self.answered
                 try:
                     answer = model({"x": [[1.0]]}, parameters={"tensord_parameters": True})
                 except ServingError as error:
@@ -95,7 +105,7 @@ class Answers(Load):
                     self.seen[number] += 1
                     if values != {number}:
                         self.mixed.append((number, values))
-                    if number < least:
+                    if number < least and loads == self.loads:
                         self.old.append((number, least))
 
 
@@ -106,7 +116,7 @@ def pusher(where: str, answers: Answers, stop: threading.Event, errors: Counter[
         number = 0
         while not stop.is_set():
             with lock:
-                number = max(number, answers.answered) + 1
+                number, loads = max(number, answers.answered) + 1, answers.loads
             try:
                 parameters.update(tree(number), version=number, check_finite=True)
             except Replaced:
@@ -117,7 +127,26 @@ def pusher(where: str, answers: Answers, stop: threading.Event, errors: Counter[
                 errors[f"{type(error).__name__}: {error}"] += 1
                 continue
             with lock:
-                answers.answered = max(answers.answered, number)
+                answers.pushes += 1
+                if loads == answers.loads and not loads % 2:
+                    answers.answered = max(answers.answered, number)
+
+
+def disturb(daemon: DaemonProcess, number: int, answers: Answers, lock: threading.Lock) -> None:
+    """Kills a worker or a front, stops a worker for a while, or loads the model anew, in turn."""
+    worker, kind = daemon.workers[number % 2], number % 6
+    if kind == 4:
+        worker.send_signal(signal.SIGSTOP)
+        time.sleep(0.3)
+        worker.send_signal(signal.SIGCONT)
+    elif kind == 5:
+        answers.forget_pushes(lock)
+        assert daemon.request("POST", "/v2/repository/models/m/load", b"{}")[0] == 200
+        answers.forget_pushes(lock)
+    else:
+        victim = daemon.fronts[0] if kind == 3 else worker
+        victim.kill()
+        psutil.wait_procs([victim], timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("way", ["http", "lane"])
@@ -125,10 +154,11 @@ def test_two_pushers_and_killed_workers_and_fronts(
     start_daemon: Callable[..., DaemonProcess], tmp_path: Path, way: str
 ) -> None:
     """
-    1. Eight clients ask without pause, two pushers push as fast as they can. 2. Workers and fronts are killed in turn.
+    1. Eight clients ask without pause, two pushers push as fast as they can. 2. Workers and fronts are killed in turn, a worker
+    is stopped, the model is loaded anew.
     Result: no answer mixes two sets, none is older than a push that was answered before, none failed.
     """
-    daemon = pushed_to(start_daemon, tmp_path)
+    daemon = pushed_to(start_daemon, tmp_path, repository={"control_mode": "explicit", "load": ["m"]})
     where = str(tmp_path / "clients.sock") if way == "lane" else daemon.url
     stop, lock, errors = threading.Event(), threading.Lock(), Counter[str]()
     with Answers(daemon, 8, where) as answers:
@@ -137,15 +167,13 @@ def test_two_pushers_and_killed_workers_and_fronts(
             each.start()
         try:
             for number in range(KILLS):
-                before, pushed = answers.answers, answers.answered
+                before, pushed = answers.answers, answers.pushes
                 wait_until(lambda seen=before: answers.answers > seen + 100, "answers", daemon)
-                wait_until(lambda seen=pushed: answers.answered > seen + 3, "pushes", daemon)
+                wait_until(lambda seen=pushed: answers.pushes > seen + 3, "pushes", daemon)
                 wait_until(lambda: len(daemon.workers) == 2 and len(daemon.fronts) == 2, "all processes", daemon)
-                victim = daemon.workers[number % 2] if number % 4 < 3 else daemon.fronts[0]
-                victim.kill()
-                psutil.wait_procs([victim], timeout=PATIENCE)
-            pushed = answers.answered
-            wait_until(lambda: answers.answered > pushed + 3, "pushes after the last death", daemon)
+                disturb(daemon, number, answers, lock)
+            pushed = answers.pushes
+            wait_until(lambda: answers.pushes > pushed + 3, "pushes after the last disturbance", daemon)
         finally:
             stop.set()
             for each in pushers:
