@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
 
 #: A worker exits so when it can never use its device: another start would not help. Its last line in the log says why.
 NO_DEVICE = os.EX_UNAVAILABLE
+#: Signals that reach the whole process group, such as a terminal's Ctrl-C. The supervisor alone acts on them, and says when its
+#: children stop.
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@contextlib.contextmanager
+def group_signals_held() -> Iterator[None]:
+    """Blocks ``GROUP_SIGNALS`` in this thread. A child process that is started in the block has them blocked as well.
+
+    So it does not die, with a stack trace, of one that comes while it imports its modules. It unblocks them when it has handlers,
+    as ``ignore_group_signals`` does. Those that come to this thread are delivered after the block.
+    """
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def ignore_group_signals() -> None:
+    """Has this process, and what it starts, ignore ``GROUP_SIGNALS``, and unblocks them. Call it from the main thread."""
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

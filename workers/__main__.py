@@ -27,7 +27,6 @@ from tensord.workers.devices import device_cpu
 from tensord.workers.devices.device import DeviceName, NoDevice
 
 _log = logging.getLogger("tensord.workers")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: Freed memory that the process keeps: outputs of several requests of 16 MiB.
 _KEPT_BYTE_SIZE = 256 << 20
 
@@ -98,13 +97,13 @@ def _outlive_signals() -> None:
     The signals get handlers that do nothing. If they were set to be ignored, the processes that a model starts would inherit
     this, and could not be ended.
     """
-    former = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    former = {number: signal.signal(number, lambda *_: None) for number in child_process.GROUP_SIGNALS}
 
     def hold() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, child_process.GROUP_SIGNALS)
 
     def resume() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, child_process.GROUP_SIGNALS)
 
     def restore() -> None:
         for number, action in former.items():
@@ -113,6 +112,8 @@ def _outlive_signals() -> None:
 
     # Blocked during a fork: a signal to a child that still has our handlers would be lost.
     os.register_at_fork(before=hold, after_in_parent=resume, after_in_child=restore)
+    # The supervisor started this process with them blocked.
+    resume()
 
 
 def _receive_start(channel: Channel) -> Start:

@@ -12,7 +12,6 @@ import asyncio
 import gc
 import itertools
 import os
-import signal
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -242,9 +241,7 @@ def main(program: str, description: str, make: Callable[[socket.socket, Place], 
     parser.add_argument("--counters-fd", type=int, required=True)
     parser.add_argument("--row", type=int, required=True)
     arguments = parser.parse_args()
-    # The supervisor decides; a terminal's Ctrl-C or a service manager's signal reaches it as well.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    child_process.ignore_group_signals()
 
     async def run() -> None:
         listeners = tuple(socket.socket(fileno=int(fd)) for fd in arguments.listen_fds.split(","))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tensord import __version__
 from tensord.config.options import Workers
 from tensord.daemon.processes.devices import Device, find_devices
-from tensord.shm import descriptors, installation, stack_report
+from tensord.shm import child_process, descriptors, installation, stack_report
 from tensord.shm.channel import pair
 from tensord.shm.marked_processes import MARK
 
@@ -55,13 +55,14 @@ def spawn(
     stack_fd = -1
     try:
         stack_fd = stack_report.create()
-        process = subprocess.Popen(
-            # With -P nothing in the working directory is imported.
-            [sys.executable, "-P", "-m", module, "--control-fd", str(theirs.fileno()), *arguments],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), *pass_fds),
-            env=child_environment(environment),
-        )
+        with child_process.group_signals_held():
+            process = subprocess.Popen(
+                # With -P nothing in the working directory is imported.
+                [sys.executable, "-P", "-m", module, "--control-fd", str(theirs.fileno()), *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *pass_fds),
+                env=child_environment(environment),
+            )
     except OSError:
         ours.close()
         if stack_fd >= 0:

@@ -39,6 +39,28 @@ def test_a_signal_in_the_first_moment(tmp_path: Path, number: signal.Signals, le
     assert daemon.returncode == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("module", ["tensord.workers", "tensord.daemon.http"])
+def test_a_signal_to_all_while_one_imports(
+    tmp_path: Path, module: str, number: signal.Signals, leaves_nothing: None
+) -> None:
+    """
+    1. A daemon has just started a process, which imports its modules. 2. Ctrl-C in a terminal goes to the whole process group.
+    Result: the daemon stops, with status 0; no process dies of the signal, with a stack trace or a replacement that is announced.
+    """
+    repository = repositories.scale_model(tmp_path / "models")
+    arguments = [f"--model-repository={repository}", *(f"--{name}-port=0" for name in ("http", "grpc", "metrics"))]
+    command = [sys.executable, "-m", "tensord", "serve", *arguments, "--device=cpu"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as daemon:
+        family = psutil.Process(daemon.pid)
+        wait_until(lambda: any(module in child.cmdline() for child in family.children()), "a process of the daemon")
+        os.killpg(daemon.pid, number)
+        _, said = daemon.communicate(timeout=PATIENCE)
+    assert "Traceback" not in said
+    assert "replacement" not in said
+    assert daemon.returncode == 0
+
+
 def test_signals_that_mean_nothing(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
     """SIGUSR1 and SIGUSR2 to every process, as to a whole control group: all go on."""
     daemon = start_daemon(repositories.scale_model(tmp_path / "repository"))

@@ -12,13 +12,12 @@ import contextlib
 import functools
 import os
 import select
-import signal
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tensord.shm import installation
+from tensord.shm import child_process, installation
 from tensord.shm.record import encoder
 from tensord.workers.compiling.records import TO_PROCESS, Compile, Compiled, CompileRefused
 from tensord.workers.jax_internals.interfaces import CUSTOM_CALLS, XLA_CLIENT
@@ -33,9 +32,8 @@ _THREADS_VARIABLE = "PJRT_NPROC"
 
 def main() -> None:
     installation.end_if_other()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # Sent to the whole group they would end a load; the worker says when.
-        signal.signal(number, signal.SIG_IGN)
+    # Sent to the whole group they would end a load; the worker says when.
+    child_process.ignore_group_signals()
     parser = argparse.ArgumentParser(prog="tensord.workers.compiling", description=__doc__)
     parser.add_argument("--fd", type=int, required=True)
     connection = Connection(parser.parse_args().fd)

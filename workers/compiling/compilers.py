@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from multiprocessing import Pipe
 
+from tensord.shm import child_process
 from tensord.shm.record import encoder
 from tensord.workers.compiling.records import FROM_PROCESS, Compile, Compiled, CompileRefused
 from tensord.workers.threads.cancellation import Cancellation
@@ -78,12 +79,13 @@ class _Process:
         """Starts the process. Raises OSError if the system cannot start it."""
         ours, theirs = Pipe()
         try:
-            self._process = subprocess.Popen(
-                # -P: whatever lies in the working directory is not ours to import.
-                [sys.executable, "-P", "-m", "tensord.workers.compiling", "--fd", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
+            with child_process.group_signals_held():
+                self._process = subprocess.Popen(
+                    # -P: whatever lies in the working directory is not ours to import.
+                    [sys.executable, "-P", "-m", "tensord.workers.compiling", "--fd", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                )
         except OSError:
             ours.close()
             raise
