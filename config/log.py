@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -147,6 +148,30 @@ class Seldom:
         self._next = {each: due for each, due in list(self._next.items()) if now < due}
         self._next[what] = now + _SELDOM_SECONDS
         return True
+
+
+class LineRate:
+    """Limits log lines that anybody can cause at will to so many a second, and counts the others. Safe for several threads."""
+
+    def __init__(self, lines: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """``lines``: a second, at most. ``clock``: in nanoseconds."""
+        self._most = lines
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._window_ns = self._lines = self._left_out = 0
+
+    def admit(self) -> str | None:
+        """Returns None if the caller has to leave its line out, else the end of the line: how many were left out before it."""
+        with self._lock:
+            now_ns = self._clock()
+            if now_ns - self._window_ns >= 10**9:
+                self._window_ns, self._lines = now_ns, 0
+            self._lines += 1
+            if self._lines > self._most:
+                self._left_out += 1
+                return None
+            left_out, self._left_out = self._left_out, 0
+        return f" ({left_out} such lines before it were left out)" if left_out else ""
 
 
 class _LevelFilter(logging.Filter):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from tensord.config.log import LineRate
 from tensord.shm.errors import ServingError
 from tensord.shm.operations import (
     ChangeLog,
@@ -28,7 +29,6 @@ from tensord.shm.operations import (
 _log = logging.getLogger("tensord.audit")
 #: Lines in a second at most: who registers a region for each request shall not fill the log.
 _MAX_LINES = 20
-_SECOND_NS = 10**9
 #: Characters of a name or an error in a line.
 _MAX_TEXT = 200
 
@@ -37,8 +37,7 @@ class Audit:
     """Logs each control operation that can change something, and which client asked for it, at a limited rate."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self._clock = clock
-        self._window_ns = self._lines = self._left_out = 0
+        self._rate = LineRate(_MAX_LINES, clock)
 
     def note(self, operation: Operation, peer: Peer | None, error: ServingError | None = None) -> None:
         """Logs an operation that was carried out or refused, if it can change anything.
@@ -50,15 +49,9 @@ class Audit:
         what = _described(operation)
         if not what:
             return
-        now_ns = self._clock()
-        if now_ns - self._window_ns >= _SECOND_NS:
-            self._window_ns, self._lines = now_ns, 0
-        self._lines += 1
-        if self._lines > _MAX_LINES:
-            self._left_out += 1
+        left_out = self._rate.admit()
+        if left_out is None:
             return
-        left_out = f" ({self._left_out} such lines before it were left out)" if self._left_out else ""
-        self._left_out = 0
         refused = f", refused: {error.message[:_MAX_TEXT]}" if error is not None else ""
         _log.info("audit: %s by %s%s%s", what, _named(peer), refused, left_out)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from tensord.config.log import LineRate
 from tensord.shm.cuda_regions import CudaError
 from tensord.shm.errors import Internal, ServingError, Unavailable
 from tensord.workers.calls.caller import Caller, ModelPort
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from tensord.workers.dispatch.responses import Responses
 
 _log = logging.getLogger(__name__)
+#: Failures of models that this process logs, with stack traces, in a second: a client that makes one fail shall not fill the log.
+_FAILURES = LineRate(10)
 
 
 class Execution:
@@ -217,9 +220,7 @@ def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) 
 def _lost(model: RunnableModel, error: StateLost, execution: Execution, check: CheckDevice) -> list[Result]:
     requests = execution.requests
     cause = error.__cause__ or error
-    _log.error(
-        "%s, and with it the state of all sequences", model.describe(cause), exc_info=cause, extra=traced(requests)
-    )
+    _log_failure(f"{model.describe(cause)}, and with it the state of all sequences", cause, requests)
     try:
         check()
     except ServingError as lost:
@@ -240,10 +241,9 @@ def own_failure(
     if is_out_of_memory(error):
         program = execution.executable
         failed = out_of_memory(error, execution.requests, None if program is None else program.memory_needed)
-        _log.error("%s%s", named(execution.requests[0].client_id), failed.message, extra=traced(execution.requests))
+        _log_failure(f"{named(execution.requests[0].client_id)}{failed.message}", None, execution.requests)
         return failed
-    name = named(execution.requests[0].client_id)
-    _log.error("%s%s", name, model.describe(error), exc_info=error, extra=traced(execution.requests))
+    _log_failure(f"{named(execution.requests[0].client_id)}{model.describe(error)}", error, execution.requests)
     try:
         check()
     except ServingError as lost:
@@ -253,6 +253,13 @@ def own_failure(
         model_name = execution.requests[0].prepared.model
         return Unavailable(f"model '{model_name}': the GPU's driver refused a call for this request ({error.name})")
     return Internal(model.describe(error))
+
+
+def _log_failure(sentence: str, error: BaseException | None, requests: Sequence[Request]) -> None:
+    """Logs that a model failed, with the stack trace of ``error``, unless that has happened too often in this second."""
+    left_out = _FAILURES.admit()
+    if left_out is not None:
+        _log.error("%s%s", sentence, left_out, exc_info=error, extra=traced(requests))
 
 
 def describe_failure(model: str, version: int, error: BaseException) -> str:

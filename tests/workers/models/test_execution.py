@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tensord.config.log import LineRate
 from tensord.shm.errors import Internal, InvalidArgument
+from tensord.workers.models import execution
 from tensord.workers.models.execution import Execution, run
 from tests.workers.made_requests import request_of
 
@@ -37,12 +39,11 @@ class Picky:
 def execute(*values: int) -> tuple[Picky, list[object]]:
     model = Picky()
     version = SimpleNamespace(repeatable=True)
-    execution = Execution([request_of({"x": np.array([value])}, version=version) for value in values], 5)
-    run(model, execution)
-    assert execution.began_ns <= execution.gathered_ns <= execution.computed_ns
+    batch = Execution([request_of({"x": np.array([value])}, version=version) for value in values], 5)
+    run(model, batch)
+    assert batch.began_ns <= batch.gathered_ns <= batch.computed_ns
     return model, [
-        result["y"].tolist() if isinstance(result, dict) else (type(result), str(result))
-        for result in execution.results
+        result["y"].tolist() if isinstance(result, dict) else (type(result), str(result)) for result in batch.results
     ]
 
 
@@ -64,6 +65,19 @@ def test_everyone_gets_his_own(caplog: pytest.LogCaptureFixture) -> None:
     ]
     assert model.sizes == [5, 1, 1, 1, 1, 1]
     assert "secret" in caplog.text
+
+
+def test_failures_do_not_fill_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = [10**9]
+    monkeypatch.setattr(execution, "_FAILURES", LineRate(3, lambda: now_ns[0]))
+    with caplog.at_level(logging.ERROR):
+        _, results = execute(*[2] * 8)
+        assert results == [(Internal, "picky failed with ValueError")] * 8
+        assert [bool(record.exc_info) for record in caplog.records] == [True] * 3
+        now_ns[0] += 10**9
+        execute(2)
+    assert len(caplog.records) == 4
+    assert "picky failed with ValueError (5 such lines before it were left out)\n" in caplog.text
 
 
 def test_a_batch_of_a_model_that_keeps_something_is_run_once(caplog: pytest.LogCaptureFixture) -> None:
