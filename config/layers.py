@@ -349,6 +349,8 @@ def _check(options: Options) -> None:
         )
 
     trace = options.trace
+    if trace.otlp and not trace.otlp.startswith(("http://", "https://")):
+        raise ConfigurationError(f"trace.otlp: expected http://... or https://..., given {shown(trace.otlp)}")
     if trace.level and not (trace.file or trace.otlp):
         raise ConfigurationError("trace.level: needs trace.file or trace.otlp")
     if trace.level and not trace.rate:

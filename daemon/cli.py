@@ -22,6 +22,7 @@ from tensord.config import layers, log
 from tensord.config.layers import ConfigurationError, Setting
 from tensord.config.options import Options
 from tensord.daemon import flags, tables
+from tensord.daemon.command_group import CommandGroup
 from tensord.daemon.processes import spawned
 from tensord.daemon.processes.devices import MissingDevice, find_devices
 from tensord.daemon.processes.first_signals import FirstSignals
@@ -42,7 +43,7 @@ _WATCH = (
 )
 
 
-class _Commands(click.Group):
+class _Commands(CommandGroup):
     """The group of tensord's commands: a ConfigurationError in any of them prints its message and exits with status 2."""
 
     def invoke(self, ctx: click.Context) -> Any:

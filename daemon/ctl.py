@@ -18,6 +18,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from tensord.daemon import tables
+from tensord.daemon.command_group import CommandGroup
 from tensord.daemon.operator import control_client
 from tensord.daemon.operator.control_client import Refused, Unreachable
 
@@ -63,7 +64,7 @@ def _print_as_json(ctx: click.Context, _: click.Parameter, given: bool) -> None:
         daemon.as_json = True
 
 
-class _Group(click.Group):
+class _Group(CommandGroup):
     """A group of such commands, and of such groups."""
 
     command_class = _Command

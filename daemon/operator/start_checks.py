@@ -17,8 +17,8 @@ from tensord.config.options import Options
 from tensord.daemon.control.certificates import TlsError, tls_context
 from tensord.daemon.tracing import span_exporter
 
-#: What the service manager makes when it starts the service, such as RuntimeDirectory=.
-_MADE_AT_START = ("/run/", "/var/run/")
+#: Where the service manager makes folders when it starts the service (RuntimeDirectory=, LogsDirectory= and so on).
+_MADE_AT_START = ("/run/", "/var/run/", "/var/log/", "/var/lib/", "/var/cache/")
 
 
 def check(options: Options) -> None:
@@ -45,7 +45,7 @@ def foreseen(options: Options) -> list[str]:
             found.append(f"{key}: '{path}' cannot be written: {reason}")
     for key, path in _sockets(options):
         folder = Path(os.path.abspath(path)).parent
-        if not str(folder / "").startswith(_MADE_AT_START) and (reason := _unwritable_folder(folder)):
+        if reason := _unwritable_folder(folder):
             found.append(f"{key}: '{path}' cannot be made: {reason}")
     if options.trace.otlp and not span_exporter.installed():
         found.append(span_exporter.NOT_INSTALLED)
@@ -96,7 +96,9 @@ def _unwritable(path: Path) -> str:
 
 
 def _unwritable_folder(folder: Path) -> str:
-    """Returns why this user cannot create a file in a folder; "": it can."""
+    """Returns why this user cannot create a file in a folder; "": it can, or the service manager may have yet to make it."""
+    if not folder.exists() and f"{folder}/".startswith(_MADE_AT_START):
+        return ""
     if not folder.is_dir():
         return f"there is no folder '{folder}'"
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"folder '{folder}': Permission denied"

@@ -33,6 +33,9 @@ def tensord(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 def test_version_and_help() -> None:
     assert tensord("--version").stdout.startswith("tensord ")
     assert "serve" in tensord("--help").stdout
+    assert (
+        "\n  check   Check a configuration FILE, and that the models in its repositories\n" in tensord("--help").stdout
+    )
     text = tensord("serve", "--help").stdout
     for words in ("--config", "--model-repository=DIR", "--exit-on-error[=true|false]", "[http.port:", "SIGHUP"):
         assert words in text
@@ -100,6 +103,11 @@ def test_check_of_a_good_and_a_bad_repository(tmp_path: Path) -> None:
         ("", ["--grpc-port=99999"], "--grpc-port: grpc.port: expected int <= 65535, given '99999'"),
         ("", ["--metrics-address=unix:/x"], "metrics.address: expected an address of TCP, given 'unix:/x'"),
         ("", [], "repository.paths: nothing to serve"),
+        (
+            "[trace]\notlp = 'localhost:4318'\n",
+            [],
+            "trace.otlp: expected http://... or https://..., given 'localhost:4318'",
+        ),
         # An empty address would be every interface.
         ("", ["--http-address="], "http.address: expected an address or unix:PATH, given ''"),
         ("[metrics]\naddress = ''\n", [], "metrics.address: expected an address or unix:PATH, given ''"),
