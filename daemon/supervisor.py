@@ -194,7 +194,6 @@ class Supervisor:
             await self._metrics.open()
             await self._agent.open()
             await control.open()
-            self._clients.serve()
             self.workers.start_all(self._spawned)
             if self.options.trace.otlp:
                 # The libraries take long to import, as what the workers import does.
@@ -203,6 +202,8 @@ class Supervisor:
                 )
             found = await self._models.scan(self.options.repository)
             outcomes = self._models.begin(found, self.options.repository)
+            # Before that a model is unknown that a client of the daemon before this one goes on to ask.
+            self._clients.serve()
             self.fronts.start_all(max(1, len(os.sched_getaffinity(0)) - len(self._spawned)))
             if self.options.repository.control_mode == "poll":
                 self._tasks.spawn(Polling(self._models, lambda: self.options.repository, found).run())

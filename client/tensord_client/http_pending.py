@@ -313,6 +313,14 @@ class HttpPending:
         return self._channel.fileno()
 
     def _wait(self) -> None:
+        """Waits, in the calling thread, until this request is ready; if a signal's handler ends the wait, cancels the request."""
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _wait_ready(self) -> None:
         """Calls ``step`` and waits, in the calling thread, until this request is ready."""
         while True:
             mask = self.step()

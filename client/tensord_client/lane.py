@@ -194,6 +194,7 @@ class LaneConnection:
                         self._ids,
                         self._held,
                         limits["response_byte_size"],
+                        limits["in_flight"],
                         1000 * answer.get("spin_us", 0),
                     )
                 lanes.append(self._lanes[number])
@@ -239,8 +240,8 @@ class LaneConnection:
         Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: the program holds as many answers as it may.
           Unavailable: no worker serves the model now, or shared memory is full.  NotFound: the model is not served.
         """
-        if len(self._held) >= self.max_results:
-            raise ResultsHeld(len(self._held), self.max_results)
+        if (held := self.too_many_held()) is not None:
+            raise held
         model = self.model_of(call)
         placed = (
             self.placement.place(call, model)
@@ -251,6 +252,11 @@ class LaneConnection:
         if not self._send(pending):
             pending.astray = True
         return pending
+
+    def too_many_held(self) -> ResultsHeld | None:
+        """Returns the error of a program that holds as many answers in workers' memory as it may; None: it holds fewer."""
+        held = len(self._held)
+        return ResultsHeld(held, self.max_results) if held >= self.max_results else None
 
     def prepare(self, call: Call) -> PreparedCall:
         """Makes a request that can be sent many times, each time with what its arrays hold then.
@@ -423,17 +429,18 @@ class LaneConnection:
 
         threading.Thread(target=look, name="tensord-lanes", daemon=True).start()
 
-    def find_lanes(self, call: Call, until: float | None) -> None:
+    def find_lanes(self, call: Call, until: float | None, anew: bool = False) -> None:
         """Asks the daemon until there is a usable lane (socket) to a worker that serves the call's model.
 
         Args:
           until: seconds of ``time.monotonic()``; None: no deadline. After the connection's ``patience`` this ends in any case.
+          anew: ask even if there is a usable lane.
 
         Raises: ServingError: the daemon's last answer was an error.  TimeoutError: ``until`` has passed.
         """
         patience = time.monotonic() + self._patience
         try:
-            self._ask_for(call.model, call.version, patience if until is None else min(until, patience))
+            self._ask_for(call.model, call.version, patience if until is None else min(until, patience), anew)
         except Unavailable:
             if until is not None and time.monotonic() >= until:
                 raise TimeoutError from None
@@ -466,10 +473,8 @@ class LaneConnection:
         try:
             after = self._ask_for(call.model, call.version, time.monotonic(), anew=True)
         except Unavailable:
-            if before.choose() is not None:
-                raise
-            # The last worker has ended since.
-            self.find_lanes(call, until)
+            # Its worker is being replaced, or the daemon stops, perhaps to be started again.
+            self.find_lanes(call, until, anew=True)
             return True
         return after.lanes != before.lanes or after.description.version != before.description.version
 

@@ -23,9 +23,9 @@ class OpenedModel:
         self.lanes = lanes
         self.coming = coming
         self.opened_at = opened_at
-        #: Datatypes of the inputs by name, and the names of the outputs.
+        #: Datatypes by name, of the inputs and of the outputs.
         self.datatypes: dict[str, str] = {each["name"]: each["datatype"] for each in description.metadata["inputs"]}
-        self.output_names: list[str] = [each["name"] for each in description.metadata["outputs"]]
+        self.outputs: dict[str, str] = {each["name"]: each["datatype"] for each in description.metadata["outputs"]}
         #: Encoded prepared requests of small tensors alone, by the names, dtypes and shapes of these (``placement``).
         self.small: dict[tuple[Any, ...], bytes] = {}
 

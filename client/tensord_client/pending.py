@@ -47,6 +47,8 @@ _TAKEN = 1024
 _SENDINGS = 2
 #: Seconds between two looks at a request that another thread sends again.
 _ASIDE = 0.005
+#: Seconds by which a wait may end before its time.
+_EARLY = 0.01
 #: Describes an output whose bytes come in the answer's record: name, shape, dtype, byte size.
 Plan = tuple[str, tuple[int, ...], np.dtype, int]
 
@@ -77,12 +79,12 @@ class Pending:
     _awaited: tuple[asyncio.Future[None], asyncio.AbstractEventLoop] | None = None
 
     def __init__(self, connection: LaneConnection, call: Call, placed: Placed) -> None:
+        #: Responses that were received and not read yet: an answer with its lease and its lane, or an error.
+        self._arrived: deque[tuple[AnswerRecord, Lease | None] | ServingError] = deque()
         self._connection = connection
         self.call = call
         self.placed = placed
         self.own = own_fields(call)
-        #: Responses that were received and not read yet: an answer with its lease and its lane, or an error.
-        self._arrived: deque[tuple[AnswerRecord, Lease | None] | ServingError] = deque()
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------------------------------- from whoever reads
@@ -242,10 +244,14 @@ class Pending:
         Args:
           timeout: seconds to wait; None: until the request's deadline.
 
-        Raises: DeadlineExceeded: no answer came in time; the request is cancelled.
+        Raises: DeadlineExceeded: no answer came in time; the request is cancelled, as it is if a signal's handler ends the wait.
         """
         if self._result is None:
-            self._result = self._next(self._until(timeout)) or _nothing(self.call)
+            try:
+                self._result = self._next(self._until(timeout)) or _nothing(self.call)
+            except BaseException:
+                self.cancel()
+                raise
         if isinstance(self._result, ServingError):
             raise self._result
         return self._result
@@ -262,10 +268,15 @@ class Pending:
                 if response is None:
                     return
                 if isinstance(response, ServingError):
-                    raise response
+                    raise self._explained(response)
                 yield response
         finally:
             self.cancel()
+
+    def _explained(self, error: ServingError) -> ServingError:
+        """Returns the error to raise for one that ended a stream: whoever holds too many answers leaves no room for more."""
+        held = self._connection.too_many_held() if isinstance(error, (DeadlineExceeded, Unavailable)) else None
+        return held or error
 
     def done(self) -> bool:
         """Returns whether the request has ended, so that ``result`` does not wait."""
@@ -353,6 +364,8 @@ class Pending:
                 else:
                     lane.wait(self, until)
             except TimeoutError:
+                if until is None or time.monotonic() < until - _EARLY:
+                    raise  # a signal's handler has raised it
                 self.expire()
             except ServingError as error:
                 self.fail(error)
@@ -397,7 +410,7 @@ class Pending:
                 if response is None:
                     return
                 if isinstance(response, ServingError):
-                    raise response
+                    raise self._explained(response)
                 yield response
         finally:
             self.cancel()

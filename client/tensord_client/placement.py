@@ -265,12 +265,12 @@ class Placement:
 
         The result is empty if the request wants all outputs, without places.
 
-        Raises: InvalidArgument: the array for an output was not made by ``empty``, is not contiguous, or belongs to no wanted
-          output.
+        Raises: InvalidArgument: the array for an output was not made by ``empty``, is not contiguous, has another datatype, or
+          belongs to no wanted output.
         """
         if not call.places:
             return tuple([(name, None) for name in call.outputs])
-        wanted: dict[str, Place | None] = dict.fromkeys(call.outputs or model.output_names)
+        wanted: dict[str, Place | None] = dict.fromkeys(call.outputs or model.outputs)
         for name, array in call.places.items():
             place = self.memory.locate(array)
             if place is None:
@@ -279,6 +279,11 @@ class Placement:
                 )
             if name not in wanted:
                 raise InvalidArgument(f"output '{name}' has a place, and is none of {', '.join(wanted)}")
+            declared = model.outputs.get(name)
+            if declared is not None and datatype_of(array.dtype, declared) != declared:
+                raise InvalidArgument(
+                    f"output '{name}' is {declared}, and its place is {array.dtype}{list(array.shape)}"
+                )
             wanted[name] = place
         return tuple(wanted.items())
 

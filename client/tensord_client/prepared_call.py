@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _U64 = struct.Struct(">Q")
 #: The most times that a request is sent, if its workers refuse it or end while they have it.
 _SENDINGS = 2
+#: Seconds by which a wait may end before its time.
+_EARLY = 0.01
 #: Seconds after which Python looks whether there are further lanes to a model.
 _LOOKED_AFTER = 1.0
 #: The datagram that came while the part in C had the request; None: none came.
@@ -231,32 +233,42 @@ class PreparedCall:
         """
         until = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            begun: tuple[int, _Came] | None = None
-            if self._exchange is not None:
-                if self._copies or self._inline:
-                    self._fill()
-                outcome = self._exchange.ask(self, until)
-                if isinstance(outcome, tuple):
-                    begun = outcome
-                elif outcome is not None:
-                    return outcome
-            if self._is_plain:
-                return self._ask(until)
             try:
-                if begun is None:
-                    self._begin(until)
-                for sending in range(1, _SENDINGS + 1):
-                    outputs = self._once(until, sending, begun)
-                    if outputs is not None:
-                        return outputs
-                    begun = None
-                assert self._error is not None
-                raise self._error
-            except TimeoutError:
-                lane = self._lane
-                if self.waiting and lane is not None:
-                    lane.cancel(self.request_id)
-                raise DeadlineExceeded() from None
+                return self._called(until)
+            except ServingError:
+                raise
+            except BaseException as error:
+                self._cancel()
+                if isinstance(error, TimeoutError) and until is not None and time.monotonic() > until - _EARLY:
+                    raise DeadlineExceeded() from None
+                raise  # of a signal's handler
+
+    def _cancel(self) -> None:
+        """Tells the worker that nobody waits for the answer any more. The next call waits until it has come all the same."""
+        if self.waiting and self._lane is not None:
+            self._lane.cancel(self.request_id)
+
+    def _called(self, until: float | None) -> Mapping[str, Array]:
+        begun: tuple[int, _Came] | None = None
+        if self._exchange is not None:
+            if self._copies or self._inline:
+                self._fill()
+            outcome = self._exchange.ask(self, until)
+            if isinstance(outcome, tuple):
+                begun = outcome
+            elif outcome is not None:
+                return outcome
+        if self._is_plain:
+            return self._ask(until)
+        if begun is None:
+            self._begin(until)
+        for sending in range(1, _SENDINGS + 1):
+            outputs = self._once(until, sending, begun)
+            if outputs is not None:
+                return outputs
+            begun = None
+        assert self._error is not None
+        raise self._error
 
     def _ask(self, until: float | None) -> Answer:
         return self._connection.ask(self._call).result(None if until is None else until - time.monotonic())
@@ -434,6 +446,8 @@ class PreparedCall:
                     and _U64.unpack_from(received, bound.tail_at - 8)[0] == request_id
                 ):
                     del lane.in_flight[request_id]
+                    if lane.queued:
+                        lane.advance()
                     self.waiting = False
                     bound.outputs.times = bytes(received[bound.tail_at + len(bound.tail) : size])
                     return True

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from tensord_client import wire
 from tensord_client.answer_memory import AnswerMemory
-from tensord_client.errors import Internal, InvalidArgument, ServingError, Unavailable
+from tensord_client.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
 from tensord_client.lane_socket import AT_ONCE, LaneEnded, LaneSocket
 from tensord_client.memory import Memory
 from tensord_client.msgpack import Malformed, integer
@@ -69,6 +69,7 @@ class WorkerLane:
         ids: Iterator[int],
         held: set[Any],
         response_byte_size: int,
+        most: int,
         spin_ns: int,
     ) -> None:
         """Takes over a lane's socket, and sends the version of the record format to the worker.
@@ -80,10 +81,12 @@ class WorkerLane:
           ids: yields the ids of requests, from 2**32 on; all lanes of the connection share it.
           held: the connection's set of leases that the program holds.
           response_byte_size: the most bytes of the worker's memory that answers on this lane may hold.
+          most: the most requests that the worker takes at a time; further ones are queued here.
           spin_ns: how long a thread that waits for an answer polls before it sleeps, at most.
 
         Raises: LaneEnded: the worker is gone.
         """
+        self._most = most
         self.socket = LaneSocket(sock, spin_ns)
         #: How many prepared calls use it.
         self.bound = 0
@@ -110,6 +113,8 @@ class WorkerLane:
         #: Requests, with their ids, that are sent together when the event loop's iteration ends.
         self._outgoing: list[tuple[bytes, int]] = []
         self._outgoing_size = 0
+        #: Requests, by their ids, that are more than the worker takes at a time; they count as in flight.
+        self.queued: dict[int, bytes] = {}
 
         self._parts = bytearray()
         self._agreed = False
@@ -143,7 +148,7 @@ class WorkerLane:
         segments: Sequence[int],
         loop: Any = None,
     ) -> int:
-        """Sends a request. Returns its id.
+        """Sends a request, now or when the worker has answered others. Returns its id.
 
         Args:
           request: receives the answers.
@@ -161,13 +166,20 @@ class WorkerLane:
                 raise LaneEnded
             if segments or self.memory.closures != self.known_closures:
                 self.announce(segments)
-            number = self._number(prepared)
+            waits = bool(self.queued) or len(self.in_flight) >= self._most
+            # What is queued may outlive its number.
+            number = b"" if waits else self._number(prepared)
             request_id = next(self.ids)
             record = wire.request(request_id, number or prepared, contents, own)
             if len(record) >= wire.MAX_RECORD:
                 raise InvalidArgument(f"a request of {len(record)} bytes, at most {wire.MAX_RECORD - 1} are allowed")
             busy = bool(self.in_flight)
             self.in_flight[request_id] = request
+            if waits:
+                self.queued[request_id] = record
+                with contextlib.suppress(LaneEnded):  # which its end tells the request
+                    self._advance()
+                return request_id
             try:
                 if loop is not None and busy and len(record) < wire.ROOM // 4:
                     self._send_later(record, request_id, loop)
@@ -327,9 +339,25 @@ class WorkerLane:
         finally:
             self.lock.release()
 
+    def advance(self) -> None:
+        """Sends as many queued requests as the worker takes now; does nothing if it is gone."""
+        with self.lock, contextlib.suppress(LaneEnded):
+            self._advance()
+
+    def _advance(self) -> None:
+        while self.queued and len(self.in_flight) - len(self.queued) < self._most and not self.socket.closing:
+            request_id = next(iter(self.queued))
+            self._send_now(self.queued[request_id], request_id)
+            del self.queued[request_id]
+
     def cancel(self, request_id: int) -> None:
         """Tells the worker that nobody waits for a request's answer any more; the worker still sends a last answer."""
-        self.say(wire.cancel(request_id))
+        with self.lock:
+            request = None if self.queued.pop(request_id, None) is None else self.in_flight.pop(request_id, None)
+        if request is None:
+            self.say(wire.cancel(request_id))
+        else:
+            request.lane_ended(False, Cancelled("the request was cancelled"))
 
     # ---------------------------------------------------------------------------------------------------- receiving
 
@@ -416,6 +444,8 @@ class WorkerLane:
             self.answers.drop(answer)
             return
         request.take(self, answer)
+        if self.queued:
+            self.advance()
 
     # ------------------------------------------------------------------------------------------------------ waiting
 
@@ -605,7 +635,9 @@ class WorkerLane:
             error = self._why or error
             unsent = self.socket.take_unsent()
             unsent.update([request_id for _, request_id in self._outgoing])
+            unsent.update(self.queued)
             self._outgoing.clear()
+            self.queued.clear()
             lost, self.in_flight = self.in_flight, {}
             self.watched.clear()
         self.answers.end()
@@ -631,6 +663,7 @@ class WorkerLane:
         self.socket.forget()
         self.lock, self.reading = self.socket.lock, threading.Lock()
         lost, self.in_flight = self.in_flight, {}
+        self.queued.clear()
         for request in lost.values():
             request.waiter = None
             request.lane_ended(True, Unavailable("the request is one of the process that this one was forked from"))

@@ -22,7 +22,7 @@ from tensord_client.pending import Pending
 
 from tests.client.conftest import clients_socket, write_models
 from tests.client.test_lane import addsub, check, prepared
-from tests.daemon_process import ROOT, DaemonProcess
+from tests.daemon_process import ROOT, DaemonProcess, wait_until
 
 _PATIENCE = 120.0
 
@@ -175,6 +175,40 @@ def test_a_daemon_is_started_again(start: Callable[..., DaemonProcess], connect:
     given[:] = 5
     check(call(_PATIENCE), 5)
     check(connection.ask(addsub(2)).result(_PATIENCE), 2)
+
+
+def test_requests_wait_for_a_daemon_that_is_restarted(
+    start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]
+) -> None:
+    """From its stop to the end of its models' loading: neither a worker that stops nor a daemon that begins makes one fail."""
+    first, connection = start(), connect()
+    check(connection.ask(addsub(1)).result(_PATIENCE), 1)
+    over = threading.Event()
+    failed: list[Exception] = []
+    counts = [0] * 4
+
+    def ask(which: int) -> None:
+        while not over.is_set():
+            try:
+                check(connection.ask(addsub(which)).result(_PATIENCE), which)
+                counts[which] += 1
+            except Exception as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=ask, args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    first.stop()
+    before = list(counts)
+    start()
+    wait_until(
+        lambda: all(now > then for now, then in zip(counts, before, strict=True)) or failed,
+        "requests to be answered again",
+    )
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert failed == []
 
 
 def test_a_forked_child_connects_anew(start: Callable[..., DaemonProcess], tmp_path: Path) -> None:
