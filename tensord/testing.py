@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from tensord.shm.errors import (
     Unknown,
     Unsupported,
 )
-from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord, set_named
+from tensord.shm.messages import Parameter
 
 if TYPE_CHECKING:
     import jax
@@ -340,13 +341,17 @@ class Model:
         """
         if self._version.loaded.streams and not streams:
             raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
+        # It imports the worker's parts, which who only imports this module does without.
+        from tensord.workers.calls.asking import records
+
+        if isinstance(outputs, str):
+            raise InvalidArgument(f"outputs are the text {outputs!r}, a sequence of names is expected")
         datatypes = {tensor.name: tensor.datatype for tensor in self.inputs}
         given = _flat(inputs, datatypes)
         arrays = {name: _array(name, value, datatypes.get(name)) for name, value in given.items()}
-        said: Any = {"client_id" if name == "request_id" else name: value for name, value in own.items()}
-        parameters, parameter_set = set_named(said.pop("parameters", {}))
-        prepared = PreparedRequest(self.name, self.version, parameters=parameters)
-        record = RequestRecord(next(self._worker.numbers), prepared, **said, parameter_set=parameter_set)
+        if "version" in own:
+            raise TypeError("a request to a loaded model has no version")
+        prepared, record = records(next(self._worker.numbers), self.name, {**own, "version": self.version})
         answers = self._worker.ask(prepared, record, arrays, outputs)
         answers.timeout = self.timeout
         return answers, sum(array.nbytes for array in arrays.values())
@@ -445,6 +450,8 @@ def _flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]
 
     ``known``: the model's inputs, name -> datatype. Raises: InvalidArgument: two inputs get the same name.
     """
+    if not isinstance(inputs, Mapping):
+        raise InvalidArgument(f"inputs are {type(inputs).__name__}, a mapping of names to arrays is expected")
     found: dict[str, Any] = {}
     for path, value in _leaves(inputs, ()):
         name = "/".join(path)
@@ -470,6 +477,10 @@ def _foreign(name: str, value: Any) -> Array:
     Raises InvalidArgument: the array is on a device, or the library refuses to give it.
     """
     try:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
+            # PyTorch gives numpy no array of it: here are the bits.
+            return np.asarray(value.view(torch.int16)).view(DTYPES["BF16"])
         if hasattr(value, "__array__"):
             return np.asarray(value)
         where = int(value.__dlpack_device__()[0])
@@ -495,15 +506,29 @@ def _array(name: str, value: Any, datatype: str | None) -> Array:
             made = np.array(value, DTYPES[datatype])
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: {error}") from None
+        # Of None numpy makes NaN.
+        if made.dtype.kind in "fV" and np.isnan(made).any() and _has_none(value):
+            raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: None is no value")
     else:
         made = np.array(value)
+    if made.dtype.kind == "T":  # numpy's strings of any length
+        made = made.astype(object)
     if not made.dtype.isnative:
         made = made.astype(made.dtype.newbyteorder("="))
     if datatype_of(made.dtype) == "BYTES":
         from tensord.shm.arrays import strings
 
-        made = strings(made)
+        if made.dtype.kind == "O" and any(each is None for each in made.flat):
+            raise InvalidArgument("an element of a BYTES tensor is None, bytes or str is expected")
+        try:
+            made = strings(made)
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(f"an element of a BYTES tensor is not valid Unicode: {error}") from None
     elif datatype_of(made.dtype) is None:
         raise InvalidArgument(f"input '{name}': arrays of {made.dtype} have no datatype in the protocol")
     made.flags.writeable = False
     return made
+
+
+def _has_none(value: Any) -> bool:
+    return value is None or (isinstance(value, (list, tuple)) and any(map(_has_none, value)))

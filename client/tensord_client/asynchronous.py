@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tensord_client.call import Call, Own, SequenceId
+from tensord_client.call import Call, Own, SequenceId, named
 from tensord_client.client import Client, Place, connection
 from tensord_client.connection import Connection
 from tensord_client.errors import DeadlineExceeded
@@ -46,15 +46,16 @@ class AsyncClient:
           parameter_set: the model's parameter set that calls are answered with; "": ``main``.
 
         Raises: NotFound: the server does not serve this model or version.  Unavailable: the model is not ready, or no server
-          answers.
+          answers.  InvalidArgument: an argument is of another type.
         """
+        name, version = named(name, version)
         loop = asyncio.get_running_loop()
         description = await loop.run_in_executor(None, self._connection.open, name, version)
         return AsyncModel(self._connection, description, version, timeout, parameter_set)
 
     def empty(
         self,
-        tensor: Tensor | Sequence[int],
+        tensor: Tensor | Sequence[int] | int,
         dtype: Any = None,
         *,
         shape: Sequence[int] | None = None,

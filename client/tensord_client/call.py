@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import operator
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Union
 
+import numpy as np
+
+from tensord_client.errors import InvalidArgument
 from tensord_client.results import Array, Parameter
 
 SequenceId = Union[int, str]
+#: The most bytes of a sequence's id that is a text.
+_MAX_SEQUENCE_ID = 128
+#: Seconds (31 years) from which on a timeout is no limit.
+_FOREVER = 1e9
 
 
 class Own(TypedDict, total=False):
@@ -21,6 +31,98 @@ class Own(TypedDict, total=False):
     sequence_start: bool
     sequence_end: bool
     replace_key: str
+
+
+def checked(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a request's own fields in the types that the protocol has: numpy's scalars become Python's. None is left out.
+
+    Raises: InvalidArgument: a value is of another type or out of range.  TypeError: a request has no such field.
+    """
+    if unknown := own.keys() - _CHECKS.keys():
+        raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
+    return {name: _CHECKS[name](name, value) for name, value in own.items() if value is not None}
+
+
+def _natural(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{name} is {reprlib.repr(value)}, a whole number is expected") from None
+    if not 0 <= number < 1 << 64:
+        raise InvalidArgument(f"{name} is {reprlib.repr(number)}, at least 0 and less than 2**64 is expected")
+    return number
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name} is {reprlib.repr(value)}, a text is expected")
+    return str.__str__(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidArgument(f"{name} is {reprlib.repr(value)}, True or False is expected")
+    return bool(value)
+
+
+def _sequence(name: str, value: Any) -> SequenceId:
+    if not isinstance(value, str):
+        return _natural(name, value)
+    if len(value.encode(errors="replace")) > _MAX_SEQUENCE_ID:
+        raise InvalidArgument(
+            f"{name} is {reprlib.repr(value)}, a text of {_MAX_SEQUENCE_ID} bytes at most is expected"
+        )
+    return str.__str__(value)
+
+
+def _parameters(name: str, value: Any) -> dict[str, Parameter]:
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(f"{name} are {reprlib.repr(value)}, a mapping of names to values is expected")
+    return {_text("the name of a parameter", key): _parameter(key, each) for key, each in value.items()}
+
+
+def _parameter(name: str, value: Any) -> Parameter:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int):
+        if not -1 << 63 <= value < 1 << 64:
+            raise InvalidArgument(f"parameter '{name}' is {reprlib.repr(value)}, which takes more than 64 bits")
+        return value if isinstance(value, bool) else int(value)
+    if isinstance(value, float):
+        return float(value)
+    if not isinstance(value, str):
+        raise InvalidArgument(f"parameter '{name}' is {reprlib.repr(value)}, a bool, a number or a text is expected")
+    return str.__str__(value)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "parameters": _parameters,
+    "request_id": _text,
+    "priority": _natural,
+    "timeout_us": _natural,
+    "sequence_id": _sequence,
+    "sequence_start": _flag,
+    "sequence_end": _flag,
+    "replace_key": _text,
+}
+
+
+def named(name: Any, version: Any) -> tuple[str, int]:
+    """Returns a model's name and version as they are asked for. Raises InvalidArgument: no text, or no whole number from 0 on."""
+    return _text("a model's name", name), _natural("a model's version", version)
+
+
+def seconds(timeout: Any) -> float | None:
+    """Returns a timeout in seconds; None: without limit, as an infinite one is. Raises InvalidArgument: it is no number."""
+    if timeout is None:
+        return None
+    try:
+        number = float(timeout)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if isinstance(timeout, str) or math.isnan(number):
+        raise InvalidArgument(f"timeout is {reprlib.repr(timeout)}, a number of seconds or None is expected")
+    return number if number < _FOREVER else None
 
 
 class Call:

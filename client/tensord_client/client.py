@@ -20,6 +20,7 @@ from typing import Any, Union
 
 import numpy as np
 
+from tensord_client.call import named
 from tensord_client.connection import Connection
 from tensord_client.errors import InvalidArgument, ServingError, Unavailable
 from tensord_client.http import HttpConnection, reached
@@ -54,13 +55,14 @@ class Client:
           timeout: seconds that a call waits for its answer, and a stream for each response; None: without limit.
 
         Raises: NotFound: the server does not serve this model or version.  Unavailable: the model is not ready, or no server
-          answers.  ServingError: any other error of the server.
+          answers.  InvalidArgument: an argument is of another type.  ServingError: any other error of the server.
         """
+        name, version = named(name, version)
         return Model(self._connection, self._connection.open(name, version), version, timeout, parameter_set)
 
     def empty(
         self,
-        tensor: Tensor | Sequence[int],
+        tensor: Tensor | Sequence[int] | int,
         dtype: Any = None,
         *,
         shape: Sequence[int] | None = None,
@@ -85,10 +87,16 @@ class Client:
         if isinstance(tensor, Tensor):
             dtype = tensor.dtype
             wanted = tuple(1 if size < 0 else size for size in tensor.shape) if shape is None else tuple(shape)
+            if len(wanted) != len(tensor.shape) or any(a not in (-1, b) for a, b in zip(tensor.shape, wanted)):
+                raise InvalidArgument(f"'{tensor.name}' is {tensor.datatype}{list(tensor.shape)}, not {list(wanted)}")
         else:
-            wanted = tuple(tensor)
-        if dtype is None or np.dtype(dtype).hasobject:
+            wanted = (tensor,) if isinstance(tensor, int) else tuple(tensor)
+        if dtype is None:
+            raise InvalidArgument("an array of a shape alone needs a dtype")
+        if np.dtype(dtype).hasobject:
             raise InvalidArgument("an array that is shared has a datatype of fixed size")
+        if any(size < 0 for size in wanted):
+            raise InvalidArgument(f"an array of shape {list(wanted)} has a negative dimension")
         return self._connection.empty_on(device, wanted, dtype) if device else self._connection.empty(wanted, dtype)
 
     def close(self) -> None:
@@ -102,6 +110,9 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a client cannot be pickled, it is its process's own: call connect() in each process")
 
     def __repr__(self) -> str:
         return f"<Client on {self._connection!r}>"
@@ -175,6 +186,9 @@ def _way(address: str, patience: float) -> Connection:
     try:
         kind = os.stat(path).st_mode
     except OSError as error:
+        scheme, found, rest = address.partition("://")
+        if found and (scheme != "http" or rest.strip("/").count("/")):
+            raise InvalidArgument(f"'{address}' is no address of a server: http://HOST:PORT is one") from None
         if path is address and "/" not in address.replace("http://", "", 1).rstrip("/"):
             return _over_tcp(address, patience)
         raise _unreachable(path, error) from None
@@ -273,7 +287,7 @@ def _over_tcp(address: str, patience: float) -> HttpConnection:
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     if not colon:
         host, port = text, str(80 if address.startswith("http://") else _PORT)
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InvalidArgument(f"'{address}' is no address of a server: a folder, a socket, unix:PATH or HOST:PORT")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

@@ -80,11 +80,16 @@ def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
 def encode_strings(array: np.ndarray) -> bytes:
     """Encodes an array of bytes or str (as UTF-8) as the content of a BYTES tensor, in row-major order.
 
-    Elements of other types are encoded as ``str(element)``.
+    Elements of other types are encoded as ``str(element)``. Raises: InvalidArgument: an element is None, or no valid Unicode.
     """
     pieces = []
     for value in array.ravel().tolist():
-        element = value if isinstance(value, bytes) else str(value).encode()
+        if value is None:
+            raise InvalidArgument("an element of a BYTES tensor is None, bytes or str is expected")
+        try:
+            element = value if isinstance(value, bytes) else str(value).encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(f"an element of a BYTES tensor is not valid Unicode: {error}") from None
         pieces.append(_LENGTH.pack(len(element)))
         pieces.append(element)
     return b"".join(pieces)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ class LocalConnection:
         self._lock = threading.Lock()
         self._models: dict[tuple[str, int], testing.Model] = {}
         self._closed = False
+        self._process = os.getpid()
 
     def open(self, model: str, version: int = 0) -> Description:
         """Returns the description of a model, which is loaded unless it is there; version 0: of the newest version.
@@ -75,10 +77,14 @@ class LocalConnection:
     def loaded(self, model: str, version: int) -> testing.Model:
         """Returns a model, and loads it first if it was not used before. Version 0: the newest.
 
-        Raises: ServingError: there is no such model, or it cannot be loaded.
+        Raises: ServingError: there is no such model, or it cannot be loaded.  Unavailable: this process was forked off since.
         """
         from tensord import testing
 
+        if os.getpid() != self._process:
+            raise Unavailable(
+                "a process that was forked off has not the models of its parent: connect in it, or spawn it"
+            )
         with self._lock, _as_ours():
             if self._closed:
                 raise Unavailable("the client was closed")
@@ -149,6 +155,8 @@ class LocalConnection:
 
     def close(self) -> None:
         """Waits until all requests are answered, and unloads all models; later requests raise Unavailable. Idempotent."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._closed = True
             models, self._models = self._models, {}

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tensord_client import tensors
-from tensord_client.call import Call, Own, SequenceId
+from tensord_client.call import Call, Own, SequenceId, checked, seconds
 from tensord_client.errors import InvalidArgument, ServingError, Unavailable
 from tensord_client.latest import Latest
 from tensord_client.results import Answer, Array, Description, Tensors
@@ -47,7 +47,7 @@ class Calls:
         #: The most rows of a request; 0: the model has no batch dimension.
         self.max_batch_size = description.max_batch_size
         #: Seconds to wait for an answer, and in a stream for each response; None: without limit.
-        self.timeout = timeout
+        self.timeout = seconds(timeout)
         self.inputs: Tensors = described(description.metadata["inputs"])
         self.outputs: Tensors = described(description.metadata["outputs"])
         self._datatypes = {tensor.name: tensor.datatype for tensor in self.inputs}
@@ -76,16 +76,18 @@ class Calls:
           streams: whether the caller accepts any number of responses.
           detached: whether the caller goes on before the answer has come, and may write to the input arrays meanwhile.
 
-        Raises: InvalidArgument: an input cannot be an array, the parameter ``parameter_set`` is no name of a set, or the model
-          gives several responses and ``streams`` is False.
+        Raises: InvalidArgument: an input cannot be an array, a field of ``own`` has a wrong value, the parameter
+          ``parameter_set`` is no name of a set, or the model gives several responses and ``streams`` is False.
           TypeError: ``own`` has a key that ``Own`` lacks.  Unavailable: ``close`` was called on this model.
         """
         if self._closed:
             raise Unavailable("the model was closed")
         if not streams and self._description.streams:
             raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
-        if own and (unknown := own.keys() - Own.__annotations__.keys()):
-            raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
+        if own:
+            own = checked(own)
+        if isinstance(outputs, str):
+            raise InvalidArgument(f"outputs are the text {outputs!r}, a sequence of names is expected")
         parameter_set: Any = self._set
         if "parameter_set" in (parameters := own.get("parameters") or {}):
             parameter_set = parameters["parameter_set"]
@@ -117,6 +119,11 @@ class Calls:
 
         return int.from_bytes(os.urandom(8), "little") >> 1 | 1
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a model cannot be pickled, it is its process's own: call connect() and model() in each process"
+        )
+
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} {self.name}:{self._asked_version or 'newest'}{', closed' if self._closed else ''}>"
@@ -124,7 +131,12 @@ class Calls:
 
 
 class Model(Calls):
-    """A served model: call it with arrays by input name. Thread-safe."""
+    """A served model: call it with arrays by input name. Thread-safe.
+
+    Attributes are ``name``, ``version`` (that was served when the model was looked up), ``max_batch_size`` (the most rows; 0: no
+    batch dimension), ``timeout`` (seconds; None: without limit), and ``inputs`` and ``outputs``: a ``Tensor`` for each, by
+    position or by name.
+    """
 
     def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:
         """Sends one request, waits for its answer and returns it.
@@ -133,9 +145,12 @@ class Model(Calls):
           inputs: input name -> array, with the batch dimension where the model has one. Nested mappings are flattened, with "/"
             between their keys. Anything that is no array, such as a list of numbers, becomes an array of the input's datatype.
           outputs: names of the outputs to return; empty: all of them.
-          own: the request's other fields, such as ``parameters`` or ``priority``: see ``Own``.
+          own: the request's other fields: ``parameters`` (name -> bool, number or text, for the model), ``request_id`` (a text
+            that the server notes), ``priority`` (1 runs first), ``timeout_us`` (microseconds in the model's queue),
+            ``sequence_id``, ``sequence_start``, ``sequence_end``, and ``replace_key`` (a later request with this key replaces
+            this one in the queue).
 
-        Raises: InvalidArgument: an input cannot be an array, or the model gives several responses (use ``stream``).
+        Raises: InvalidArgument: an argument is wrong, or the model gives several responses (use ``stream``).
           DeadlineExceeded: no answer came within the model's ``timeout``.  ServingError: any other error of the server.
         """
         return self._connection.ask(self.call(inputs, outputs, own)).result()

@@ -54,6 +54,8 @@ class Answer(dict):  # type: ignore[type-arg]
 
     Large outputs are read-only views of the server's memory, which stays reserved until the arrays are collected. ``with
     answer:`` and ``release()`` give that memory back at once; the arrays must not be used afterwards.
+
+    ``version`` is that of the model that answered, ``parameters`` are those of the model's answer.
     """
 
     #: The version of the model that answered.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
 
     Args:
       known: the model's inputs, name -> datatype.
-    Raises: InvalidArgument: two values have the same name.
+    Raises: InvalidArgument: two values have the same name, or ``inputs`` is no mapping.
     """
     found: dict[str, Any] = {}
     # Mostly there is nothing to flatten.
@@ -28,6 +29,8 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
         name for name, value in inputs.items() if type(value) is not np.ndarray or type(name) is not str
     ]:
         return inputs
+    if not isinstance(inputs, Mapping):
+        raise InvalidArgument(f"inputs are {type(inputs).__name__}, a mapping of names to arrays is expected")
     for path, value in _leaves(inputs, ()):
         name = "/".join(path)
         if len(path) > 1 and name not in known and ".".join(path) in known:
@@ -68,11 +71,20 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
             made = np.array(value, None if datatype is None else dtype_of(datatype))
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: {error}") from None
+        # Of None numpy makes NaN.
+        if made.dtype.kind in "fV" and np.isnan(made).any() and _has_none(value):
+            raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: None is no value")
+    if made.dtype.kind == "T":  # numpy's strings of any length
+        made = made.astype(object)
     if datatype_of(made.dtype) is None:
         raise InvalidArgument(f"input '{name}': arrays of {made.dtype} have no datatype in the protocol")
     if not made.dtype.isnative:
         made = made.astype(made.dtype.newbyteorder("="))
     return made if made.flags.c_contiguous else np.ascontiguousarray(made)
+
+
+def _has_none(value: Any) -> bool:
+    return value is None or (isinstance(value, (list, tuple)) and any(map(_has_none, value)))
 
 
 def _foreign(name: str, value: Any) -> Array:
@@ -81,6 +93,10 @@ def _foreign(name: str, value: Any) -> Array:
     Raises: InvalidArgument: the array is not in host memory, or its library does not give it.
     """
     try:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
+            # PyTorch gives numpy no array of it: here are the bits.
+            return np.asarray(value.view(torch.int16)).view(dtype_of("BF16"))
         if hasattr(value, "__array__"):
             return np.asarray(value)
         where = int(value.__dlpack_device__()[0])
@@ -99,7 +115,7 @@ def _foreign(name: str, value: Any) -> Array:
 def content(values: Array) -> bytes | memoryview:
     """Returns the bytes of an array as the protocol sends them: a view of the array's memory, or an encoded copy if it is BYTES.
 
-    Raises: InvalidArgument: the array lies on a GPU.
+    Raises: InvalidArgument: the array lies on a GPU, or is BYTES with an element that has no encoding.
     """
     if not isinstance(values, np.ndarray):
         raise InvalidArgument(f"{values!r} is of another connection: bring it to the host")

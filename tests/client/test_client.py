@@ -199,8 +199,16 @@ def test_nobody_is_there(folder: Path) -> None:
     (folder / "file").touch()
     with pytest.raises(tensord_client.Unavailable, match="file: Connection refused"):
         tensord_client.connect(folder / "file")
-    with pytest.raises(tensord_client.InvalidArgument, match="'localhost:x' is no address of a server"):
-        tensord_client.connect("localhost:x")
+    for text in (
+        "localhost:x",
+        "localhost:99999",
+        "localhost:0",
+        "https://localhost:8000",
+        "http://localhost:8000/v2",
+        "ftp://x",
+    ):
+        with pytest.raises(tensord_client.InvalidArgument, match=f"'{text}' is no address of a server"):
+            tensord_client.connect(text)
 
 
 #: What it imports, also for its sentence, may be root's.
@@ -271,6 +279,21 @@ def test_waiting_for_a_server(serve: Callable[..., Server], folder: Path) -> Non
 
 
 # ------------------------------------------------------------------------------------------------------------ connections
+
+
+def test_shapes_of_arrays(serve: Callable[..., Server]) -> None:
+    tensor = tensord_client.Tensor("x", "FP32", (-1, 4))
+    with tensord_client.connect(serve().address.path) as client:
+        assert client.empty(tensor).shape == (1, 4)
+        assert client.empty(tensor, shape=(3, 4)).shape == (3, 4)
+        assert client.empty(5, np.int8).shape == (5,)
+        for shape in ((3, 5), (4,)):
+            with pytest.raises(tensord_client.InvalidArgument, match=r"'x' is FP32\[-1, 4\], not \["):
+                client.empty(tensor, shape=shape)
+        with pytest.raises(tensord_client.InvalidArgument, match="needs a dtype"):
+            client.empty((3, 4))
+        with pytest.raises(tensord_client.InvalidArgument, match="negative dimension"):
+            client.empty((-1, 4), np.int8)
 
 
 def test_a_connection_is_kept_and_an_ended_one_is_noticed(serve: Callable[..., Server]) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
+import os
+import pickle
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,79 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensord_client
-from tensord_client import errors
 
 from tensord import testing
-from tensord.shm.arrays import DTYPES
 from tests import run_folder
+from tests.client.ways import WAYS, Awaited, Loaded, Raises, X, models
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
-from tests.protocol.stepped_models import COUNTS
-from tests.repositories import echo_models, faulty_models, scale_model, write_model
-
-EXAMPLES = Path(__file__).parent.parent.parent / "examples/models"
-WAYS = ("testing", "folder", "tcp", "unix", "lane", "awaited", "lane awaited")
-
-
-def models(repository: Path) -> Path:
-    scale_model(repository)
-    scale_model(repository, factor=5.0, version=2)
-    (repository / "scale/config.pbtxt").write_text("version_policy { all {} }")
-    echo_models(repository, ("BF16", "FP16", "BOOL", "INT64"))
-    faulty_models(repository)
-    shutil.rmtree(repository / "does_not_load")
-    write_model(repository, "counts", COUNTS)
-    shutil.copytree(EXAMPLES / "running_mean", repository / "running_mean")
-    write_model(
-        repository,
-        "nested",
-        """
-        inputs = {"text": {"ids": "INT32[2]"}, "plain/name": "INT32[2]"}
-        outputs = {"y": "INT32[2]"}
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": inputs["text"]["ids"] + 10 * inputs["plain/name"]}), {}
-        """,
-    )
-    write_model(
-        repository,
-        "waits",
-        """
-        import pathlib, time
-        inputs, outputs, host = {"path": "BYTES[1]"}, {"y": "INT32[1]"}, True
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                until = pathlib.Path(inputs["path"][0].decode())
-                until.with_suffix(".begun").touch()
-                while not until.exists():
-                    time.sleep(0.01)
-                return {"y": __import__("numpy").ones(1, "int32")}
-            return apply, None
-        """,
-        # A queue that is so short belongs to one worker: of several, each would begin one and keep the newest of its own.
-        "dynamic_batching { default_queue_policy { max_queue_size: 7 } }",
-    )
-    write_model(
-        repository,
-        "three",
-        """
-        import numpy as np
-        inputs, outputs, host = {"n": "INT32[1]"}, {"i": "INT32[2,n]", "h": "FP16[1]", "s": "BYTES[1]"}, True
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                for i in range(int(inputs["n"][0])):
-                    yield {
-                        "i": np.full((2, i + 1), i, np.int32),
-                        "h": np.full(1, i, np.float16),
-                        "s": np.array([b"\\xff%d" % i], object),
-                    }
-                    if i == 3:
-                        raise ValueError("three is enough")
-            return apply, None
-        """,
-    )
-    return repository
 
 
 @pytest.fixture(scope="module")
@@ -103,104 +39,6 @@ def daemon(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             newest = "/v2/models/scale/versions/2/ready"
             wait_until(lambda: daemon.get(newest)[0] == 200, "the newest version to be ready", daemon)
             yield daemon
-
-
-class Loaded:
-    """Gives ``tensord.testing`` the method names of a client."""
-
-    def __init__(self, repository: Path) -> None:
-        self._repository = repository
-        self._models: list[testing.Model] = []
-
-    def model(self, name: str, version: int = 0, timeout: float | None = None) -> testing.Model:
-        model = testing.load(self._repository / name, version)
-        model.timeout = timeout
-        self._models.append(model)
-        return model
-
-    def empty(self, tensor: Any, dtype: Any = None, shape: Any = None) -> Any:
-        if isinstance(tensor, testing.Tensor):
-            dtype, wanted = DTYPES[tensor.datatype], [abs(size) for size in tensor.shape]
-            return np.empty(wanted if shape is None else shape, dtype)
-        return np.empty(tensor, dtype)
-
-    def close(self) -> None:
-        for model in self._models:
-            model.close()
-
-
-class Awaited:
-    """Wraps an asynchronous client, model or sequence: its methods wait for the result on a loop in another thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, made: Any) -> None:
-        self._loop = loop
-        self._made = made
-
-    def _wait(self, awaited: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(awaited, self._loop).result(PATIENCE)
-
-    def model(self, name: str, version: int = 0, timeout: float | None = None) -> Awaited:
-        return Awaited(self._loop, self._wait(self._made.model(name, version, timeout=timeout)))
-
-    def __call__(self, inputs: Any, **own: Any) -> Any:
-        return self._wait(self._made(inputs, **own))
-
-    def submit(self, inputs: Any, **own: Any) -> Any:
-        async def begin() -> Any:
-            return self._made.submit(inputs, **own)
-
-        async def answer() -> Any:
-            return await begun
-
-        begun = self._wait(begin())
-        return asyncio.run_coroutine_threadsafe(answer(), self._loop)
-
-    def stream(self, inputs: Any, **own: Any) -> Iterator[Any]:
-        async def begun() -> AsyncIterator[Any]:
-            return self._made.stream(inputs, **own)  # type: ignore[no-any-return]
-
-        responses = self._wait(begun())
-
-        def each() -> Iterator[Any]:
-            try:
-                while (found := self._wait(anext(responses, None))) is not None:
-                    yield found
-            finally:
-                self._wait(responses.aclose())
-
-        return each()
-
-    def sequence(self, *arguments: Any) -> Awaited:
-        return Awaited(self._loop, self._made.sequence(*arguments))
-
-    def prepare(self, inputs: Any, **own: Any) -> Any:
-        call = self._made.prepare(inputs, **own)
-        return lambda: self._wait(call())
-
-    def latest(self) -> Awaited:
-        return Awaited(self._loop, self._made.latest())
-
-    def put(self, inputs: Any) -> None:
-        async def put() -> None:
-            self._made.put(inputs)
-
-        self._wait(put())
-
-    def get(self, timeout: float | None = None) -> Any:
-        return self._wait(self._made.get(timeout))
-
-    def __enter__(self) -> Awaited:
-        self._wait(self._made.__aenter__())
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._wait(self._made.__aexit__(*raised))
-
-    def close(self) -> None:
-        self._wait(self._made.close())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._made, name)
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -232,28 +70,6 @@ def client(request: pytest.FixtureRequest, repository: Path) -> Iterator[Any]:
             return
         with tensord_client.connect(address) as made:
             yield made
-
-
-class Raises:
-    """Expects an error with that name and text, of the client's or the server's family."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self._name = name
-        self._text = text
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        assert error is not None, f"nothing was raised, {self._name} was expected"
-        assert (kind.__name__, error.message) == (self._name, self._text) or (
-            kind.__name__ == self._name and self._text.endswith("...") and error.message.startswith(self._text[:-3])
-        ), repr(error)
-        assert isinstance(error, (errors.ServingError, testing.ServingError))
-        return True
-
-
-X = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
 def test_answers(client: Any) -> None:
@@ -321,6 +137,24 @@ def test_arrays_of_other_libraries(client: Any) -> None:
         model({"x": Foreign(2)})
 
 
+def test_bfloat16_of_pytorch(client: Any) -> None:
+    torch = pytest.importorskip("torch")
+    given = torch.arange(3, dtype=torch.bfloat16)
+    assert client.model("echo_bf16")({"x": given})["y"].tolist() == [0, 1, 2]
+
+
+def test_strings_of_numpy(client: Any, tmp_path: Path) -> None:
+    """Of a fixed and of any length, which numpy has from 2.0 on."""
+    (tmp_path / "until").touch()
+    texts = np.array([str(tmp_path / "until")])
+    for given in (
+        texts,
+        texts.astype("S"),
+        *([texts.astype(np.dtypes.StringDType())] if hasattr(np, "dtypes") else []),
+    ):
+        assert client.model("waits")({"path": given})["y"].tolist() == [1]
+
+
 @pytest.mark.parametrize("datatype", ["bf16", "fp16", "bool", "int64"])
 def test_datatypes(client: Any, datatype: str) -> None:
     model = client.model(f"echo_{datatype}")
@@ -381,6 +215,103 @@ def test_refusals(client: Any, inputs: dict[str, Any], outputs: tuple[str, ...],
 def test_arguments_that_no_request_has(client: Any) -> None:
     with pytest.raises(TypeError):
         client.model("scale")({"x": X}, color="red")
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ({"priority": "high"}, "priority is 'high'..."),
+        ({"priority": -1}, "priority is -1..."),
+        ({"timeout_us": 1.5}, "timeout_us is 1.5..."),
+        ({"request_id": 3}, "request_id is 3..."),
+        ({"replace_key": b"k"}, "replace_key is b'k'..."),
+        ({"sequence_start": "yes"}, "sequence_start is 'yes'..."),
+        ({"sequence_id": -1}, "..."),
+        ({"sequence_id": 1.5}, "sequence_id is 1.5..."),
+        ({"sequence_id": "x" * 129}, "..."),
+        ({"parameters": [1]}, "parameters ..."),
+        ({"parameters": {"a": None}}, "parameter..."),
+        ({"parameters": {"a": [1]}}, "parameter..."),
+        ({"parameters": {3: 1}}, "..."),
+        ({"parameters": {"a": 1 << 64}}, "..."),
+    ],
+)
+def test_values_that_no_request_has(client: Any, own: dict[str, Any], text: str) -> None:
+    """Each is refused before it is sent, so that other requests of the client notice nothing."""
+    model = client.model("scale")
+    for ask in (model, model.submit, lambda inputs, **own: model.prepare(inputs, **own)()):
+        with Raises("InvalidArgument", text):
+            ask({"x": X}, **own)
+
+
+def test_numpys_numbers_and_none_are_values(client: Any) -> None:
+    own = {
+        "priority": np.int64(1),
+        "timeout_us": None,
+        "parameters": {"a": np.float32(0.5), "b": np.int64(1), "c": np.True_},
+    }
+    assert client.model("scale")({"x": X}, **own, request_id=None)["y"].tolist() == (5 * X + 1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "text"),
+    [
+        (X, (), "inputs are ndarray, a mapping of names to arrays is expected"),
+        ({"x": None}, (), "input 'x' cannot be an array of FP32: None is no value"),
+        ({"x": [[1.0, None, 3.0, 4.0]]}, (), "input 'x' cannot be an array of FP32: None is no value"),
+        ({"x": X}, "y", "outputs are the text 'y', a sequence of names is expected"),
+    ],
+)
+def test_what_is_no_request(client: Any, inputs: Any, outputs: Any, text: str) -> None:
+    with Raises("InvalidArgument", text):
+        client.model("scale")(inputs, outputs=outputs)
+
+
+@pytest.mark.parametrize("element", [None, "\ud800"])
+def test_strings_that_have_no_bytes(client: Any, element: Any) -> None:
+    for given in ([element], np.array([element], object)):
+        with Raises("InvalidArgument", "an element of a BYTES tensor is..."):
+            client.model("waits")({"path": given})
+
+
+def test_it_is_its_processs_own(client: Any) -> None:
+    if not isinstance(client, tensord_client.Client):
+        pytest.skip("it is no client")
+    for each in (client, client.model("scale")):
+        with pytest.raises(TypeError, match=r"connect\(\)"):
+            pickle.dumps(each)
+
+
+_FORKS = """
+import os, sys
+import numpy as np, tensord_client
+
+client = tensord_client.connect(sys.argv[1])
+model = client.model("scale")
+child = os.fork()
+try:
+    print(model({"x": np.zeros((1, 4), np.float32)})["y"].tolist(), flush=True)
+except tensord_client.Unavailable as error:
+    print(error, flush=True)
+if child:
+    os.waitpid(child, 0)
+    client.close()
+os._exit(0)
+"""
+
+
+def test_a_forked_child_has_not_the_models_that_its_parent_serves(repository: Path) -> None:
+    environment = {**os.environ, "TENSORD_EXECUTABLES_CACHE_DIRECTORY": run_folder.programs()}
+    command = [sys.executable, "-W", "ignore", "-c", _FORKS, str(repository)]
+    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=True)
+    assert sorted(ran.stdout.splitlines()) == [
+        "[[1.0, 1.0, 1.0, 1.0]]",
+        "a process that was forked off has not the models of its parent: connect in it, or spawn it",
+    ]
+
+
+def test_timeouts(client: Any) -> None:
+    assert client.model("scale", timeout=float("inf"))({"x": X})["y"].tolist() == (5 * X + 1).tolist()
 
 
 def test_a_model_that_fails(client: Any) -> None:
@@ -451,6 +382,39 @@ def test_cancelling_what_waits(client: Any, tmp_path: Path) -> None:
     (tmp_path / "first").touch()
     (tmp_path / "second").touch()
     assert first.result(PATIENCE)["y"].tolist() == [1]
+
+
+class Interrupted(Exception):
+    """What a signal's handler raises in the middle of a call."""
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_what_waits_is_cancelled_where_a_signal_ends_its_call(client: Any, tmp_path: Path, is_prepared: bool) -> None:
+    """As Ctrl-C does it: the request does not run afterwards, and nothing of it is left."""
+    if isinstance(client, Awaited):
+        pytest.skip("a loop's tasks are cancelled by the loop")
+
+    def interrupt(_: int, __: object) -> None:
+        raise Interrupted
+
+    model = client.model("waits")
+    first = model.submit({"path": [str(tmp_path / "first")]})
+    wait_until((tmp_path / "first.begun").exists, "the first to begin")
+    inputs = {"path": [str(tmp_path / "second")]}
+    former = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        call = model.prepare(inputs) if is_prepared else lambda: model(inputs)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Interrupted):
+            call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+    for name in ("first", "second", "third"):
+        (tmp_path / name).touch()
+    assert first.result(PATIENCE)["y"].tolist() == [1]
+    assert client.model("waits", timeout=PATIENCE)({"path": [str(tmp_path / "third")]})["y"].tolist() == [1]
+    assert not (tmp_path / "second.begun").exists()
 
 
 def test_the_newest_of_a_key_wins(client: Any, tmp_path: Path) -> None:

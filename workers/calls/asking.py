@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Annotated, Any, TypedDict, Unpack
 
+import msgspec
 import numpy as np
 
 from tensord.shm.arrays import Array, datatype_of, strings
@@ -34,6 +36,21 @@ class Asked(Own, total=False):
 
     #: 0: the newest.
     version: int
+
+
+#: The types of these keyword arguments, by which values are checked.
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_TYPES: dict[str, Any] = {
+    "parameters": dict[str, Parameter],
+    "request_id": str,
+    "priority": _Natural,
+    "timeout_us": _Natural,
+    "sequence_id": int | str,
+    "sequence_start": bool,
+    "sequence_end": bool,
+    "replace_key": str,
+    "version": int,
+}
 
 
 class Pending:
@@ -96,28 +113,40 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
     found = asker()
     if found is None or not found.may_call or found.port.server is None:
         raise InvalidArgument(f"model '{model}' can be called only by a model, while it works on a request")
-    if unknown := own.keys() - Asked.__annotations__.keys():
-        raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
-    check_sequence(own.get("sequence_id", 0))
-    parameters, parameter_set = set_named(own.get("parameters") or {})
-    prepared = PreparedRequest(model, own.get("version", 0), parameters=parameters)
-    said = RequestRecord(
-        0,
-        prepared,
-        client_id=own.get("request_id", ""),
-        priority=own.get("priority", 0),
-        timeout_us=own.get("timeout_us", 0),
-        sequence_id=own.get("sequence_id", 0),
-        sequence_start=own.get("sequence_start", False),
-        sequence_end=own.get("sequence_end", False),
-        replace_key=own.get("replace_key", ""),
-        parameter_set=parameter_set,
-    )
+    prepared, said = records(0, model, own)
     arrays = {name: _array(model, name, value) for name, value in inputs.items()}
     hint = f"model '{model}' answers with any number of responses: tensord.models.stream() gives them one by one"
     # A call that is made for a whole batch is traced with one of its traced requests.
     traced = next((request.timeline for request in found.requests if request.timeline is not None), None)
     return ModelCall(found, prepared, said, arrays, tuple(outputs), streams, hint, traced)
+
+
+def records(number: int, model: str, own: Mapping[str, Any]) -> tuple[PreparedRequest, RequestRecord]:
+    """Makes the two records of a request to a model, without its tensors, of the keyword arguments that ``Asked`` lists.
+
+    ``number``: the request's id. Raises InvalidArgument: a value is of another type or out of range.  TypeError: a request has no
+    such argument.
+    """
+    if unknown := own.keys() - _TYPES.keys():
+        raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
+    given = {name: _checked(name, value) for name, value in own.items() if value is not None}
+    check_sequence(given.get("sequence_id", 0))
+    parameters, parameter_set = set_named(given.pop("parameters", {}))
+    prepared = PreparedRequest(model, given.pop("version", 0), parameters=parameters)
+    client_id = given.pop("request_id", "")
+    return prepared, RequestRecord(number, prepared, client_id=client_id, parameter_set=parameter_set, **given)
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Returns the value of one keyword argument, with numpy's scalars as Python's. Raises InvalidArgument: it is wrong."""
+    if isinstance(value, Mapping):
+        value = {key: each.item() if isinstance(each, np.generic) else each for key, each in value.items()}
+    elif isinstance(value, np.generic):
+        value = value.item()
+    try:
+        return msgspec.convert(value, _TYPES[name])
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"{name} is {reprlib.repr(value)}: {error}") from None
 
 
 def _array(model: str, name: str, value: Any) -> Array:
