@@ -248,7 +248,7 @@ class PreparedCall:
         if self.waiting and self._lane is not None:
             self._lane.cancel(self.request_id)
 
-    def _called(self, until: float | None) -> Mapping[str, Array]:
+    def _called(self, until: float | None) -> Answer:
         begun: tuple[int, _Came] | None = None
         if self._exchange is not None:
             if self._copies or self._inline:
