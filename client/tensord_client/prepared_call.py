@@ -13,7 +13,6 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
