@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -353,7 +354,8 @@ class Model:
             raise TypeError("a request to a loaded model has no version")
         prepared, record = records(next(self._worker.numbers), self.name, {**own, "version": self.version})
         answers = self._worker.ask(prepared, record, arrays, outputs)
-        answers.timeout = self.timeout
+        # What is infinite is no time that a wait can have.
+        answers.timeout = self.timeout if self.timeout is not None and self.timeout < threading.TIMEOUT_MAX else None
         return answers, sum(array.nbytes for array in arrays.values())
 
     def _waited(self, answers: Answers, copied: int) -> Answer:

@@ -143,6 +143,9 @@ def _checked(name: str, value: Any) -> Any:
         value = {key: each.item() if isinstance(each, np.generic) else each for key, each in value.items()}
     elif isinstance(value, np.generic):
         value = value.item()
+    for each in value.values() if isinstance(value, dict) else (value,):
+        if isinstance(each, int) and not -1 << 63 <= each < 1 << 64:
+            raise InvalidArgument(f"{name} is {reprlib.repr(value)}: a number takes more than 64 bits")
     try:
         return msgspec.convert(value, _TYPES[name])
     except msgspec.ValidationError as error:
