@@ -46,6 +46,8 @@ _PATIENCE = 30.0
 _WAIT, _PAUSE = 0.5, 0.05
 #: Seconds between two questions about a model whose worker refuses requests, and about workers that are to come.
 _REFUSED_AFTER, _COMING_AFTER = 0.25, 1.0
+#: What a worker answers that has unloaded the model, as one that stops does.
+_GONE = "Request for unknown model: "
 _connections: weakref.WeakSet[LaneConnection] = weakref.WeakSet()
 
 
@@ -446,20 +448,26 @@ class LaneConnection:
                 raise TimeoutError from None
             raise
 
-    def may_ask_again(self, pending: Pending) -> bool:
+    def may_ask_again(self, pending: Pending, refusal: ServingError) -> bool:
         """Returns whether the daemon may be asked where a model is, after a worker refused a request.
 
-        That is so if this connection is open and has not asked for the model in the last 0.25 seconds.
+        That is so if this connection is open and has not asked for the model in the last 0.25 seconds, or if the worker does not
+        serve the model any more.
         """
         known = self.models.get((pending.call.model, pending.call.version))
-        return not self.is_closed and known is not None and time.monotonic() - known.opened_at > _REFUSED_AFTER
+        return not self.is_closed and known is not None and self._is_due(known, refusal)
 
-    def find_again(self, call: Call, until: float | None) -> bool:
+    @staticmethod
+    def _is_due(known: OpenedModel, refusal: ServingError) -> bool:
+        return refusal.message.startswith(_GONE) or time.monotonic() - known.opened_at > _REFUSED_AFTER
+
+    def find_again(self, call: Call, until: float | None, refusal: ServingError) -> bool:
         """Asks the daemon where a call's model is, after a worker refused the request.
 
         Returns whether the request is to be sent again: the model has other workers or another version now.
 
         Args:
+          refusal: the worker's error.
           until: seconds of ``time.monotonic()``; None: no deadline.
 
         Raises: ServingError: no worker serves the model.  TimeoutError: ``until`` has passed.
@@ -468,7 +476,7 @@ class LaneConnection:
         if before is None or before.choose() is None:
             self.find_lanes(call, until)
             return True
-        if time.monotonic() - before.opened_at <= _REFUSED_AFTER:
+        if not self._is_due(before, refusal):
             return any(not lane.usable for lane in before.lanes)
         try:
             after = self._ask_for(call.model, call.version, time.monotonic(), anew=True)
@@ -489,7 +497,7 @@ class LaneConnection:
         if not pending.claim():
             return
         refusal, pending.refusal = pending.refusal, None
-        if refusal is not None and not self.find_again(pending.call, until):
+        if refusal is not None and not self.find_again(pending.call, until, refusal):
             raise refusal
         while not self._send(pending):
             self.find_lanes(pending.call, until)

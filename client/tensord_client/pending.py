@@ -103,7 +103,7 @@ class Pending:
                 prepared.final
                 and self._may_be_elsewhere
                 and isinstance(arrived, (NotFound, Unavailable))
-                and self._asks_again()
+                and self._asks_again(arrived)
             ):
                 # It was not executed. Perhaps the model is elsewhere by now.
                 self._may_be_elsewhere = False
@@ -118,8 +118,8 @@ class Pending:
             self._end(lane)
         self._notify()
 
-    def _asks_again(self) -> bool:
-        return not (self._had_response or self._given_up) and self._connection.may_ask_again(self)
+    def _asks_again(self, refusal: ServingError) -> bool:
+        return not (self._had_response or self._given_up) and self._connection.may_ask_again(self, refusal)
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
         """Has the request sent again, or fails it, because its lane (the socket to the worker) ended before the last answer.

@@ -320,7 +320,7 @@ class PreparedCall:
             if error is not None:
                 again = self._astray and sending < _SENDINGS
                 # Where a lane has ended ``_send`` finds another one, or waits for it.
-                if again and (lane.ended or self._connection.find_again(self._call, until)):
+                if again and (lane.ended or self._connection.find_again(self._call, until, error)):
                     return None
                 if self._astray and lane.ended:
                     raise Internal(f"the request was given up: {sending} worker processes ended while they had it")
