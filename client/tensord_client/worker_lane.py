@@ -75,7 +75,7 @@ class WorkerLane:
         """Takes over a lane's socket, and sends the version of the record format to the worker.
 
         Args:
-          sock: the connected socket; this object closes it.
+          sock: the connected socket; this object closes it, also if this raises.
           number: the lane's number at the daemon.
           memory: this process's shared memory, which requests name.
           ids: yields the ids of requests, from 2**32 on; all lanes of the connection share it.
@@ -130,7 +130,11 @@ class WorkerLane:
         self._due: list[tuple[float, int]] = []
         self._thread: threading.Thread | None = None
         self._thread_waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.socket.send(wire.datagram((wire.wire_version(),)))
+        try:
+            self.socket.send(wire.datagram((wire.wire_version(),)))
+        except LaneEnded:
+            self.socket.close()
+            raise
 
     # ------------------------------------------------------------------------------------------------------ sending
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ import numpy as np
 import pytest
 from tensord_client.errors import Internal, ServingError, Unavailable
 from tensord_client.lane import Call, LaneConnection
+from tensord_client.lane_socket import LaneEnded
+from tensord_client.memory import Memory
 from tensord_client.pending import Pending
+from tensord_client.worker_lane import WorkerLane
 
 from tests.client.conftest import clients_socket, write_models
 from tests.client.test_lane import addsub, check, prepared
@@ -209,6 +214,14 @@ def test_requests_wait_for_a_daemon_that_is_restarted(
     for thread in threads:
         thread.join()
     assert failed == []
+
+
+def test_a_worker_that_is_gone_before_the_first_record() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    with pytest.raises(LaneEnded):
+        WorkerLane(ours, 1, Memory(), count(2**32), set(), 1 << 20, 256, 0)
+    assert ours.fileno() == -1
 
 
 def test_a_forked_child_connects_anew(start: Callable[..., DaemonProcess], tmp_path: Path) -> None:
