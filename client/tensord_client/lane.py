@@ -90,7 +90,9 @@ class LaneConnection:
         self.placement: Placement = Placement(self.memory)
         self._ids = itertools.count(_FIRST_ID)
         self._held: set[Any] = set()
+        #: Lanes by their numbers at the daemon, and those of a daemon that has gone, whose numbers the next one gives anew.
         self._lanes: dict[int, WorkerLane] = {}
+        self._former: list[WorkerLane] = []
         #: Opened models by name and version; version 0 stands for the newest.
         self.models: dict[tuple[str, int], OpenedModel] = {}
         self._sequences: dict[tuple[str, int | str], WorkerLane] = {}
@@ -172,6 +174,8 @@ class LaneConnection:
         if self._socket is None or self._socket.is_closed:
             self._socket = None
             self._socket = self._connect()
+            self._former.extend(self._lanes.values())
+            self._lanes.clear()
         if not self.lanes:
             raise Unsupported("the daemon gives no lanes, or speaks another edition of their wire: ask over HTTP")
         ended = [number for number, lane in self._lanes.items() if not lane.usable]
@@ -181,10 +185,7 @@ class LaneConnection:
             description = Description(answer)
             limits = description.limits
             self.memory.limit(limits["segments"], limits["segment_byte_size"])
-            for number in ended:
-                # Who waits on it sees its end; an idle one nobody looks at.
-                if not self._lanes[number].in_flight:
-                    self._lanes.pop(number).close(Unavailable("the worker process ended"))
+            self._close_idle(ended)
             lanes = []
             for each in answer["lanes"]:
                 number = each["lane"]
@@ -212,6 +213,17 @@ class LaneConnection:
             raise Unavailable(f"model '{model}' has no worker now")
         self.models[model, version] = opened
         return opened
+
+    def _close_idle(self, ended: Sequence[int]) -> None:
+        """Closes lanes of workers that are gone and on which nobody waits; who waits on a lane sees its end.
+
+        ``ended``: the numbers of such lanes, besides those of a former daemon.
+        """
+        gone = [lane for lane in self._former if not lane.in_flight]
+        self._former = [lane for lane in self._former if lane not in gone]
+        gone += [self._lanes.pop(number) for number in ended if not self._lanes[number].in_flight]
+        for lane in gone:
+            lane.close(Unavailable("the worker process ended"))
 
     # --------------------------------------------------------------------------------------------------- requests
 
@@ -538,7 +550,7 @@ class LaneConnection:
         """Closes the connection and its lanes; requests in flight get Cancelled, arrays of ``empty`` stay valid. Idempotent."""
         self.is_closed = True
         with self._asking:
-            lanes, self._lanes = list(self._lanes.values()), {}
+            lanes, self._lanes, self._former = [*self._lanes.values(), *self._former], {}, []
             self.models.clear()
             if self._socket is not None:
                 self._socket.close()
@@ -550,7 +562,7 @@ class LaneConnection:
 
     def forget(self) -> None:
         """Resets the connection in a process that was forked off, and closes this process's copies of the parent's sockets."""
-        lanes, sock = list(self._lanes.values()), self._socket
+        lanes, sock = [*self._lanes.values(), *self._former], self._socket
         prepared = list(self._prepared)
         self.placement.slots.forget()
         self._begin()
