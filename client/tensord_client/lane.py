@@ -26,7 +26,7 @@ from tensord_client.call import Call
 from tensord_client.clients_socket import ClientsSocket
 from tensord_client.errors import Cancelled, Internal, ResultsHeld, ServingError, Unavailable, Unsupported
 from tensord_client.http_channel import Buffer
-from tensord_client.lane_socket import LaneEnded
+from tensord_client.lane_socket import LaneEnded, WaitEnded
 from tensord_client.memory import Memory
 from tensord_client.opened_model import OpenedModel
 from tensord_client.parameters import sealed
@@ -450,14 +450,14 @@ class LaneConnection:
           until: seconds of ``time.monotonic()``; None: no deadline. After the connection's ``patience`` this ends in any case.
           anew: ask even if there is a usable lane.
 
-        Raises: ServingError: the daemon's last answer was an error.  TimeoutError: ``until`` has passed.
+        Raises: ServingError: the daemon's last answer was an error.  WaitEnded: ``until`` has passed.
         """
         patience = time.monotonic() + self._patience
         try:
             self._ask_for(call.model, call.version, patience if until is None else min(until, patience), anew)
         except Unavailable:
             if until is not None and time.monotonic() >= until:
-                raise TimeoutError from None
+                raise WaitEnded from None
             raise
 
     def may_ask_again(self, pending: Pending, refusal: ServingError) -> bool:
@@ -482,7 +482,7 @@ class LaneConnection:
           refusal: the worker's error.
           until: seconds of ``time.monotonic()``; None: no deadline.
 
-        Raises: ServingError: no worker serves the model.  TimeoutError: ``until`` has passed.
+        Raises: ServingError: no worker serves the model.  WaitEnded: ``until`` has passed.
         """
         before = self.models.get((call.model, call.version))
         if before is None or before.choose() is None:
@@ -504,7 +504,7 @@ class LaneConnection:
         Args:
           until: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
 
-        Raises: ServingError: the request may not be sent again, or no lane was found.  TimeoutError: ``until`` has passed.
+        Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
         """
         if not pending.claim():
             return
@@ -539,7 +539,7 @@ class LaneConnection:
                 pending = waiting.popleft()
             try:
                 self.send_again(pending, pending.call.deadline)
-            except TimeoutError:
+            except WaitEnded:
                 pending.expire()
             except ServingError as error:
                 pending.fail(error)

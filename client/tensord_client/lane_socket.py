@@ -36,6 +36,10 @@ class LaneEnded(Exception):
     """The worker's end of a lane (the socket to one worker) is closed, so a record could not be sent."""
 
 
+class WaitEnded(TimeoutError):
+    """A wait has lasted until its time. (A TimeoutError that a signal's handler raises is none.)"""
+
+
 class LaneSocket:
     """The socket of a lane, and the datagrams that it has not taken yet."""
 
@@ -148,13 +152,13 @@ class LaneSocket:
     def limit_wait(self, until: float | None) -> None:
         """Has a receive wait until a time at most, in seconds of ``time.monotonic()``, or less; None: without limit.
 
-        Raises: TimeoutError: ``until`` has passed.
+        Raises: WaitEnded: ``until`` has passed.
         """
         milliseconds = 0
         if until is not None:
             left = until - time.monotonic()
             if left <= 0:
-                raise TimeoutError
+                raise WaitEnded
             # A power of two, so that the next wait, which is about as long, need not set it again. The rest is waited for after.
             milliseconds = 1 << max(0, int(left * 1000).bit_length() - 1)
         if milliseconds != self.timeout_ms:
@@ -165,11 +169,11 @@ class LaneSocket:
     def wait_for_room(self, until: float | None) -> bool:
         """Waits until ``backlog`` can be sent, and sends it, or a datagram has come. Returns True: one has come.
 
-        Raises: TimeoutError: ``until`` (monotonic seconds; None: no limit) has passed.
+        Raises: WaitEnded: ``until`` (monotonic seconds; None: no limit) has passed.
         """
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
-            raise TimeoutError
+            raise WaitEnded
         poll = select.poll()
         poll.register(self.sock, select.POLLIN | select.POLLOUT)
         found = 0

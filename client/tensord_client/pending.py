@@ -31,6 +31,7 @@ from tensord_client.errors import (
     Unavailable,
     from_code,
 )
+from tensord_client.lane_socket import WaitEnded
 from tensord_client.placement import Placed, own_fields
 from tensord_client.results import Answer, Array
 from tensord_client.wire import AnswerRecord, OutputTensor
@@ -47,8 +48,6 @@ _TAKEN = 1024
 _SENDINGS = 2
 #: Seconds between two looks at a request that another thread sends again.
 _ASIDE = 0.005
-#: Seconds by which a wait may end before its time.
-_EARLY = 0.01
 #: Describes an output whose bytes come in the answer's record: name, shape, dtype, byte size.
 Plan = tuple[str, tuple[int, ...], np.dtype, int]
 
@@ -363,9 +362,7 @@ class Pending:
                     time.sleep(_ASIDE)  # a thread of the connection's is sending it again
                 else:
                     lane.wait(self, until)
-            except TimeoutError:
-                if until is None or time.monotonic() < until - _EARLY:
-                    raise  # a signal's handler has raised it
+            except WaitEnded:
                 self.expire()
             except ServingError as error:
                 self.fail(error)

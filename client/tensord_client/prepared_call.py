@@ -30,7 +30,7 @@ from tensord_client.errors import (
     Unavailable,
     from_code,
 )
-from tensord_client.lane_socket import Datagram, LaneEnded
+from tensord_client.lane_socket import Datagram, LaneEnded, WaitEnded
 from tensord_client.memory import Memory
 from tensord_client.native import Exchange
 from tensord_client.opened_model import OpenedModel
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 _U64 = struct.Struct(">Q")
 #: The most times that a request is sent, if its workers refuse it or end while they have it.
 _SENDINGS = 2
-#: Seconds by which a wait may end before its time.
-_EARLY = 0.01
 #: Seconds after which Python looks whether there are further lanes to a model.
 _LOOKED_AFTER = 1.0
 #: The datagram that came while the part in C had the request; None: none came.
@@ -237,11 +235,12 @@ class PreparedCall:
                 return self._called(until)
             except ServingError:
                 raise
-            except BaseException as error:
+            except WaitEnded:
                 self._cancel()
-                if isinstance(error, TimeoutError) and until is not None and time.monotonic() > until - _EARLY:
-                    raise DeadlineExceeded() from None
-                raise  # of a signal's handler
+                raise DeadlineExceeded() from None
+            except BaseException:  # of a signal's handler
+                self._cancel()
+                raise
 
     def _cancel(self) -> None:
         """Tells the worker that nobody waits for the answer any more. The next call waits until it has come all the same."""
@@ -284,7 +283,7 @@ class PreparedCall:
     def _begin(self, until: float | None) -> None:
         """Waits until the previous call has ended, if its caller gave it up, and copies large inputs to shared memory.
 
-        ``until``: seconds of ``time.monotonic()``; None: no deadline. Raises TimeoutError: ``until`` has passed.
+        ``until``: seconds of ``time.monotonic()``; None: no deadline. Raises WaitEnded: ``until`` has passed.
         """
         self._exchange = None
         if self.waiting:
@@ -306,7 +305,7 @@ class PreparedCall:
           begun: the request's id, and the datagram that came (None: none came), if the C extension has sent the request and holds
             the lane's lock ``reading``; None: this method sends the request.
 
-        Raises: ServingError: the answer is an error.  TimeoutError: ``until`` has passed.
+        Raises: ServingError: the answer is an error.  WaitEnded: ``until`` has passed.
         """
         if begun is None:
             lane, bound = self._send(until)
@@ -418,7 +417,7 @@ class PreparedCall:
     def _matches(self, lane: WorkerLane, bound: Bound, until: float | None, begun: tuple[int, _Came] | None) -> bool:
         """Waits for the answer. Returns True: its bytes equal the last answer's but for id and times, so ``bound.outputs`` hold.
 
-        Returns False: ``_answer`` or ``_error`` holds what came. Raises TimeoutError: ``until`` has passed.
+        Returns False: ``_answer`` or ``_error`` holds what came. Raises WaitEnded: ``until`` has passed.
 
         ``begun``: the request's id and the datagram that came, if any, where the C extension has sent the request; else None.
         """

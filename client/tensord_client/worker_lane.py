@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from tensord_client import wire
 from tensord_client.answer_memory import AnswerMemory
 from tensord_client.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
-from tensord_client.lane_socket import AT_ONCE, LaneEnded, LaneSocket
+from tensord_client.lane_socket import AT_ONCE, LaneEnded, LaneSocket, WaitEnded
 from tensord_client.memory import Memory
 from tensord_client.msgpack import Malformed, integer
 from tensord_client.wire import AnswerRecord, PreparedAnswer
@@ -458,7 +458,7 @@ class WorkerLane:
 
         ``until``: seconds of ``time.monotonic()``; None: without limit.
 
-        Raises: TimeoutError: ``until`` has passed.
+        Raises: WaitEnded: ``until`` has passed.
         """
         if self._outgoing:
             self.flush()
@@ -475,7 +475,7 @@ class WorkerLane:
     def _follow(self, request: Waiting, until: float | None) -> bool:
         """Sleeps while another thread reads the socket. Returns True: an answer to ``request`` has come, or the lane has ended.
 
-        Returns False: this thread holds the lock ``reading`` now and has to read. Raises TimeoutError: ``until`` has passed.
+        Returns False: this thread holds the lock ``reading`` now and has to read. Raises WaitEnded: ``until`` has passed.
         """
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         request.waiter = waiter
@@ -489,7 +489,7 @@ class WorkerLane:
                 try:
                     waiter.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
                 except queue.Empty:
-                    raise TimeoutError from None
+                    raise WaitEnded from None
             return True
         finally:
             self.followers.pop(waiter, None)
@@ -506,7 +506,7 @@ class WorkerLane:
     def read(self, until: float | None) -> None:
         """Waits for a datagram, and gives the answers in it to their requests. The caller holds the lock ``reading``.
 
-        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: TimeoutError: ``until`` has passed.
+        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """
         if self.may_block(until):
             self.receive()
@@ -517,7 +517,7 @@ class WorkerLane:
         Returns False: there were unsent datagrams, so this has waited and sent or received already; do not receive now. The
         caller holds the lock ``reading``.
 
-        Raises: TimeoutError: ``until`` has passed.
+        Raises: WaitEnded: ``until`` has passed.
         """
         if self.socket.backlog:
             if self.socket.wait_for_room(until):
@@ -573,7 +573,7 @@ class WorkerLane:
                 # A request that is watched meanwhile, with an earlier deadline, does not end this wait.
                 soon = time.monotonic() + _NOTICED
                 try:
-                    with contextlib.suppress(TimeoutError):
+                    with contextlib.suppress(WaitEnded):
                         self.read(soon if until is None else min(until, soon))
                 finally:
                     self.reading.release()
