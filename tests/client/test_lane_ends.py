@@ -62,6 +62,16 @@ def connect(tmp_path: Path) -> Iterator[Callable[[], LaneConnection]]:
         connection.close()
 
 
+def wait_for_both(connection: LaneConnection) -> None:
+    """Waits until there is a lane to each of two workers: a model is ready, and asked for, once one of them has it."""
+
+    def are_there() -> bool:
+        check(connection.ask(addsub(1)).result(_PATIENCE), 1)
+        return sum(lane.usable for lane in connection.model_of(addsub(1)).lanes) == 2
+
+    wait_until(are_there, "lanes to both workers")
+
+
 def kill(worker: Any) -> None:
     worker.send_signal(signal.SIGKILL)
     worker.wait(_PATIENCE)
@@ -122,8 +132,7 @@ def test_what_may_not_be_run_twice_is_not(
 def test_one_of_two_workers_ends(start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]) -> None:
     """Requests go to the other one meanwhile, and to its replacement later."""
     daemon, connection = start(2), connect()
-    check(connection.ask(addsub(1)).result(_PATIENCE), 1)
-    assert len(connection.model_of(addsub(1)).lanes) == 2
+    wait_for_both(connection)
     kill(daemon.workers[0])
     for number in range(20):
         check(connection.ask(addsub(number)).result(_PATIENCE), number)
@@ -142,6 +151,7 @@ def test_a_prepared_call_waits_where_both_workers_end(
     given, _, call = prepared(connection, True)
     given[:] = 4
     check(call(_PATIENCE), 4)
+    wait_for_both(connection)
     suspended, running = daemon.workers
     suspended.suspend()
     # One goes to each, and only the other's is answered.

@@ -289,12 +289,13 @@ import numpy as np, tensord_client
 client = tensord_client.connect(sys.argv[1])
 model = client.model("scale")
 child = os.fork()
+if child:
+    os.waitpid(child, 0)
 try:
     print(model({"x": np.zeros((1, 4), np.float32)})["y"].tolist(), flush=True)
 except tensord_client.Unavailable as error:
     print(error, flush=True)
 if child:
-    os.waitpid(child, 0)
     client.close()
 os._exit(0)
 """

@@ -131,5 +131,5 @@ def test_full_disks(start_daemon: Callable[..., Any], tmp_path: Path) -> None:
     said = re.findall(r"log file /dev/full cannot be written|traces cannot be written", daemon.log)
     assert 2 <= len(said) < 60
     # What has no place in the file is on standard error.
-    assert daemon.log.count('"code": "200"') + daemon.log.count('"code":"200"') >= 300
+    wait_until(lambda: daemon.log.count('"code":"200"') >= 300, "a line for each request", daemon)
     assert daemon.stop() == 0
