@@ -31,7 +31,7 @@ _REGION_COLUMNS = (
     *("owner", "pid", "address", "registered", "workers", "leases"),
 )
 _MODEL_COLUMNS = ("name", "version", "state", "parameters", "programs", "program_bytes", "largest_batch", "reason")
-#: Those of them that are bytes.
+#: Columns of models that hold numbers of bytes, and are shown with units.
 _SIZES = ("parameters", "program_bytes", "largest_batch")
 _CONFIG_COLUMNS = ("key", "value", "source", "next", "waits")
 _CONNECTION_COLUMNS = ("front", "owner", "pid", "requests", "idle_s", "request_bytes", "answer_bytes", "lanes")

@@ -46,7 +46,7 @@ _PATIENCE = 30.0
 _WAIT, _PAUSE = 0.5, 0.05
 #: Seconds between two questions about a model whose worker refuses requests, and about workers that are to come.
 _REFUSED_AFTER, _COMING_AFTER = 0.25, 1.0
-#: What a worker answers that has unloaded the model, as one that stops does.
+#: A worker that has unloaded the model, as one that stops does, refuses a request with an error that begins so.
 _GONE = "Request for unknown model: "
 _connections: weakref.WeakSet[LaneConnection] = weakref.WeakSet()
 

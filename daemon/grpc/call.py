@@ -112,16 +112,17 @@ class CallRequest(InFlight):
     """Tracks one inference request of a gRPC call until its final answer."""
 
     call: InferCall
-    #: What its message says beside its id and its tensors.
+    #: The request's fields but for its id and its tensors.
     head: DecodedHead
-    #: The client's, or one that was made here.
+    #: The request's id as the client gave it, or one that was made here.
     client_id: str
-    #: A last, empty response is to be told from others.
+    #: Whether a last, empty response is to be told from others.
     decoupled: bool
-    #: What messages of its kind have in common; None: it was read exactly. Then its id as it came.
+    #: The cached part of the message, which others of its kind have in common; None: the message was decoded as a whole.
     message: PreparedMessage | None = None
+    #: The id's bytes as they came, if ``message`` is not None.
     id: bytes = b""
-    #: Its model is not there yet, so whether it is ``decoupled`` is seen by its answers.
+    #: Whether the model is still being loaded: only its answers then show whether it is ``decoupled``.
     loading: bool = False
     scheduling: Scheduling = UNSCHEDULED
     trace: Trace | None = None

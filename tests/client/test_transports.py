@@ -144,7 +144,7 @@ def test_bfloat16_of_pytorch(client: Any) -> None:
 
 
 def test_strings_of_numpy(client: Any, tmp_path: Path) -> None:
-    """Of a fixed and of any length, which numpy has from 2.0 on."""
+    """Arrays of strings are accepted, of a fixed length and of any length, which numpy has from 2.0 on."""
     (tmp_path / "until").touch()
     texts = np.array([str(tmp_path / "until")])
     for given in (
@@ -386,12 +386,12 @@ def test_cancelling_what_waits(client: Any, tmp_path: Path) -> None:
 
 
 class Interrupted(Exception):
-    """What a signal's handler raises in the middle of a call."""
+    """Raised by a signal's handler in the middle of a call."""
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_what_waits_is_cancelled_where_a_signal_ends_its_call(client: Any, tmp_path: Path, is_prepared: bool) -> None:
-    """As Ctrl-C does it: the request does not run afterwards, and nothing of it is left."""
+    """A handler that raises, as that of Ctrl-C does, cancels the request: it does not run afterwards and leaves nothing."""
     if isinstance(client, Awaited):
         pytest.skip("a loop's tasks are cancelled by the loop")
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InstanceMaker:
-    """What is needed to make an instance of a loaded model version: functions, warmup samples, imports, numbers of GPUs.
+    """Holds what makes an instance of a loaded model version: functions, warmup samples, imports, numbers of GPUs.
 
     A later load (loading) that changes only the number of instances takes over the code and the instances, and uses this object.
     """
@@ -44,9 +44,9 @@ class InstanceMaker:
     imports: ModelImports
     #: The numbers of the GPUs that it runs on; none on the processor.
     gpus: Sequence[int]
-    #: Of a compiled model: requests that cannot share a batch share no call either, however many instances there are.
+    #: True: requests of this compiled model that cannot share a batch share no call either, however many instances there are.
     alone: bool = False
-    #: And its instances have no threads, but take turns with one program of several devices.
+    #: True: its instances have no threads, but take turns with one program of several devices.
     takes_turns: bool = False
 
 

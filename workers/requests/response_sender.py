@@ -82,7 +82,8 @@ class ResponseKind:
     def __init__(self, numbered: Numbered[PreparedAnswer], described: Described) -> None:
         self.numbered = numbered
         self.described = described
-        #: Of its answers (``answer_pieces``), and what each counts while its client has not taken it.
+        #: Encoded pieces that its answers have in common (``answer_pieces``), and the bytes that count for each answer until its
+        #: client has acknowledged it.
         self._pieces: tuple[bytes, int, list[bytes], int] | None = None
 
     def alike(self, request_id: int, count: int) -> ResponsesAlike:

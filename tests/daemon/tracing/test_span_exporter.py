@@ -103,7 +103,7 @@ def test_a_trace_and_its_parts() -> None:
 
 
 def test_spans_leave_together_or_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as make a message leave at once, fewer after the delay."""
+    """Enough spans for a message leave at once, fewer after the delay."""
     collector, counts = Collector(), SpanCounts()
 
     async def run(delay: str, traces: int, first: int, all_: int) -> None:

@@ -257,7 +257,7 @@ def meanwhile(native: Native, *steps: Callable[[], object]) -> list[Any]:
 
 
 def test_requests_wait_for_others_to_share_their_run(native: Native) -> None:
-    """As long as their model says, which is an hour here, or until they are enough; what still waits at the end is Python's."""
+    """Requests wait as long as their model says, an hour here, or until they are enough; what waits at the end is Python's."""
     native.learn(delay_ns=HOUR_NS, full=ROWS)
     contents = [bytes([n] * 8) for n in range(7)]
     sent = [request(n + 1, content) for n, content in enumerate(contents)]
@@ -1102,7 +1102,7 @@ def test_a_batch_is_one_execution(loop: WorkerLoop) -> None:
 
 
 def test_requests_that_wait_for_others_do_so_in_c(loop: WorkerLoop, tmp_path: Path) -> None:
-    """Those that are enough; this loop does not wait itself, and leaves the others to Python. All are answered alike."""
+    """Enough requests for a batch run in C; this loop does not wait, so fewer are left to Python. All are answered alike."""
     text, asked = (MODELS / "mlp" / "config.pbtxt").read_text(), "dynamic_batching { }"
     assert asked in text
     delay = "dynamic_batching { preferred_batch_size: [ 2 ] max_queue_delay_microseconds: 100000 }"
