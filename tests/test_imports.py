@@ -334,5 +334,7 @@ def test_every_module_says_what_it_is() -> None:
 @pytest.mark.parametrize("folder", [*ROOMS, "bench", "client", "deploy", "examples", "tests"])
 def test_a_module_is_one_noun(folder: str) -> None:
     """Whoever finds a longer one looks for the second noun in it. Files of tests are lists, and may be longer."""
-    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    paths = [path.relative_to(ROOT) for path in (ROOT / folder).rglob("*.py")]
+    # What an earlier build of the client has left is no module.
+    lines = {path: len((ROOT / path).read_text().splitlines()) for path in paths if "build" not in path.parts}
     assert {path: count for path, count in lines.items() if count > 700 and not path.name.startswith("test_")} == {}
