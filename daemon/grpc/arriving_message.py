@@ -205,10 +205,11 @@ class ArrivingMessage(Receiver):
             self._on_room()
 
     def refuse(self, error: ServingError) -> None:
+        """Refuses the message: ``take`` will raise ``error`` with the request's id. Bytes that still arrive are dropped."""
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
-        """Refuses the message: ``fields`` will raise ``refused``. Gives back the lease; bytes that still arrive are dropped."""
+        """Refuses the message: ``take`` will raise its error. Gives back the lease; bytes that still arrive are dropped."""
         self.is_placed = True
         # What it was raised through refers to this message, and would keep its bytes until garbage is collected.
         refused.error.__traceback__ = refused.__traceback__ = None

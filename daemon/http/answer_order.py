@@ -15,7 +15,7 @@ from time import monotonic
 from tensord.daemon.front.each import call_each
 from tensord.daemon.front.lingering_close import is_quiet
 from tensord.daemon.http.asgi import AsgiRequest
-from tensord.daemon.http.body import BodyReader
+from tensord.daemon.http.body_reader import BodyReader
 from tensord.daemon.http.deadlines import Deadlines
 from tensord.daemon.http.exchange import Exchange
 from tensord.daemon.http.generate import Generation

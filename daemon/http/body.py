@@ -1,4 +1,4 @@
-"""Holds the body of an inference request while it arrives: in ordinary memory, or read straight into the request arena.
+"""Holds the body of an inference request while it arrives: in ordinary memory, or written straight into the request arena.
 
 A body of JSON alone never goes into the arena: its tensors will need room there, and a request that waits for room must not hold
 any.
@@ -9,10 +9,8 @@ lease    | pad | JSON head | part | part | ...      pad = -head size mod 64, so 
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,17 +18,12 @@ from tensord.daemon.http.decoded_request import BinaryPart
 from tensord.shm.arena import ALIGNMENT, Lease
 from tensord.shm.messages import Content, Slice
 
-if TYPE_CHECKING:
-    from tensord.daemon.http.connection import Http1Connection
-
 #: Bodies up to this size are collected; larger binary ones of known length go straight into the arena.
 COLLECT_BYTE_SIZE = 4096
 #: A collected body that becomes larger gets pages of its own.
 _SMALL = 64 << 10
 #: Where what is thrown away is read to.
 _THROWN_AWAY = 64 << 10
-#: Bytes that a ``BodyReader`` reads before it is known what comes.
-_FIRST_BYTE_SIZE = 16 << 10
 
 
 class CollectedBody:
@@ -195,77 +188,3 @@ class PlacedBody:
 
 #: Where the bytes of a request's body go.
 Body = CollectedBody | TextBody | PlacedBody
-
-
-class BodyReader(asyncio.BufferedProtocol):
-    """Reads large bodies straight into their memory, in place of a connection's protocol, which gets all other bytes.
-
-    While the bytes of such a body arrive there is nothing to parse, and reading them into their final memory saves two copies of
-    each byte. The reader stays until the client has sent no large body for a while: a client that sends one will most often send
-    another. So only the first pages of each body are read in the ordinary way, and the transport's protocol is not exchanged
-    twice for each body.
-
-        read     | heads, first bytes of the body | rest of the body ...                      |
-        into     | pages of our own ─▶ connection | the lease, in as few reads as there can be |
-    """
-
-    def __init__(self, connection: Http1Connection, transport: asyncio.Transport) -> None:
-        self._connection = connection
-        self._transport = transport
-        self._first = memoryview(bytearray(_FIRST_BYTE_SIZE))
-        #: Memory for the next bytes.
-        self._room = self._first
-        #: True while that is a body's; else the connection gets what arrives.
-        self.reads_body = False
-        #: Bytes of the body that were read since ``receive``; the connection counts them once it is complete, or stopped.
-        self.byte_size = 0
-        self._started = False
-
-    def receive(self, room: memoryview) -> None:
-        """Reads the next bytes that arrive into ``room``; once it is full, calls ``direct_body_complete``. Resumes reading."""
-        self._room, self.reads_body, self.byte_size = room, True, 0
-        if self._started:
-            self._transport.resume_reading()
-        else:
-            self._started = True
-            self._exchange(self)
-
-    def stop(self) -> None:
-        """Stops reading a body into its memory, as it is complete or no longer wanted; later bytes go to the connection."""
-        self._room, self.reads_body = self._first, False
-
-    def leave(self) -> None:
-        """Gives the transport back to the connection's protocol, which gets all further bytes."""
-        self._exchange(self._connection)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._room
-
-    def buffer_updated(self, nbytes: int) -> None:
-        if not self.reads_body:
-            self._connection.data_received(bytes(self._first[:nbytes]))
-            return
-        self.byte_size += nbytes
-        self._room = self._room[nbytes:]
-        if not self._room:
-            self._room, self.reads_body = self._first, False
-            self._connection.direct_body_complete()
-
-    def _exchange(self, protocol: object) -> None:
-        # The transport looks at its protocol's kind when reading starts.
-        self._transport.pause_reading()
-        self._transport.set_protocol(protocol)  # type: ignore[arg-type]
-        self._transport.resume_reading()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.stop()
-        self._connection.connection_lost(exc)
-
-    def eof_received(self) -> bool | None:
-        return self._connection.eof_received()
-
-    def pause_writing(self) -> None:
-        self._connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._connection.resume_writing()

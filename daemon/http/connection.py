@@ -18,7 +18,8 @@ from time import monotonic
 
 from tensord.daemon.http.answer_order import AnswerOrder
 from tensord.daemon.http.asgi import AsgiRequest
-from tensord.daemon.http.body import COLLECT_BYTE_SIZE, BodyReader, PlacedBody, TextBody
+from tensord.daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
+from tensord.daemon.http.body_reader import BodyReader
 from tensord.daemon.http.deadlines import Late
 from tensord.daemon.http.exchange import Exchange, ExchangePhase
 from tensord.daemon.http.heads import END

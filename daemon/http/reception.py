@@ -115,6 +115,7 @@ class Reception(Receiver):
         self.body = body
 
     def refuse(self, error: ServingError) -> None:
+        """Stores the error that the request is answered with; bytes of its body that still arrive are dropped."""
         # What it was raised through refers to this reception, and would keep the bytes that came until garbage is collected.
         error.__context__ = error.__cause__ = None
         self.error = error.with_traceback(None)

@@ -7,7 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from tensord.daemon.http.body import BodyReader, PlacedBody
+from tensord.daemon.http.body import PlacedBody
+from tensord.daemon.http.body_reader import BodyReader
 from tensord.shm.arena import Arena
 
 EXCHANGE = ["transport.pause_reading", "transport.set_protocol", "transport.resume_reading"]
