@@ -162,7 +162,6 @@ def over_lane(row: Row, address: str, number: int) -> Iterator[Ask]:
                 return compare
 
         else:
-
             kept: dict[tuple[str, tuple[int, ...]], Array] = {}
 
             def written(name: str, values: Array) -> Array:
