@@ -61,7 +61,7 @@ def block(page: Path, part: str) -> str:
 
 
 #: A line of each that is run, by what runs it below.
-SERVED = ("models/double/1/model.py", ".venv/bin/tensord serve --model-repository models")
+SERVED = ('return apply, {"factor": 2.0}', ".venv/bin/tensord serve --model-repository models")
 EXPORTED = ".venv/bin/tensord export examples/models/digits exported/digits"
 FACTORY = 'params = {"factor": np.float32(2)}'
 LAID_OUT = 'mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "model"))'
@@ -145,10 +145,10 @@ def test_the_client(user: User, tmp_path: Path) -> None:
 
 def test_the_readmes_own_model(user: User) -> None:
     """Written down, served and asked; the same without a server, in a script."""
-    name, _, source = block(README, SERVED[0]).partition("\n")
-    folder = user.folder / name.strip()
-    folder.parent.mkdir(parents=True)
-    folder.write_text("\n".join(line.removeprefix("    ") for line in source.splitlines()))
+    (name,) = re.findall(r"`(models/double/.*?)`", README.read_text())
+    file = user.folder / name
+    file.parent.mkdir(parents=True)
+    file.write_text(block(README, SERVED[0]))
     command = block(README, SERVED[1]).strip()
     daemon = DaemonProcess(user.folder, [])
     # Ports of the tests' own come behind what the page says.
