@@ -64,7 +64,12 @@ FLAGS = (
         "none: all models, at start. explicit: on request. poll: all, and whatever changes.",
         metavar="MODE",
     ),
-    Flag("repository-poll-secs", "repository.poll_interval", "Mode poll: between two looks.", metavar="SECONDS"),
+    Flag(
+        "repository-poll-secs",
+        "repository.poll_interval",
+        "Mode poll: how often the folders are looked at.",
+        metavar="SECONDS",
+    ),
     Flag(
         "load-model",
         "repository.load",
@@ -93,7 +98,7 @@ FLAGS = (
         metavar="ADDRESS",
     ),
     Flag("http-port", "http.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
-    Flag("http-processes", "http.processes", "HTTP fronts that share the port.", metavar="COUNT"),
+    Flag("http-processes", "http.processes", "HTTP fronts (processes) that share the port.", metavar="COUNT"),
     Flag("http-max-input-size", "http.max_body_byte_size", "Largest request body in bytes.", metavar="BYTES"),
     Flag(
         "http-infer-response-compression-level",
@@ -101,7 +106,12 @@ FLAGS = (
         "none, low, medium or high.",
         metavar="LEVEL",
     ),
-    Flag("http-header-timeout", "http.head_timeout", "Seconds for a connection to send a head.", metavar="SECONDS"),
+    Flag(
+        "http-header-timeout",
+        "http.head_timeout",
+        "How long a client may take for the head of a request.",
+        metavar="SECONDS",
+    ),
     Flag(
         "http-restricted-api",
         "http.restricted_api",
@@ -134,46 +144,57 @@ FLAGS = (
         "none, low, medium or high.",
         metavar="LEVEL",
     ),
-    Flag("grpc-keepalive-time", "grpc.keepalive_time", "Silence before a ping, ms.", metavar="MS", milliseconds=True),
+    Flag(
+        "grpc-keepalive-time",
+        "grpc.keepalive_time",
+        "Silence before a connection is pinged.",
+        metavar="MS",
+        milliseconds=True,
+    ),
     Flag(
         "grpc-keepalive-timeout",
         "grpc.keepalive_timeout",
-        "Wait for its answer, ms.",
+        "Wait for the answer to a ping.",
         metavar="MS",
         milliseconds=True,
     ),
     Flag(
         "grpc-keepalive-permit-without-calls",
         "grpc.keepalive_permit_without_calls",
-        "Ping also where no call waits.",
+        "Ping connections without calls as well.",
         switch=True,
     ),
     Flag(
         "grpc-http2-min-recv-ping-interval-without-data",
         "grpc.min_ping_interval",
-        "Faster pings are strikes, ms.",
+        "A client's pings that come faster are strikes.",
         metavar="MS",
         milliseconds=True,
     ),
-    Flag("grpc-http2-max-ping-strikes", "grpc.max_ping_strikes", "Strikes a client has.", metavar="COUNT"),
+    Flag(
+        "grpc-http2-max-ping-strikes",
+        "grpc.max_ping_strikes",
+        "Strikes that a client may have; 0: any number.",
+        metavar="COUNT",
+    ),
     Flag(
         "grpc-max-connection-idle",
         "grpc.max_connection_idle",
-        "Connections without calls end then, ms.",
+        "Connections without calls are ended after this; 0: never.",
         metavar="MS",
         milliseconds=True,
     ),
     Flag(
         "grpc-max-connection-age",
         "grpc.max_connection_age",
-        "Connections end then, ms.",
+        "Connections are ended after this; 0: never.",
         metavar="MS",
         milliseconds=True,
     ),
     Flag(
         "grpc-max-connection-age-grace",
         "grpc.max_connection_age_grace",
-        "And are cut off so much later, ms.",
+        "Connections of that age are cut off so much later.",
         metavar="MS",
         milliseconds=True,
     ),
@@ -191,9 +212,9 @@ FLAGS = (
         metavar="RE2",
     ),
     Flag("grpc-use-ssl", "grpc.use_tls", "TLS on the gRPC port.", switch=True),
-    Flag("grpc-use-ssl-mutual", "grpc.mutual_tls", "TLS, and clients show a certificate.", switch=True),
+    Flag("grpc-use-ssl-mutual", "grpc.mutual_tls", "Clients must show a certificate.", switch=True),
     Flag("grpc-server-cert", "grpc.certificate", "PEM file of the certificate.", metavar="FILE"),
-    Flag("grpc-server-key", "grpc.key", "PEM file of its key.", metavar="FILE"),
+    Flag("grpc-server-key", "grpc.key", "PEM file of the certificate's key.", metavar="FILE"),
     Flag(
         "grpc-root-cert",
         "grpc.root_certificate",
@@ -203,12 +224,14 @@ FLAGS = (
     Flag("allow-metrics", "metrics.enabled", "Serve metrics for Prometheus.", switch=True),
     Flag("metrics-address", "metrics.address", "Address to listen on.", metavar="ADDRESS"),
     Flag("metrics-port", "metrics.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
-    Flag("allow-gpu-metrics", "metrics.gpus", "Of GPUs as well, where workers use them.", switch=True),
+    Flag("allow-gpu-metrics", "metrics.gpus", "Metrics of GPUs as well, where workers use them.", switch=True),
     Flag("allow-client-shm", "regions.enabled", "Clients may register shared memory.", switch=True),
     Flag("allow-client-lanes", "clients.lanes", "Clients get lanes to the workers.", switch=True),
-    Flag("device", "workers.device", "auto, cpu or cuda.", metavar="KIND"),
+    Flag(
+        "device", "workers.device", "What workers run on; auto: GPUs, or the CPU where there are none.", metavar="KIND"
+    ),
     Flag("cpu-workers", "workers.cpu", "Number of CPU workers.", metavar="COUNT"),
-    Flag("cpu-beside-gpus", "workers.cpu_beside_gpus", "Also where there are GPU workers.", switch=True),
+    Flag("cpu-beside-gpus", "workers.cpu_beside_gpus", "CPU workers beside GPU workers as well.", switch=True),
     Flag("workers-per-gpu", "workers.per_gpu", "Workers of one GPU, which divide its memory.", metavar="COUNT"),
     Flag(
         "gpu-memory-fraction",
@@ -251,7 +274,7 @@ FLAGS = (
     Flag("trace-rate", "trace.rate", "Trace one request in so many.", metavar="COUNT"),
     Flag("trace-count", "trace.count", "Traces until it stops; -1: no end.", metavar="COUNT"),
     Flag("trace-file", "trace.file", "Where traces are written.", metavar="FILE"),
-    Flag("trace-log-frequency", "trace.log_frequency", "So many traces a file.", metavar="COUNT"),
+    Flag("trace-log-frequency", "trace.log_frequency", "Traces in each file; 0: all in one.", metavar="COUNT"),
     Flag("log-verbose", "log.verbose", "0: off; 1: debug messages; 2: of libraries as well.", metavar="LEVEL"),
     Flag("log-info", "log.info", "Log information.", switch=True),
     Flag("log-warning", "log.warning", "Log warnings.", switch=True),
@@ -270,7 +293,7 @@ _ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     ),
     "metrics-config": (
         ("counter_latencies=true", "summary_latencies=false", "histogram_latencies=false", "histogram_latencies=true"),
-        "durations are counters, and of models with several responses there is a histogram; there are no summaries",
+        "durations are counters and histograms; there are no summaries",
     ),
     "metrics-interval-ms": (None, "every scrape reads the figures of its moment; GPUs are looked at every two seconds"),
     # A client will notice by its connection that these ports and addresses are not served.
@@ -290,13 +313,13 @@ _ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
         ("false", "0"),
         "the supervisor holds the port, so that no restart of a front refuses a connection",
     ),
-    "enable-peer-access": (None, "each worker owns one device"),
+    "enable-peer-access": (None, "workers ask for it where a region lies on another GPU"),
 }
 _REFUSED = {
     "backend-directory": "back ends are part of tensord: jax and python",
     "backend-config": "back ends take no settings of their own; see [workers] and [executables] in the configuration",
-    "cuda-memory-pool-byte-size": "XLA manages device memory: set XLA_PYTHON_CLIENT_MEM_FRACTION",
-    "model-load-thread-count": "each worker loads its models one after the other",
+    "cuda-memory-pool-byte-size": "XLA manages device memory: --gpu-memory-fraction is its part",
+    "model-load-thread-count": "workers decide how many models they load at a time",
     "allow-sagemaker": "the SageMaker endpoint is not offered",
     "allow-vertex-ai": "the Vertex AI endpoint is not offered",
     "buffer-manager-thread-count": "tensors are not copied between buffers by threads of their own",
@@ -356,8 +379,11 @@ class FlagOption(click.Option):
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         flag = self.flag
         shown = f"--{flag.name}[=true|false]" if flag.switch else f"--{flag.name}={flag.metavar}"
-        kind = "" if flag.switch or flag.milliseconds else f" {_worded(flag.key)};"
-        return shown, f"{flag.help} [{flag.key}:{kind} default {layers.shown(layers.defaults()[flag.key])}]"
+        default = layers.defaults()[flag.key]
+        if flag.milliseconds:
+            return shown, f"{flag.help} [{flag.key}: milliseconds; default {round(default * 1000)}]"
+        kind = "" if flag.switch else f" {_worded(flag.key)};"
+        return shown, f"{flag.help} [{flag.key}:{kind} default {layers.shown(default)}]"
 
 
 class _KeyType(_TextType):
@@ -470,12 +496,14 @@ def _of_trace_config(value: str) -> str | None:
 
     Returns None if the value asks only for the default, so that no flag is needed.
 
-    Raises: ConfigurationError: the value is malformed, or asks for OpenTelemetry.
+    Raises: ConfigurationError: the value is malformed, or asks for OpenTelemetry, which has a key and no flag.
     """
     mode, comma, setting = value.partition(",")
     name, equals, given = (setting if comma else mode).partition("=")
     if (comma and mode != "triton") or (name, given) == ("mode", "opentelemetry"):
-        raise ConfigurationError(f"--trace-config={value}: traces are written to files only (mode triton)")
+        raise ConfigurationError(
+            f"--trace-config={value}: set trace.otlp in the file, or by {layers.variable('trace.otlp')}"
+        )
     if (name, given) in (("mode", "triton"), ("level", "OFF")):
         return None
     if not equals or name not in _TRACE_FLAGS:

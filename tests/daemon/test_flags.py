@@ -77,8 +77,8 @@ def test_switches_take_a_value_or_none() -> None:
         (["--allow-cpu-metrics"], "--allow-cpu-metrics=true: the metrics are of the daemon only; of the host"),
         (["--metrics-config=summary_latencies=true"], "durations are counters"),
         (["--trace-config=level=TIMESTAMPS"], "trace.level: needs trace.file or trace.otlp"),
-        (["--trace-config", "opentelemetry,url=x"], "traces are written to files only"),
-        (["--trace-config=mode=opentelemetry"], "traces are written to files only"),
+        (["--trace-config", "opentelemetry,url=x"], "set trace.otlp in the file, or by TENSORD_TRACE_OTLP"),
+        (["--trace-config=mode=opentelemetry"], "set trace.otlp in the file"),
         (["--trace-config=nonsense"], r"expected \[triton,\]SETTING=VALUE"),
         (["--cache-config=redis,host=x"], "the one response cache is local,size=BYTES"),
         (["--cache-config", "local,size=1G"], "expected local,size=BYTES"),
@@ -136,6 +136,8 @@ def test_every_flag_names_a_key_and_stands_in_the_help() -> None:
         assert f"[{flag.key}:" in text
     assert "[http.port: int from 0 to 65535; default 8000]" in text
     assert "[http.response_compression: none, low, medium or high; default 'none']" in text
+    # What such a flag takes, and not the key's seconds.
+    assert "[grpc.keepalive_time: milliseconds; default 7200000]" in text
 
 
 def completed(*words: str) -> list[str]:
