@@ -73,7 +73,7 @@ def main() -> None:
 @click.option(
     "--watch",
     is_flag=True,
-    help="While models are being written: load one again within seconds of a change to its files.",
+    help="For writing models: load one again within seconds of a change to its files.",
 )
 @click.pass_context
 def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
@@ -131,7 +131,7 @@ def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
 @main.command(cls=flags.FlagCommand)
 @_config_file
 @click.option("--read-only", is_flag=True, help="Read configurations and folders; run no code of a model.")
-@click.option("--load", "report", is_flag=True, help="Say what each model takes: time, programs, memory, operations.")
+@click.option("--load", "report", is_flag=True, help="Print what each model takes: time, programs, memory, operations.")
 @click.option(
     "--timeout", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Seconds for each version."
 )

@@ -37,11 +37,11 @@ def create(path, config, device):
 _NEXT = """\
 {file}
 
-Serve it, and again after every change to its files:
+Serve it; after every change to its files it is loaded again:
 
     {program} serve --watch --model-repository={repository}
 
-(Where another daemon has the ports: --http-port=8010 --grpc-port=8011 --metrics-port=8012, and 8010 below.)
+(If another daemon has the ports: add --http-port=8010 --grpc-port=8011 --metrics-port=8012, and write 8010 below.)
 
 Ask it, from another terminal:
 

@@ -43,7 +43,6 @@ EXTENSIONS = (
     "classification",
     "sequence",
     "model_repository",
-    # No model depends on another one here, so this asks for nothing.
     "model_repository(unload_dependents)",
     "schedule_policy",
     "model_configuration",
