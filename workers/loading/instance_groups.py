@@ -119,6 +119,11 @@ class InstanceGroups:
         """True if any instance needs resources of the rate limiter."""
         return any(planned.needs for planned in self.instances)
 
+    @property
+    def need_threads(self) -> bool:
+        """True if each instance needs a thread: there are several, or one that waits for resources."""
+        return self.active > 1 or self.limited
+
     def take_turns(self, model: str, kind: str) -> None:
         """Only logs that a model's instances run one at a time. Raises Unsupported: one needs the rate limiter's resources.
 
@@ -127,12 +132,6 @@ class InstanceGroups:
         if self.limited:
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")
         _log.info("model '%s': its %d instances take turns", model, self.active)
-
-    def __iter__(self) -> Iterator[Planned]:
-        return iter(self.instances)
-
-    def __len__(self) -> int:
-        return len(self.instances)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,7 @@ class Starting:
         known = {instance.place: instance for instance in former}
         all_of_them: list[Instance] = []
         made: list[Instance] = []
-        for planned in self.groups(message):
+        for planned in self.groups(message).instances:
             instance = known.get(planned.place)
             if instance is None or not planned.is_as(instance):
                 one = functools.partial(create, planned.name)

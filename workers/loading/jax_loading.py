@@ -1,31 +1,34 @@
-"""Makes a jitted model from what ``create`` of model.py returned: its programs, and the state of its sequences."""
+"""Makes a jitted model from what ``create`` of model.py returned: how its instances run, its programs, its sequences' state."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tensord.config.model_config import ModelConfig
-from tensord.shm.control_records import Load
+import jax
+
+from tensord.shm.errors import Unsupported
 from tensord.workers.declarations import artifact
+from tensord.workers.declarations.device_choice import given_devices
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.imports.model_imports import python_source
+from tensord.workers.loading.declared_version import DeclaredVersion, VersionLoad
+from tensord.workers.loading.instance_groups import InstanceGroups
 from tensord.workers.loading.parameters import array_names, parted
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.free_state import FreeState, travelling
 from tensord.workers.models.jax_model import JaxModel, JittedInstance
 from tensord.workers.models.warmup import Sample
-from tensord.workers.parameters.set_stack import SetDeclaration
 from tensord.workers.processor.processor import Processor
 from tensord.workers.programs.executables import Apply, Executables
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.tensors.buckets import Buckets
-from tensord.workers.tensors.signature import Signature
-from tensord.workers.tensors.state import initial_state
+from tensord.workers.tensors.state import InitialState, initial_state
 
 
 def run_samples(
@@ -65,58 +68,92 @@ def indexed(apply: Callable[..., Any]) -> Apply:
     return of_pair
 
 
+@dataclass(frozen=True, slots=True)
+class InstancePlan:
+    """How the instances of a JAX model run: on which devices, and in threads of their own or as one program in the loop."""
+
+    #: The device or devices that ``create`` gets.
+    given: jax.Device | tuple[jax.Device, ...]
+    #: The devices of a model that runs on several; None: the worker's first device.
+    several: SeveralDevices | None
+    #: Whether each instance has a thread; False: the worker's loop runs the model.
+    threads: bool
+    #: How many threads execute the model.
+    count: int
+    #: Whether the instances take turns with one program, and so have no threads.
+    turns: bool
+    #: Requests that cannot share a batch share no call of a program either, however many instances there are.
+    alone: bool
+
+
+def planned_instances(
+    load: VersionLoad, declared: DeclaredVersion, groups: InstanceGroups, target: LoadTarget
+) -> InstancePlan:
+    """Returns how the instances of a model with a function ``create`` run; those of a compiled one may have to take turns.
+
+    Raises InvalidArgument: the model asks for more devices than there are.  Unsupported: its declarations do not go together.
+    """
+    message, module, mixed = load.message, load.module, declared.mixed
+    given, several = given_devices(message, module, target.devices, target.gpu, bool(declared.taken.states))
+    if mixed is not None and several is not None:
+        raise Unsupported(f"model '{message.name}': batch_sets is for models that run on one device")
+    if declared.on_demand and (several is not None or mixed is not None):
+        which = "that run on one device" if mixed is None else "whose batches do not mix parameter sets (batch_sets)"
+        raise Unsupported(f"model '{message.name}': memory_policy 'on_demand' is for models {which}")
+    turns, threads = several is not None or mixed is not None, groups.need_threads
+    if turns and threads and not load.is_host:
+        groups.take_turns(
+            message.name, "a JAX model on several devices" if mixed is None else "a model with batch_sets"
+        )
+        threads = False
+    alone = message.HasField("sequence_batching") or bool(declared.made_inputs)
+    return InstancePlan(given, several, threads, groups.active if threads else 1, turns, alone)
+
+
 def jitted_model(
-    record: Load,
-    message: ModelConfig,
-    described: Signature,
+    load: VersionLoad,
+    declared: DeclaredVersion,
     buckets: Buckets,
     created: tuple[Apply, Any, object],
-    instances: int,
-    alone: bool,
-    several: SeveralDevices | None,
+    plan: InstancePlan,
     target: LoadTarget,
-    mixed: SetDeclaration | None = None,
-    on_demand: bool = False,
 ) -> JaxModel:
     """Makes a jitted model, whose programs are not compiled yet.
 
     Args:
-      described: the model's tensors and state.
       buckets: the shapes of the model's programs.
       created: the function, its parameters and the initial state.
-      instances: how many threads execute the model.
-      alone: requests that cannot share a batch may not share a call of a program either.
-      several: the devices, if the model runs on several; None: the worker's first device.
-      mixed: which parameters differ between sets; None: a batch has one parameter set.
-      on_demand: whether parameters may leave the device for other parameters.
     Raises: InvalidArgument, Unsupported: the model cannot be served.  Internal: there is no memory for its parameters.
     """
     apply, parameters, first = created
-    limits = target.options.executables
-    initial = initial_state(message, described.states, first, Path(record.model_path)) if described.states else None
+    described, several, limits = declared.taken, plan.several, target.options.executables
+    apply = load.flags.applied(apply)
+    initial: InitialState | None = None
+    if described.states:
+        initial = initial_state(load.message, described.states, first, Path(load.record.model_path))
     free: FreeState | None = None
     if described.free and initial is not None:
         free = FreeState(described, buckets, initial, limits.max_state_byte_size)
         apply, initial = travelling(apply, described), None
     names = array_names(parameters)
     apply, parameters = parted(apply, parameters)
-    if mixed is not None:
+    if declared.mixed is not None:
         apply = indexed(apply)
-    source = python_source(Path(record.version_path)) + artifact.digest(Path(record.version_path))
     device = target.execution if several is None else Processor()
-    sets = placed_sets(buckets.signature, parameters, names, several, target.room, mixed, device.remote, on_demand)
+    sets = placed_sets(
+        buckets.signature, parameters, names, several, target.room, declared.mixed, device.remote, declared.on_demand
+    )
     executables = Executables(
         buckets.signature,
         buckets,
         apply,
         sets,
         target.cache,
-        source,
+        python_source(load.folder) + artifact.digest(load.folder),
         limits.max_unexpected_shapes,
         device,
         initial,
         several,
     )
-    return JaxModel(
-        record.version, buckets.signature, buckets, executables, instances, alone or several is not None, free
-    )
+    alone = plan.threads or plan.alone or several is not None
+    return JaxModel(load.record.version, buckets.signature, buckets, executables, plan.count, alone, free)

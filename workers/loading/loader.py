@@ -13,9 +13,10 @@ import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 
@@ -33,24 +34,17 @@ from tensord.workers.declarations.declaration import (
     check_size,
     choose_buckets,
     declare_streams,
-    declare_tensors,
     queue_rules,
-    read_labels,
 )
-from tensord.workers.declarations.device_choice import given_devices, gpus
-from tensord.workers.declarations.made_inputs import MadeInputs
-from tensord.workers.declarations.memory_policy import is_on_demand
-from tensord.workers.declarations.request_inputs import request_inputs
-from tensord.workers.declarations.sequence_declaration import sequence_plan
-from tensord.workers.declarations.set_declaration import declare_sets
-from tensord.workers.declarations.step_declaration import declare_steps
+from tensord.workers.declarations.step_declaration import StepDeclaration
 from tensord.workers.imports import own_flags
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.imports.own_flags import OwnFlags
 from tensord.workers.imports.process_state import ProcessState
+from tensord.workers.loading.declared_version import DeclaredVersion, VersionLoad, declared_version
 from tensord.workers.loading.ensemble_declaration import load_ensemble
 from tensord.workers.loading.instance_groups import Aside, Starting, compiling_alone
-from tensord.workers.loading.jax_loading import jitted_model, run_samples
+from tensord.workers.loading.jax_loading import InstancePlan, jitted_model, planned_instances, run_samples
 from tensord.workers.loading.parameters import host_sets, warn_of_keys, warn_of_leaves
 from tensord.workers.loading.step_loading import load_stepped
 from tensord.workers.loading.target import LoadTarget
@@ -62,23 +56,37 @@ from tensord.workers.models.instance import Instance, Instantiated
 from tensord.workers.models.is_ready_calls import IsReadyCalls
 from tensord.workers.models.jax_model import JaxModel, JittedInstance
 from tensord.workers.models.loaded_model import InstanceMaker, LoadedModel
-from tensord.workers.models.python_model import PythonModel, auto_complete
+from tensord.workers.models.python_model import PythonModel
 from tensord.workers.models.stepped_model import SteppedModel
-from tensord.workers.models.warmup import prepared_samples
 from tensord.workers.parameters.parameter_set import ParameterSets
-from tensord.workers.parameters.set_stack import SetDeclaration
 from tensord.workers.programs.carry import check_state_size
 from tensord.workers.programs.load_progress import LoadProgress, Tell, nobody
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.run_errors import CheckDevice
-from tensord.workers.tensors.ragged import declare_ragged, ragged_signature
-from tensord.workers.tensors.signature import Signature, signature
-from tensord.workers.tensors.state import declare_state, state_specs
+from tensord.workers.tensors.buckets import Buckets
+from tensord.workers.tensors.signature import Signature
 from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.turns import Turns
 
 _log = logging.getLogger(__name__)
+#: What ``create`` of a model.py returned: a function, its parameters, and the initial state or None.
+Function = tuple[Callable[..., Any], Any, object]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Runnable:
+    """What runs the requests of a loaded version: a model in the worker's loop, or instances with threads of their own."""
+
+    jitted: JaxModel | None = None
+    stepped: SteppedModel | None = None
+    instances: tuple[Instance, ...] = ()
+    #: Makes further instances; None: there are none.
+    maker: InstanceMaker | None = None
+    #: None: the model has no parameters that the server knows.
+    sets: ParameterSets | None = None
+    #: Of a model that says itself whether it is ready.
+    is_ready_calls: IsReadyCalls | None = None
 
 
 class Loader:
@@ -109,14 +117,12 @@ class Loader:
         #: Metrics that models keep themselves.
         self.metrics = MetricRegistry()
         self.compiles = target.cache.compiles
-        self._devices = target.devices
-        self._gpu = target.gpu
         #: The device for the loader's thread, where samples run while the loop gathers requests on its own.
         self._own = execution.beside()
         self._check: CheckDevice = execution.check
         self._max_queue_size = options.requests.max_queue_size
         limits = rate_limits.limits(options.rate_limit, target.gpu)
-        self._starting = Starting(target.gpu, limits, len(self._devices), inbox, page, self._check, aside)
+        self._starting = Starting(target.gpu, limits, len(target.devices), inbox, page, self._check, aside)
 
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
         """Loads a model version: runs its code, compiles its programs and starts its instances.
@@ -139,8 +145,7 @@ class Loader:
         return contextlib.nullcontext() if self._process is None else self._process.kept(f"model '{record.name}'")
 
     def _load_alone(self, record: Load, progress: LoadProgress) -> LoadedModel:
-        folders = (Path(record.version_path), Path(record.model_path))
-        imports = ModelImports.of_version(record.name, folders)
+        imports = ModelImports.of_version(record.name, _folders(record))
         flags = OwnFlags(record.name)
         imports.join(ModelPort(record.name, record.version, self._server, self.metrics, flags.code))
         try:
@@ -148,241 +153,190 @@ class Loader:
             message.name = message.name or record.name
             if ensemble_checks.is_ensemble(message):
                 return load_ensemble(record, message, imports, self._max_queue_size)
-            # Finds modules that were installed since the last load.
-            importlib.invalidate_caches()
-            file = message.default_model_filename or "model.py"
-            if artifact.is_artifact(folders[0], file):
-                module = artifact.module(folders[0], message, self._target.device.platform)
-            else:
-                with flags.code():
-                    module = imports.run(folders[0] / file)
-            loaded = self._load(record, message, module, imports, flags, progress)
+            module = self._module(record, message, imports, flags)
+            loaded = self._load(VersionLoad(record, message, module, imports, flags, progress))
             imports.port.loading = False
             if self._process is not None:
                 imports.port.ran = self._process.watch(f"model '{record.name}'")
             return loaded
         except BaseException as error:
             imports.forget()
-            # A load that nobody wants any more ends as cancelled, whatever else went wrong.
-            progress.cancellation.check()
-            if isinstance(error, (Internal, InvalidArgument, Unsupported)):
-                raise
-            _log.error("loading model '%s' version %d failed", record.name, record.version, exc_info=error)
-            self._check()
-            raise Internal(described_failure(error, folders)) from error
+            what = f"loading model '{record.name}' version {record.version}"
+            raise self._failure(record, what, error, progress.cancellation) from error
 
-    def _load(
-        self,
-        record: Load,
-        message: ModelConfig,
-        module: ModuleType,
-        imports: ModelImports,
-        flags: OwnFlags,
-        progress: LoadProgress,
-    ) -> LoadedModel:
-        triton = hasattr(module, "TritonPythonModel")
-        message.backend = message.backend or ("python" if triton else "jax")
-        if message.backend not in model_checks.BACKENDS:
-            model_checks.check(message)
-        if message.backend == "python":
-            if not triton:
-                raise InvalidArgument(f"model '{message.name}': model.py has no class TritonPythonModel")
-            with flags.code():
-                message = auto_complete(module, message, imports.port)
-            axes: dict[str, tuple[str | None, ...]] = {}
-            segments: dict[str, str] = {}
-            state_axes: dict[str, tuple[str | None, ...]] = {}
+    def _module(self, record: Load, message: ModelConfig, imports: ModelImports, flags: OwnFlags) -> ModuleType:
+        """Runs a version's model.py and returns its module; or makes one from files of exported programs."""
+        folder, file = Path(record.version_path), message.default_model_filename or "model.py"
+        # Finds modules that were installed since the last load.
+        importlib.invalidate_caches()
+        if artifact.is_artifact(folder, file):
+            return artifact.module(folder, message, self._target.device.platform)
+        with flags.code():
+            return imports.run(folder / file)
+
+    def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
+        """Returns the error that a load (loading of a version) fails with because of ``error``, which is logged if need be.
+
+        Args:
+          what: names what has failed in the log.
+        Raises: Cancelled: nobody wants the load any more, so it ends as cancelled whatever else went wrong.  DeviceLost: the
+        device has failed.
+        """
+        cancellation.check()
+        if isinstance(error, (Internal, InvalidArgument, Unsupported)):
+            return error
+        _log.error("%s failed", what, exc_info=error)
+        self._check()
+        return Internal(described_failure(error, _folders(record)))
+
+    def _load(self, load: VersionLoad) -> LoadedModel:
+        declared = declared_version(load, self._target)
+        if declared.steps is not None:
+            made = self._stepped(load, declared, declared.steps)
+        elif load.message.backend == "python":
+            made = self._python(load, declared)
         else:
-            if not callable(getattr(module, "create", None)):
-                raise InvalidArgument(f"model '{message.name}': model.py has no function create(path, config, device)")
-            axes = declare_tensors(message, module)
-            state_axes = declare_state(message, module)
-            segments = declare_ragged(message, module)
-        steps = declare_steps(message, module) if message.backend == "jax" else None
-        run_on = gpus(message, module, len(self._devices), self._gpu)
-        model_config.complete(message, run_on)
-        scalars = [name for name, declared in axes.items() if not declared]
-        model_checks.check(message, whole=True, scalars=scalars)
-        model_checks.check_device(message, self._gpu)
-        described = signature(message, axes, read_labels(message, Path(record.model_path)))
-        mixed, on_demand = declare_sets(message, module), is_on_demand(message, module)
-        sequences = sequence_plan(message, self._max_queue_size)
-        asked = request_inputs(message, module) if message.backend == "jax" else None
-        made_inputs = MadeInputs(None if sequences is None else sequences.controls, asked)
-        taken = described.with_inputs(made_inputs.specs)
-        if message.backend == "jax":
-            taken = ragged_signature(taken, message, segments)
-        if message.sequence_batching.state and sequences is not None:
-            taken = taken.with_states(state_specs(message, state_axes), sequences.rules.slots)
-        jitted: JaxModel | None = None
-        stepped: SteppedModel | None = None
-        instances: tuple[Instance, ...] = ()
-        maker: InstanceMaker | None = None
-        is_ready_calls: IsReadyCalls | None = None
-        sets: ParameterSets | None = None
-        if steps is not None:
-            with self._compiling(progress):
-                stepped = load_stepped(record, message, module, taken, steps, asked, flags, progress, self._target)
-                stepped.warm(prepared_samples(record, message, taken, made_inputs))
-                sets = stepped.executables.sets
-        elif message.backend == "python":
-            if not callable(getattr(module.TritonPythonModel, "execute", None)):
-                raise InvalidArgument(
-                    f"model '{message.name}': class TritonPythonModel has no function execute(requests)"
-                )
-            is_ready_calls = IsReadyCalls.of(module, record.name, self._starting.inbox)
-            kind = "CPU" if self._gpu is None else "GPU"
-            python = functools.partial(
-                PythonModel.maker, record, module, described, kind, imports.port, sequences, is_ready_calls
-            )
-            maker = InstanceMaker(
-                lambda configuration, _: python(configuration),
-                prepared_samples(record, message, described, made_inputs),
-                flags.code,
-                imports,
-                run_on,
-            )
-            instances = self._starting.start(message, maker, None, progress.cancellation)
-        else:
-            jitted, instances, maker, sets = self._create(
-                record, message, module, taken, progress, made_inputs, imports, flags, run_on, mixed, on_demand
-            )
+            made = self._created(load, declared)
+        record, message = load.record, load.message
         sticky, streams = message.HasField("sequence_batching"), message.model_transaction_policy.decoupled
+        instances, passive = _by_role(made.instances)
         return LoadedModel(
             record.name,
             record.version,
-            described,
+            declared.signature,
             model_config.metadata(message),
             model_config.to_json(message),
-            not sticky and not streams,
-            sticky,
-            streams,
-            jitted,
-            tuple(instance for instance in instances if not instance.passive),
-            queue_rules(message, self._max_queue_size, record.workers),
-            batch_rules(message),
-            imports,
+            repeatable=not sticky and not streams,
+            sticky=sticky,
+            streams=streams,
+            jitted=made.jitted,
+            instances=instances,
+            queue_rules=queue_rules(message, self._max_queue_size, record.workers),
+            batch_rules=batch_rules(message),
+            imports=load.imports,
             cached=message.response_cache.enable,
-            is_ready_calls=is_ready_calls,
+            is_ready_calls=made.is_ready_calls,
             sees_outputs=message.backend == "python",
             ordered=model_config.is_ordered(message),
-            passive=tuple(instance for instance in instances if instance.passive),
+            passive=passive,
             is_passive=not self._starting.groups(message).active,
-            sequences=sequences,
-            made_inputs=made_inputs,
-            sets=sets,
-            stepped=stepped,
-            footprint=progress.footprint(),
+            sequences=declared.sequences,
+            made_inputs=declared.made_inputs,
+            sets=made.sets,
+            stepped=made.stepped,
+            footprint=load.progress.footprint(),
             record=record,
-            pure=jitted is not None and not sticky and not streams,
+            pure=made.jitted is not None and not sticky and not streams,
             # Instances of a model with sequences cannot be regrouped: they have the sequences' slots.
-            maker=None if sticky else maker,
+            maker=None if sticky else made.maker,
         )
 
-    def _create(
-        self,
-        record: Load,
-        message: ModelConfig,
-        module: ModuleType,
-        described: Signature,
-        progress: LoadProgress,
-        made_inputs: MadeInputs,
-        imports: ModelImports,
-        flags: OwnFlags,
-        run_on: Sequence[int],
-        mixed: SetDeclaration | None,
-        on_demand: bool,
-    ) -> tuple[JaxModel | None, tuple[Instance, ...], InstanceMaker, ParameterSets]:
-        def started(
-            host: Instantiated, sets: ParameterSets
-        ) -> tuple[None, tuple[Instance, ...], InstanceMaker, ParameterSets]:
-            prepared = prepared_samples(record, message, described, made_inputs)
-            maker = InstanceMaker(lambda *_: lambda _: host, prepared, flags.code, imports, run_on)
-            return None, self._starting.start(message, maker, None, progress.cancellation), maker, sets
+    def _stepped(self, load: VersionLoad, declared: DeclaredVersion, steps: StepDeclaration) -> _Runnable:
+        with self._compiling(load.progress):
+            stepped = load_stepped(load, declared, steps, self._target)
+            stepped.warm(load.samples(declared.taken, declared.made_inputs))
+        return _Runnable(stepped=stepped, sets=stepped.executables.sets)
 
-        host = bool(getattr(module, "host", False))
-        if host and described.states:
+    def _python(self, load: VersionLoad, declared: DeclaredVersion) -> _Runnable:
+        """Starts the instances of a Triton Python model."""
+        message, module, described = load.message, load.module, declared.signature
+        if not callable(getattr(module.TritonPythonModel, "execute", None)):
+            raise InvalidArgument(f"model '{message.name}': class TritonPythonModel has no function execute(requests)")
+        readiness = IsReadyCalls.of(module, load.record.name, self._starting.inbox)
+        kind = "CPU" if self._target.gpu is None else "GPU"
+        port, sequences = load.imports.port, declared.sequences
+        python = functools.partial(PythonModel.maker, load.record, module, described, kind, port, sequences, readiness)
+        samples = load.samples(described, declared.made_inputs)
+        maker = InstanceMaker(
+            lambda configuration, _: python(configuration), samples, load.flags.code, load.imports, declared.gpus
+        )
+        instances = self._starting.start(message, maker, None, load.progress.cancellation)
+        return _Runnable(instances=instances, maker=maker, is_ready_calls=readiness)
+
+    def _created(self, load: VersionLoad, declared: DeclaredVersion) -> _Runnable:
+        """Calls ``create`` of model.py, and makes what runs the function that it returns: jitted, on the host, or a generator."""
+        message, module, described = load.message, load.module, declared.taken
+        if load.is_host and described.states:
             raise Unsupported(
                 f"model '{message.name}': state is for functions that are compiled; a host model keeps its own"
             )
-        buckets = choose_buckets(message, module, program_signature(described) if described.free else described)
-        groups = self._starting.groups(message)
-        # An instance that waits for resources has a thread of its own, also where there is only one.
-        threads = groups.active > 1 or groups.limited
-        given, spread = given_devices(message, module, self._devices, self._gpu, bool(described.states))
-        if mixed is not None and spread is not None:
-            raise Unsupported(f"model '{message.name}': batch_sets is for models that run on one device")
-        if on_demand and (spread is not None or mixed is not None):
-            which = (
-                "that run on one device" if mixed is None else "whose batches do not mix parameter sets (batch_sets)"
-            )
-            raise Unsupported(f"model '{message.name}': memory_policy 'on_demand' is for models {which}")
-        turns = spread is not None or mixed is not None
-        if turns and threads and not host:
-            groups.take_turns(
-                message.name, "a JAX model on several devices" if mixed is None else "a model with batch_sets"
-            )
-            threads = False
-        count = groups.active if threads else 1
-        if not host:
+        buckets = _buckets(load, described)
+        plan = planned_instances(load, declared, self._starting.groups(message), self._target)
+        if not load.is_host:
             limits = self._target.options.executables
             check_size(buckets, limits.max_batch_byte_size)
-            check_state_size(buckets.signature, count, limits.max_state_byte_size)
-        with precision(described), flags.code():
-            returned = create(message.name, module, Path(record.version_path), model_config.to_dict(message), given)
-        apply, parameters, first = created(module, described, returned, made_inputs.asked, mixed is not None)
+            check_state_size(buckets.signature, plan.count, limits.max_state_byte_size)
+        with precision(described), load.flags.code():
+            returned = create(message.name, module, load.folder, model_config.to_dict(message), plan.given)
+        function = created(module, described, returned, declared.made_inputs.asked, declared.mixed is not None)
         if is_generator(returned):
-            if mixed is not None or on_demand:
-                what = "batch_sets" if mixed is not None else "memory_policy 'on_demand'"
-                raise Unsupported(f"model '{message.name}': {what} is for jitted functions, a generator is none")
-            declare_streams(message)
-            sets = host_sets(message.name, parameters, self._target.room)
-            streaming = GeneratorModel(record.version, described, apply, sets, imports.port)
-            return started(streaming, sets)
+            return self._generator(load, declared, function)
         if message.model_transaction_policy.decoupled:
             raise InvalidArgument(
                 f"model '{message.name}' is decoupled: create() must return a generator function, which yields its responses"
             )
-        if host:
-            sets = host_sets(message.name, parameters, self._target.room)
-            model = HostModel(record.version, described, apply, sets, imports.port)
-            return started(model, sets)
-        if flags.wide:
-            described = dataclasses.replace(described, doubles=True)
-            buckets = choose_buckets(message, module, program_signature(described) if described.free else described)
+        if load.is_host:
+            return self._on_host(HostModel, load, declared, function)
+        if load.flags.wide:
+            declared = dataclasses.replace(declared, taken=dataclasses.replace(described, doubles=True))
+            buckets = _buckets(load, declared.taken)
+        return self._jitted(load, declared, buckets, function, plan)
+
+    def _generator(self, load: VersionLoad, declared: DeclaredVersion, function: Function) -> _Runnable:
+        if declared.mixed is not None or declared.on_demand:
+            what = "batch_sets" if declared.mixed is not None else "memory_policy 'on_demand'"
+            raise Unsupported(f"model '{load.message.name}': {what} is for jitted functions, a generator is none")
+        declare_streams(load.message)
+        return self._on_host(GeneratorModel, load, declared, function)
+
+    def _on_host(
+        self,
+        kind: type[GeneratorModel] | type[HostModel],
+        load: VersionLoad,
+        declared: DeclaredVersion,
+        function: Function,
+    ) -> _Runnable:
+        """Starts the instances of a function that is not compiled; they share function and parameters."""
+        apply, parameters, _ = function
+        message, described = load.message, declared.taken
+        sets = host_sets(message.name, parameters, self._target.room)
+        model = kind(load.record.version, described, apply, sets, load.imports.port)
+        samples = load.samples(described, declared.made_inputs)
+        maker = InstanceMaker(lambda *_: lambda _: model, samples, load.flags.code, load.imports, declared.gpus)
+        instances = self._starting.start(message, maker, None, load.progress.cancellation)
+        return _Runnable(instances=instances, maker=maker, sets=sets)
+
+    def _jitted(
+        self,
+        load: VersionLoad,
+        declared: DeclaredVersion,
+        buckets: Buckets,
+        function: Function,
+        plan: InstancePlan,
+    ) -> _Runnable:
+        """Compiles a jitted model's programs, runs each warmup sample, and starts the instances if they have threads."""
+        message, (_, parameters, _) = load.message, function
         warn_of_keys(message.name, parameters)
         warn_of_leaves(message.name, parameters)
-        alone = message.HasField("sequence_batching") or bool(made_inputs)
-        with self._compiling(progress):
-            jitted = jitted_model(
-                record,
-                message,
-                described,
-                buckets,
-                (flags.applied(apply), parameters, first),
-                count,
-                threads or alone,
-                spread,
-                self._target,
-                mixed,
-                on_demand,
-            )
-            jitted.executables.warm(progress)
-            jitted.prepare_grouped(progress.cancellation)
-            prepared = prepared_samples(record, message, described, made_inputs)
-            own = self._own if spread is None else jitted.executables.device
-            run_samples(jitted, prepared, own, message.name, self._check)
+        with self._compiling(load.progress):
+            jitted = jitted_model(load, declared, buckets, function, plan, self._target)
+            jitted.executables.warm(load.progress)
+            jitted.prepare_grouped(load.progress.cancellation)
+            samples = load.samples(declared.taken, declared.made_inputs)
+            own = self._own if plan.several is None else jitted.executables.device
+            run_samples(jitted, samples, own, message.name, self._check)
         maker = InstanceMaker(
             self._jitted_instances,
-            prepared,
-            flags.code,
-            imports,
-            run_on,
-            alone or turns,
-            turns,
+            samples,
+            load.flags.code,
+            load.imports,
+            declared.gpus,
+            plan.alone or plan.turns,
+            plan.turns,
         )
-        instances = self._starting.start(message, maker, jitted, progress.cancellation) if threads else ()
-        return jitted, instances, maker, jitted.sets
+        cancellation = load.progress.cancellation
+        instances = self._starting.start(message, maker, jitted, cancellation) if plan.threads else ()
+        return _Runnable(jitted, instances=instances, maker=maker, sets=jitted.sets)
 
     def _jitted_instances(self, _: ModelConfig, jitted: JaxModel | None) -> Callable[[str], Instantiated]:
         assert jitted is not None
@@ -414,7 +368,7 @@ class Loader:
         scalars = [tensor.name for tensors in (message.input, message.output) for tensor in tensors if not tensor.dims]
         model_checks.check(message, whole=True, scalars=scalars)
         planned, jitted = self._starting.groups(message), former.jitted
-        threads = not maker.takes_turns and (planned.active > 1 or planned.limited)
+        threads = not maker.takes_turns and planned.need_threads
         if jitted is not None:
             jitted = jitted.for_instances(planned.active if threads else 1, threads or maker.alone)
         try:
@@ -425,19 +379,15 @@ class Loader:
                     else ()
                 )
         except BaseException as error:
-            cancellation.check()
-            if isinstance(error, (Internal, InvalidArgument, Unsupported)):
-                raise without_frames(error) from None
-            _log.error("more instances of model '%s' version %d failed", record.name, record.version, exc_info=error)
-            self._check()
-            folders = (Path(record.version_path), Path(record.model_path))
-            raise without_frames(Internal(described_failure(error, folders))) from None
+            what = f"starting more instances of model '{record.name}' version {record.version}"
+            raise without_frames(self._failure(record, what, error, cancellation)) from None
+        active, passive = _by_role(instances)
         return dataclasses.replace(
             former,
             config=model_config.to_json(message),
             jitted=jitted,
-            instances=tuple(instance for instance in instances if not instance.passive),
-            passive=tuple(instance for instance in instances if instance.passive),
+            instances=active,
+            passive=passive,
             is_passive=not planned.active,
             record=record,
             taken_over=True,
@@ -455,3 +405,22 @@ class Loader:
         made.instance_group.extend(given.instance_group)
         model_config.complete(made, maker.gpus)
         return made
+
+
+def _folders(record: Load) -> tuple[Path, Path]:
+    """Returns the version's and the model's folder."""
+    return Path(record.version_path), Path(record.model_path)
+
+
+def _buckets(load: VersionLoad, described: Signature) -> Buckets:
+    """Returns the shapes that a version's programs are compiled for; state that varies in size is among their inputs."""
+    described = program_signature(described) if described.free else described
+    return choose_buckets(load.message, load.module, described)
+
+
+def _by_role(instances: tuple[Instance, ...]) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
+    """Returns the instances that take requests, and those that only hold the model."""
+    return (
+        tuple(instance for instance in instances if not instance.passive),
+        tuple(instance for instance in instances if instance.passive),
+    )

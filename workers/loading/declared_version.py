@@ -1,0 +1,151 @@
+"""Reads what a model version's model.py and configuration declare together, and checks it, before anything is made of it.
+
+configuration as given ─▶ tensors that model.py declares ─▶ completed, checked ─▶ DeclaredVersion
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from tensord.config import model_checks, model_config
+from tensord.config.model_config import ModelConfig
+from tensord.shm.control_records import Load
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.declarations.declaration import declare_tensors, read_labels
+from tensord.workers.declarations.device_choice import gpus
+from tensord.workers.declarations.made_inputs import MadeInputs
+from tensord.workers.declarations.memory_policy import is_on_demand
+from tensord.workers.declarations.request_inputs import request_inputs
+from tensord.workers.declarations.sequence_declaration import SequencePlan, sequence_plan
+from tensord.workers.declarations.set_declaration import declare_sets
+from tensord.workers.declarations.step_declaration import StepDeclaration, declare_steps
+from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.imports.own_flags import OwnFlags
+from tensord.workers.loading.target import LoadTarget
+from tensord.workers.models.python_model import auto_complete
+from tensord.workers.models.warmup import Sample, prepared_samples
+from tensord.workers.parameters.set_stack import SetDeclaration
+from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.tensors.ragged import declare_ragged, ragged_signature
+from tensord.workers.tensors.signature import Signature, signature
+from tensord.workers.tensors.state import declare_state, state_specs
+
+
+@dataclass(slots=True)
+class VersionLoad:
+    """One load (loading) of a model version: its Load record, its configuration, its code, and the progress of the load."""
+
+    record: Load
+    #: The configuration, to which ``declared_version`` adds what model.py declares.
+    message: ModelConfig
+    module: ModuleType
+    imports: ModelImports
+    #: Settings of JAX that the model's code has changed for itself.
+    flags: OwnFlags
+    progress: LoadProgress
+
+    @property
+    def folder(self) -> Path:
+        """The version's folder."""
+        return Path(self.record.version_path)
+
+    @property
+    def is_host(self) -> bool:
+        """True if model.py says that its function runs on the host, and is not compiled."""
+        return bool(getattr(self.module, "host", False))
+
+    def samples(self, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
+        """Makes the version's warmup samples. ``described``: the tensors that they have, those of ``made_inputs`` among them.
+
+        Raises InvalidArgument: a sample does not fit the model, or its file cannot be read.
+        """
+        return prepared_samples(self.record, self.message, described, made_inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredVersion:
+    """What a version's model.py and configuration declare: tensors, sequences, inputs that the worker makes, devices."""
+
+    #: The tensors that clients send and get.
+    signature: Signature
+    #: The tensors of the model itself: also those that the worker makes, and the state of sequences.
+    taken: Signature
+    #: None: the model has no sequences.
+    sequences: SequencePlan | None
+    made_inputs: MadeInputs
+    #: Slots and steps of a stepped model; None: it is none.
+    steps: StepDeclaration | None
+    #: Which parameters differ between parameter sets; None: a batch has one set.
+    mixed: SetDeclaration | None
+    #: Whether parameters may leave the device for other parameters.
+    on_demand: bool
+    #: The numbers of the GPUs that the model runs on; none on the processor.
+    gpus: Sequence[int]
+
+
+#: Tensor -> names of its axes; None for an axis without a name.
+_Axes = dict[str, tuple[str | None, ...]]
+
+
+class _Names(NamedTuple):
+    """Names that model.py gives, and that a configuration has no place for."""
+
+    axes: _Axes
+    state_axes: _Axes
+    #: SEGMENT_IDS input -> the ragged input that it describes.
+    segments: dict[str, str]
+
+
+def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
+    """Completes and checks the configuration of a version that is being loaded, and returns what it and model.py declare.
+
+    Raises InvalidArgument, Unsupported: a declaration is malformed, or the model cannot be served here; or whatever the model's
+    ``auto_complete_config`` raises.
+    """
+    names = _declared_names(load)
+    message, module = load.message, load.module
+    compiled = message.backend == "jax"
+    steps = declare_steps(message, module) if compiled else None
+    run_on = gpus(message, module, len(target.devices), target.gpu)
+    model_config.complete(message, run_on)
+    scalars = [name for name, declared in names.axes.items() if not declared]
+    model_checks.check(message, whole=True, scalars=scalars)
+    model_checks.check_device(message, target.gpu)
+    described = signature(message, names.axes, read_labels(message, Path(load.record.model_path)))
+    mixed, on_demand = declare_sets(message, module), is_on_demand(message, module)
+    sequences = sequence_plan(message, target.options.requests.max_queue_size)
+    asked = request_inputs(message, module) if compiled else None
+    made_inputs = MadeInputs(None if sequences is None else sequences.controls, asked)
+    taken = described.with_inputs(made_inputs.specs)
+    if compiled:
+        taken = ragged_signature(taken, message, names.segments)
+    if message.sequence_batching.state and sequences is not None:
+        taken = taken.with_states(state_specs(message, names.state_axes), sequences.rules.slots)
+    return DeclaredVersion(described, taken, sequences, made_inputs, steps, mixed, on_demand, run_on)
+
+
+def _declared_names(load: VersionLoad) -> _Names:
+    """Adds the tensors that model.py declares to the configuration, and returns the names that it gives besides.
+
+    Raises InvalidArgument: model.py lacks what its backend calls, or a declaration is malformed.
+    """
+    message, module = load.message, load.module
+    triton = hasattr(module, "TritonPythonModel")
+    message.backend = message.backend or ("python" if triton else "jax")
+    if message.backend not in model_checks.BACKENDS:
+        model_checks.check(message)
+    if message.backend == "python":
+        if not triton:
+            raise InvalidArgument(f"model '{message.name}': model.py has no class TritonPythonModel")
+        with load.flags.code():
+            load.message = auto_complete(module, message, load.imports.port)
+        return _Names({}, {}, {})
+    if not callable(getattr(module, "create", None)):
+        raise InvalidArgument(f"model '{message.name}': model.py has no function create(path, config, device)")
+    axes = declare_tensors(message, module)
+    state_axes = declare_state(message, module)
+    return _Names(axes, state_axes, declare_ragged(message, module))
