@@ -74,6 +74,9 @@ class Cancelled(ServingError):
 
     code = "CANCELLED"
 
+    def __init__(self, message: str = "the request was cancelled") -> None:
+        super().__init__(message)
+
 
 class DeadlineExceeded(Cancelled):
     """Raised when the client's deadline for the call has passed."""

@@ -90,7 +90,7 @@ class Calls:
         self._post(lambda: self._begin(call))
 
     def cancel(self, call: ModelCall) -> None:
-        self._post(lambda: self._end(call, Cancelled("the request was cancelled")))
+        self._post(lambda: self._end(call, Cancelled()))
 
     def stop(self, call: ModelCall) -> None:
         self._post(lambda: self._stop(call))
@@ -114,7 +114,7 @@ class Calls:
         """Ends the calls that are made for a cancelled request, unless another request that is not cancelled needs them too."""
         for call in list(self._of.get(request, ())):
             if all(each.cancelled for each in call.requests):
-                self._end(call, Cancelled("the request was cancelled"))
+                self._end(call, Cancelled())
 
     def settle(self, now_ns: int) -> None:
         """Ends one deadlocked call, if there is any, with Internal: every instance that could run the call waits for its end.
@@ -197,7 +197,7 @@ class Calls:
             version = self._models.home(version, controls.correlation_id, controls.start)
         requests = call.requests
         if requests and all(each.cancelled for each in requests):
-            raise Cancelled("the request was cancelled")
+            raise Cancelled()
         origin = next((each for each in requests if not each.cancelled), None)
         deadlines = [each.deadline_ns for each in requests]
         prepared = replace(prepared, version=version.version)
@@ -258,7 +258,7 @@ class Calls:
         if inner in version.senders and version.loaded.instances:
             inner.may_stop = True
         else:
-            self._end(call, Cancelled("the request was cancelled"))
+            self._end(call, Cancelled())
 
     def _end(self, call: ModelCall, error: ServingError) -> None:
         """Answers a call with an error at once, if it has not ended, and cancels its request."""

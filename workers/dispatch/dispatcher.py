@@ -265,7 +265,7 @@ class Dispatcher:
         if not answers and version.runs_ahead and self._instances.take_back(version, request):
             sender = version.senders.get(request)
             if sender is None:
-                answers = [(request, Cancelled("the request was cancelled"))]
+                answers = [(request, Cancelled())]
             else:
                 sender.returned = True
         self._outbox.fail_all(answers, self._clock())
@@ -476,7 +476,7 @@ class Dispatcher:
         if not request.submitter.closed and not request.cancelled:
             return False
         others = request.version.planner.dropped(request, now_ns)
-        self._outbox.fail_all([*others, (request, Cancelled("the request was cancelled"))], now_ns)
+        self._outbox.fail_all([*others, (request, Cancelled())], now_ns)
         return True
 
     # ---------------------------------------------------------------------------------------------------------- answers

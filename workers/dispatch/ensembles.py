@@ -193,7 +193,7 @@ class EnsembleRuns:
         run = self._runs.get(request)
         if run is None:
             return
-        run.error = run.error or Cancelled("the request was cancelled")
+        run.error = run.error or Cancelled()
         run.untaken.clear()
         self._stop(run)
         self._due.append((run, None))

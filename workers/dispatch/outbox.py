@@ -204,7 +204,7 @@ class Outbox:
         ``moments``: when its execution began, had its inputs and had computed; None: not known.
         """
         if request.cancelled:
-            result = Cancelled("the request was cancelled")
+            result = Cancelled()
         elif not isinstance(result, ServingError):
             result, copied = kept(result)
             request.version.statistics.copied_byte_size += copied
@@ -290,7 +290,7 @@ class Outbox:
             self.end(request)
             return None
         if request.cancelled:
-            return Cancelled("the request was cancelled")
+            return Cancelled()
         version = request.version
         try:
             inline_byte_size = self._options.inline_byte_size

@@ -391,7 +391,7 @@ class Responses:
 
     def _end_cancelled(self, sender: ResponseSender) -> None:
         """Ends a cancelled request: answers it with Cancelled and closes its sender."""
-        request, error = sender.request, Cancelled("the request was cancelled")
+        request, error = sender.request, Cancelled()
         sender.catch_up()
         if request.sink is None and not request.submitter.closed:
             request.submitter.answer(failure(request.request_id, error))

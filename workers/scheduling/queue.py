@@ -492,7 +492,7 @@ class QueuePlanner(Generic[W]):
 
     def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
         """Cancels a waiting request. Returns it with its error; nothing if it does not wait in the queue."""
-        return [(request, Cancelled("the request was cancelled"))] if self._queue.remove(request) else []
+        return [(request, Cancelled())] if self._queue.remove(request) else []
 
     def tick(self, now_ns: int) -> list[tuple[W, ServingError]]:
         """Removes requests that waited too long. Returns each with the error that answers it."""

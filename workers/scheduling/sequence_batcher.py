@@ -87,7 +87,7 @@ class SequenceBatcher(Generic[S]):
 
     def cancelled(self, request: S) -> list[tuple[S, ServingError]]:
         """Cancels a waiting request and its sequence. Returns all requests that will not run now, each with its error."""
-        return self._lose(request, Cancelled("the request was cancelled")) if request.line >= 0 else []
+        return self._lose(request, Cancelled()) if request.line >= 0 else []
 
     def done(self, requests: Iterable[S], now_ns: int) -> None:
         """Marks requests as run, successfully or not, so that the next requests of their sequences may run."""
