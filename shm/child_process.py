@@ -1,4 +1,9 @@
-"""Settings that every child process of the daemon makes at its start, and an exit status that tells the supervisor a reason."""
+"""What every child process of the daemon does at its start, and the exit statuses that tell the supervisor a reason.
+
+An upgrade replaces the files under a running daemon, so a child process started afterwards would run the new version. Such a
+child exits at once with the status ``OTHER_VERSION``, before it has sent or read anything; the supervisor logs what the operator
+has to do.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,32 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
+from tensord import __version__
+
+#: The variable by which a daemon tells its children, and these theirs, of which version it is.
+VERSION_VARIABLE = "_TENSORD_VERSION"
+#: The exit status of a child whose version is not the daemon's.
+OTHER_VERSION = os.EX_CONFIG
 #: A worker exits so when it can never use its device: another start would not help. Its last line in the log says why.
 NO_DEVICE = os.EX_UNAVAILABLE
 #: Signals that reach the whole process group, such as a terminal's Ctrl-C. The supervisor alone acts on them, and says when its
 #: children stop.
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def end_if_other_version() -> None:
+    """Exits this process if its version is not that of the daemon that started it. Call it before anything else.
+
+    Raises: SystemExit: the versions differ; the exit status is ``OTHER_VERSION``, by which the daemon knows, and standard error
+    says so.
+    """
+    wanted = os.environ.get(VERSION_VARIABLE, __version__)
+    if wanted != __version__:
+        print(f"tensord: this process is of version {__version__}, its daemon of version {wanted}", file=sys.stderr)
+        raise SystemExit(OTHER_VERSION)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import msgspec
 
 from tensord.config import core_list, log
 from tensord.config.options import Options
-from tensord.shm import child_process, installation, stack_report
+from tensord.shm import child_process, stack_report
 from tensord.shm.channel import Channel, ChannelClosed
 from tensord.shm.control_records import Start, ToWorkerControl
 from tensord.shm.cuda_regions import DeviceLost
@@ -32,7 +32,7 @@ _KEPT_BYTE_SIZE = 256 << 20
 
 
 def main() -> None:
-    installation.end_if_other()
+    child_process.end_if_other_version()
     child_process.die_with_parent()
     _outlive_signals()
     parser = argparse.ArgumentParser(prog="tensord.workers", description=__doc__)

@@ -30,7 +30,7 @@ from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Tracer
-from tensord.shm import child_process, installation, stack_report
+from tensord.shm import child_process, stack_report
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import (
     ChildReady,
@@ -232,7 +232,7 @@ def main(program: str, description: str, make: Callable[[socket.socket, Place], 
 
     ``program`` and ``description``: for the help of its command line, which has the numbers of its file descriptors.
     """
-    installation.end_if_other()
+    child_process.end_if_other_version()
     child_process.die_with_parent()
     child_process.keep_freed_memory(_KEPT_BYTE_SIZE)
     parser = argparse.ArgumentParser(prog=program, description=description)

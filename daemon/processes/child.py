@@ -22,7 +22,7 @@ import msgspec
 from tensord import __version__
 from tensord.daemon.control.channel import ControlChannel
 from tensord.daemon.processes.spawned import Spawned, spawn
-from tensord.shm import descriptors, device_names, installation, stack_report
+from tensord.shm import child_process, descriptors, device_names, stack_report
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import (
     ChildReady,
@@ -266,13 +266,13 @@ class Child:
             return "memory"
         if self._killing:
             return "hung"
-        if self.returncode == installation.OTHER and not self.ready:
+        if self.returncode == child_process.OTHER_VERSION and not self.ready:
             return "version"
         return "exit" if (self.returncode or 0) >= 0 else _signal_name(-(self.returncode or 0))
 
     def describe_exit(self) -> str:
         """Returns how the process ended, to follow the process's name in a sentence, such as "was killed by SIGSEGV"."""
-        if self.returncode == installation.OTHER and not self.ready:
+        if self.returncode == child_process.OTHER_VERSION and not self.ready:
             ours = __version__
             return f"is of another version of tensord, installed since this daemon ({ours}) was started: {_RESTART}"
         for_memory = ", for want of memory (its control group's limit, or the host's)" if self.out_of_memory else ""

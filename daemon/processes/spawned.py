@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tensord import __version__
 from tensord.config.options import Workers
 from tensord.daemon.processes.devices import Device, find_devices
-from tensord.shm import child_process, descriptors, installation, stack_report
+from tensord.shm import child_process, descriptors, stack_report
 from tensord.shm.channel import pair
 from tensord.shm.marked_processes import MARK
 
@@ -109,4 +109,4 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
         for key, value in os.environ.items()
         if key not in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
     }
-    return ours | {installation.VARIABLE: __version__} | dict(extra)
+    return ours | {child_process.VERSION_VARIABLE: __version__} | dict(extra)

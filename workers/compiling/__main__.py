@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tensord.shm import child_process, installation
+from tensord.shm import child_process
 from tensord.shm.record import encoder
 from tensord.workers.compiling.records import TO_PROCESS, Compile, Compiled, CompileRefused
 from tensord.workers.jax_internals.interfaces import CUSTOM_CALLS, XLA_CLIENT
@@ -31,7 +31,7 @@ _THREADS_VARIABLE = "PJRT_NPROC"
 
 
 def main() -> None:
-    installation.end_if_other()
+    child_process.end_if_other_version()
     # Sent to the whole group they would end a load; the worker says when.
     child_process.ignore_group_signals()
     parser = argparse.ArgumentParser(prog="tensord.workers.compiling", description=__doc__)
