@@ -91,12 +91,12 @@ INSIDE = {
     "workers.gpu": ("jax_internals", "tensors", "devices", "requests", "programs", "parameters"),
     "workers.declarations": ("scheduling", "jax_internals", "tensors", "devices", "parameters", "requests", "programs"),
     "workers.models": (
-        *("scheduling", "threads", "native", "tensors", "devices", "requests", "calls", "python_backend", "imports"),
-        *("programs", "declarations", "parameters"),
+        *("scheduling", "threads", "jax_internals", "native", "tensors", "devices", "requests", "calls"),
+        *("python_backend", "imports", "programs", "declarations", "parameters"),
     ),
     "workers.loading": (
-        *("scheduling", "threads", "tensors", "devices", "calls", "imports", "programs", "processor", "gpu"),
-        *("declarations", "models", "parameters"),
+        *("scheduling", "threads", "jax_internals", "tensors", "devices", "calls", "imports", "programs"),
+        *("processor", "gpu", "declarations", "models", "parameters"),
     ),
     "workers.dispatch": (
         *(

@@ -18,18 +18,22 @@ from tensord.shm.arrays import Array
 from tensord.shm.cuda_regions import CudaError, CudaRegion, DeviceLost
 from tensord.workers.devices.device_cuda import CudaDevice, room
 from tensord.workers.devices.host_staging import TOGETHER
-from tensord.workers.jax_internals.wide import byte_size_of
+from tensord.workers.jax_internals.wide import byte_size_of, precision
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted, arguments_of
 from tensord.workers.programs.execution_device import Argument, ExecutionDevice, Inputs
 from tensord.workers.programs.packed_outputs import PACKED, starts
 from tensord.workers.programs.placement import CompiledProgram
-from tensord.workers.programs.precision import precision
 from tensord.workers.requests.answer_plan import UNCUT_BYTE_SIZE
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.ragged import flat
 from tensord.workers.tensors.signature import Signature
+
+if TYPE_CHECKING:
+    from tensord.shm.regions import Region
+    from tensord.workers.models.execution import Execution
+    from tensord.workers.requests.prepared import Preparation
 
 
 class Gpu(ExecutionDevice):
@@ -68,12 +72,6 @@ class Gpu(ExecutionDevice):
 
     def __repr__(self) -> str:
         return f"<Gpu {self._cuda}>"
-
-
-if TYPE_CHECKING:
-    from tensord.shm.regions import Region
-    from tensord.workers.models.execution import Execution
-    from tensord.workers.requests.prepared import Preparation
 
 
 class DeviceInputs:
@@ -179,7 +177,7 @@ class GpuExecutable(Executable):
             else:
                 arrays = [request.arrays[spec.name] for request in requests]
                 parts.append((spec.name, spec.dtype, (*rows, *shape), arrays))
-        with precision(self._signature):
+        with precision(self._signature.wide):
             return self._cuda.gather(parts)
 
     def _compute(

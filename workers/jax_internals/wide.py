@@ -1,4 +1,4 @@
-"""JAX's mode for 64-bit elements, which is set for each thread."""
+"""Sets JAX's mode for 64-bit elements, which each thread has for itself."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]
     library: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
     made: contextlib.AbstractContextManager[object] = library.enable_x64(wanted)
     return made
+
+
+def precision(wide: bool) -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which JAX has 64-bit elements if a model does (``wide``); otherwise it changes nothing."""
+    return enable_x64() if wide else contextlib.nullcontext()
 
 
 def byte_size_of(array: jax.Array) -> int:

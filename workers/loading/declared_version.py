@@ -18,10 +18,9 @@ from tensord.shm.errors import InvalidArgument
 from tensord.workers.declarations.declaration import declare_tensors, read_labels
 from tensord.workers.declarations.device_choice import gpus
 from tensord.workers.declarations.made_inputs import MadeInputs
-from tensord.workers.declarations.memory_policy import is_on_demand
+from tensord.workers.declarations.parameter_declarations import declare_sets, is_on_demand
 from tensord.workers.declarations.request_inputs import request_inputs
 from tensord.workers.declarations.sequence_declaration import SequencePlan, sequence_plan
-from tensord.workers.declarations.set_declaration import declare_sets
 from tensord.workers.declarations.step_declaration import StepDeclaration, declare_steps
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.imports.own_flags import OwnFlags

@@ -15,10 +15,10 @@ from tensord.workers.declarations.created import create, created
 from tensord.workers.declarations.declaration import declare_tensors
 from tensord.workers.declarations.device_choice import device_count
 from tensord.workers.declarations.exporting import write
-from tensord.workers.declarations.set_declaration import declare_sets
+from tensord.workers.declarations.parameter_declarations import declare_sets
 from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.models.author_error import describe_exception
-from tensord.workers.programs.precision import precision
 from tensord.workers.tensors.signature import Declared, signature
 
 
@@ -64,7 +64,7 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
             message.parameters["batch_buckets"].string_value = ",".join(map(str, module.batch_buckets))
         model_checks.check(message)
         described = signature(message, axes, {})
-        with precision(described):
+        with precision(described.wide):
             returned = create(load.name, module, folders[0], model_config.to_dict(message), device)
         apply, parameters, _ = created(module, described, returned, None)
         inputs = {spec.name: Declared(spec.datatype, spec.model_dims, spec.axes) for spec in described.inputs.values()}

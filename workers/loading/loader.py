@@ -41,6 +41,7 @@ from tensord.workers.imports import own_flags
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.imports.own_flags import OwnFlags
 from tensord.workers.imports.process_state import ProcessState
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.loading.declared_version import DeclaredVersion, VersionLoad, declared_version
 from tensord.workers.loading.ensemble_declaration import load_ensemble
 from tensord.workers.loading.instance_groups import Aside, Starting, compiling_alone
@@ -61,7 +62,6 @@ from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.carry import check_state_size
 from tensord.workers.programs.load_progress import LoadProgress, Tell, nobody
-from tensord.workers.programs.precision import precision
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.tensors.buckets import Buckets
 from tensord.workers.tensors.signature import Signature
@@ -266,7 +266,7 @@ class Loader:
             limits = self._target.options.executables
             check_size(buckets, limits.max_batch_byte_size)
             check_state_size(buckets.signature, plan.count, limits.max_state_byte_size)
-        with precision(described), load.flags.code():
+        with precision(described.wide), load.flags.code():
             returned = create(message.name, module, load.folder, model_config.to_dict(message), plan.given)
         function = created(module, described, returned, declared.made_inputs.asked, declared.mixed is not None)
         if is_generator(returned):

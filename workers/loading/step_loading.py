@@ -15,12 +15,12 @@ from tensord.workers.declarations.declaration import choose_buckets
 from tensord.workers.declarations.device_choice import device_count
 from tensord.workers.declarations.step_declaration import StepDeclaration, check_buckets, check_stepped, created_steps
 from tensord.workers.imports.model_imports import python_source
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.loading.declared_version import DeclaredVersion, VersionLoad
 from tensord.workers.loading.parameters import array_names, parted, warn_of_leaves
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.programs.placed_sets import placed_sets
-from tensord.workers.programs.precision import precision
 from tensord.workers.programs.step_executables import StepExecutables
 from tensord.workers.programs.step_program import Rows, StepFunctions, StepPrograms
 from tensord.workers.tensors.buckets import Buckets
@@ -41,7 +41,7 @@ def load_stepped(
         raise Unsupported(f"model '{message.name}': a stepped model runs on one device")
     buckets = choose_buckets(message, module, described)
     check_buckets(buckets)
-    with precision(described), flags.code():
+    with precision(described.wide), flags.code():
         returned = create(message.name, module, load.folder, model_config.to_dict(message), target.device)
     if flags.wide:
         described = dataclasses.replace(described, doubles=True)

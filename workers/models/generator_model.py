@@ -17,10 +17,10 @@ import numpy as np
 from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import Internal
 from tensord.workers.calls.caller import Caller, ModelPort, calling
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.models.execution import Execution, describe_failure, own_failure
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.lowering import check_output
-from tensord.workers.programs.precision import precision
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.result import STREAMED, Response, Result
@@ -59,7 +59,7 @@ class GeneratorModel:
         execution.gathered_ns = time.monotonic_ns()
         chosen = execution.parameters = self._sets.chosen_by([request])
         run = _Run(self, self._signature, request, execution, self._apply(chosen.on(0), inputs))
-        with precision(self._signature), calling(execution.caller(self.port)) as caller:
+        with precision(self._signature.wide), calling(execution.caller(self.port)) as caller:
             run.go_on(alone=False)
         caller.close()
         execution.computed_ns = time.monotonic_ns()
@@ -147,7 +147,7 @@ class _Run:
         try:
             if self._sender.is_cancelled:
                 self._generator.close()
-            with precision(self._signature), calling(Caller(self._model.port, [self._request])) as caller:
+            with precision(self._signature.wide), calling(Caller(self._model.port, [self._request])) as caller:
                 self.go_on(alone=True)
             caller.close()
         except BaseException as error:  # also sys.exit() in a model

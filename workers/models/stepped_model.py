@@ -18,12 +18,12 @@ import numpy as np
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.workers.declarations.step_declaration import StepDeclaration
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.models.execution import describe_failure
 from tensord.workers.models.warmup import Sample
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.gather_buffer import copy_into
-from tensord.workers.programs.precision import precision
 from tensord.workers.programs.step_executables import DeviceCall, StepExecutables
 from tensord.workers.programs.step_program import Rows
 from tensord.workers.requests.request import Request
@@ -147,7 +147,7 @@ class SteppedModel:
     def _run(self, call: DeviceCall, given: tuple[Any, ...], chosen: ParameterSet | None) -> DeviceRun:
         executables = self.executables
         parameters = (executables.sets.main if chosen is None else chosen).on(executables.at)
-        with precision(self._signature):
+        with precision(self._signature.wide):
             if self._carry is None:
                 self._carry = executables.init(parameters)
             carry = self._carry

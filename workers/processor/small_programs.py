@@ -7,7 +7,6 @@ worker's device, which is logged once.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -18,10 +17,10 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from tensord.workers.compiling.compilers import CompilerDied
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.processor.single_thread import SingleThreadDevice, share
 from tensord.workers.programs.placement import CompiledProgram, Placement
-from tensord.workers.programs.precision import precision
 from tensord.workers.tensors.signature import Signature
 
 _log = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ class SmallPrograms:
             small = self._is_small(lowered) if self._possible else False
             if small is False or (placement := self.open()) is None:
                 return None
-            with precision(self._signature):
+            with precision(self._signature.wide):
                 made = placement.compile(lower(placement))
                 if small is None and not self._device.suits(lowered, made):
                     return None
@@ -132,7 +131,7 @@ def placed(sets: ParameterSets, device: jax.Device, signature: Signature | None 
     """
 
     def shared(parameters: Any) -> Any:
-        with contextlib.nullcontext() if signature is None else precision(signature):
+        with precision(signature is not None and signature.wide):
             return share(parameters, device)
 
     sets.share_by(shared)

@@ -17,7 +17,7 @@ import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.programs.precision import precision
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.state_program import rows_argument
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.signature import Signature, StateSpec
@@ -74,7 +74,7 @@ class Carry:
           argument: INT32[2, rows], the slot of each row, and 1 where its sequence begins (``state_program.rows_argument``).
         Raises StateLost: the run failed and the state of all sequences is lost. After any other error all state is as before.
         """
-        with precision(self._signature):
+        with precision(self._signature.wide):
             carry = self._open()
             try:
                 made: dict[str, Any]

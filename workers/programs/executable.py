@@ -16,12 +16,12 @@ import jax
 import numpy as np
 
 from tensord.shm.arrays import Array, address_of
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.parameters.set_stack import Chosen
 from tensord.workers.programs.execution_device import ExecutionDevice, Inputs
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.plain_program import is_plain
-from tensord.workers.programs.precision import precision
 from tensord.workers.programs.run_errors import memory_needed
 from tensord.workers.programs.weight import share_of
 from tensord.workers.requests.answer_plan import BatchOutputs, OutputLayout, layout_of, uncut
@@ -144,7 +144,7 @@ class Executable(ABC):
 
         Raises Unavailable: the GPU has no memory left; DeviceLost: the GPU has failed.
         """
-        with precision(self._signature):
+        with precision(self._signature.wide):
             return self._inputs.send()
 
     def parameters(self, chosen: Chosen = None) -> Any:
@@ -171,7 +171,7 @@ class Executable(ABC):
         ``chosen``: the parameter set, or that of each request or row if batches may mix sets; None: the main set.
         """
         parameters = self.parameters(chosen)
-        with precision(self._signature):
+        with precision(self._signature.wide):
             made = self.call(parameters, self._inputs.send())
         return self.read(made)
 
@@ -205,7 +205,7 @@ class Executable(ABC):
             None: no memory is reserved yet.
         """
         if self._signature.wide:
-            with precision(self._signature):
+            with precision(self._signature.wide):
                 return self._compute(parameters, arguments, requests, places)
         return self._compute(parameters, arguments, requests, places)
 

@@ -23,9 +23,9 @@ import jax
 from tensord.shm.arrays import Array
 from tensord.workers.devices import device_memory
 from tensord.workers.devices.several_devices import SeveralDevices
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.parameters.set_stack import SetStack, put
-from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.carry import Carry
 from tensord.workers.programs.executable import Executable, Wanted
 from tensord.workers.programs.executable_cache import ExecutableCache
@@ -33,7 +33,6 @@ from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import Lowering, warn_of_constants
 from tensord.workers.programs.placement import CompiledProgram, Placement
-from tensord.workers.programs.precision import precision
 from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
@@ -120,31 +119,35 @@ class Executables:
         first = self._lowering.lower(*planned[0], self._usual) if planned else None
         warn_of_constants(self._signature.model, self._lowering.constant_byte_size, len(planned))
         program = b"" if first is None else first.as_text().encode()
-
         self._identity = (self.source, program, repr(self._signature))
+        self._make(planned, first, progress)
+        taken, several = progress.footprint(), self._usual.several
+        what = f"besides its parameters, its program for {taken.largest} needs"
+        devices = jax.local_devices()[:1] if several is None else several.devices
+        device_memory.check(self._signature.model, what, taken.batch_byte_size, devices)
+        self._run_once()
+
+    def _make(self, planned: Sequence[Wanted], first: jax.stages.Lowered | None, progress: LoadProgress) -> None:
+        """Makes the executables of all buckets. ``first``: the program for the first one, which is lowered already.
+
+        On several devices the first program decides where the parameters are, and the others are compiled for that.
+        """
+        several = self._usual.several
 
         def make(wanted: Wanted) -> tuple[CompiledProgram, bool]:
             lowered = first if wanted == planned[0] else None
             compiling = functools.partial(self._compile, wanted, lowered)
             return self._kept((repr(wanted),), f"program for {wanted}", compiling, progress.cancellation)
 
-        # On several devices the first program decides where the parameters are, and the others are compiled for that.
-        made = ahead(make, planned, self._cache.threads if self._usual.several is None else 1)
-        for wanted in progress.through(planned):
-            compiled, is_new = next(made)
-            if not self._planned and self._usual.several is not None:
+        for wanted, compiled, is_new in progress.through(planned, make, self._cache.threads if several is None else 1):
+            if not self._planned and several is not None:
                 # Puts the parameters where the first program wants them.
-                with precision(self._signature):
-                    placed = self._usual.several.place(self._signature.model, self._usual.parameters, compiled.call)
+                with precision(self._signature.wide):
+                    placed = several.place(self._signature.model, self._usual.parameters, compiled.call)
                 self.sets.main.moved(placed)
                 progress.parameters(self._usual.parameters)
             progress.made(wanted, compiled, is_new)
             self._planned[wanted] = self.device.executable(wanted, self._signature, compiled)
-        taken, several = progress.footprint(), self._usual.several
-        what = f"besides its parameters, its program for {taken.largest} needs"
-        devices = jax.local_devices()[:1] if several is None else several.devices
-        device_memory.check(self._signature.model, what, taken.batch_byte_size, devices)
-        self._run_once()
 
     def _kept(
         self, parts: tuple[str, ...], what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
@@ -167,8 +170,7 @@ class Executables:
 
         The function takes the shapes of a request's inputs, the number of requests in a call (None: any number), and a function
         that compiles the program for that number. It raises Cancelled: the loading of the version was given up; or whatever
-        compiling
-        raises.
+        compiling raises.
         """
 
         def make(
@@ -205,16 +207,16 @@ class Executables:
         """
         name, usual = self._signature.model, self._usual
         device_memory.check(name, "its parameter sets need", stack.byte_size, jax.local_devices()[:1])
-        with precision(self._signature):
+        with precision(self._signature.wide):
             lowered = jax.jit(put, donate_argnums=0).lower(*stack.put_specs(usual.spec))
             compiled = usual.compile(lowered)
 
         def made(zeros: Sequence[Array]) -> list[jax.Array]:
-            with precision(self._signature):
+            with precision(self._signature.wide):
                 return cast("list[jax.Array]", jax.device_put(list(zeros), usual.device))
 
         def written(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
-            with precision(self._signature):
+            with precision(self._signature.wide):
                 return cast("list[jax.Array]", compiled(arrays, leaves, slot))
 
         stack.open(usual.at, made, written)
@@ -238,7 +240,7 @@ class Executables:
             if work > _WARM_WORK and executable is not next(iter(self._planned.values())):
                 return
             inputs = self._lowering.zeros(*wanted)
-            with precision(self._signature):
+            with precision(self._signature.wide):
                 step = functools.partial(executable.call, executable.parameters())
                 made = step(inputs) if carry is None else carry.run(step, inputs, wanted.rows, ())
                 jax.block_until_ready(made)
@@ -291,7 +293,7 @@ class Executables:
             zeros = functools.partial(self._lowering.zeros, *wanted)
             if (small := self._small.compile(lowered, lower, zeros)) is not None:
                 return small
-        with precision(self._signature):
+        with precision(self._signature.wide):
             return CompiledProgram(self._usual.compile(lowered), self._usual)
 
     def __repr__(self) -> str:

@@ -29,13 +29,13 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from tensord.shm.arrays import Array, address_of
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.executable import Content, Executable
 from tensord.workers.programs.executables import Apply
 from tensord.workers.programs.execution_device import Inputs
 from tensord.workers.programs.gather_buffer import copy_into
 from tensord.workers.programs.placement import CompiledProgram
-from tensord.workers.programs.precision import precision
 from tensord.workers.programs.run_errors import memory_needed
 from tensord.workers.requests.answer_plan import BatchOutputs, Output, OutputLayout, uncut
 from tensord.workers.requests.request import Request
@@ -262,7 +262,7 @@ class GroupedProgram:
         """
         parameters = chosen.on(self._at)
         if self._signature.wide:
-            with precision(self._signature):
+            with precision(self._signature.wide):
                 return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
@@ -359,7 +359,7 @@ class GroupedProgramMaker:
             return made
 
         specs = {name: placement.spec(shape, dtype) for name, dtype, shape in self.arguments}
-        with precision(signature):
+        with precision(signature.wide):
             traced = jax.jit(grouped).trace(placement.parameter_specs(1), specs)
             text = str(traced.jaxpr)
             # One of the loops may be that over the requests.

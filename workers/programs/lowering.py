@@ -20,9 +20,9 @@ import numpy as np
 
 from tensord.shm.arrays import DTYPES, datatype_of
 from tensord.shm.errors import Internal
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.packed_outputs import packing
 from tensord.workers.programs.placement import Placement
-from tensord.workers.programs.precision import precision
 from tensord.workers.programs.state_program import CARRY, carry_specs, rows_argument, stepping
 from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.signature import Signature, TensorSpec
@@ -58,7 +58,7 @@ class Lowering:
             arguments = (*arguments, rows_argument(self._signature, rows, ()), carry_specs(self._signature))
         specs = jax.tree.map(lambda array: placement.spec(array.shape, array.dtype), arguments)
         try:
-            with precision(self._signature), self._tracing:
+            with precision(self._signature.wide), self._tracing:
                 traced: jax.stages.Traced = self._jitted().trace(placement.parameter_specs(rows), *specs)
                 self.constant_byte_size = constant_byte_size(traced)
                 lowered: jax.stages.Lowered = traced.lower()

@@ -7,7 +7,6 @@ Rows of the bucket that no request fills are zeros for the first program; the ne
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import address_of
-from tensord.workers.jax_internals.wide import enable_x64
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.executable import Content, Executable
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.gather_buffer import GatherBuffer
@@ -132,7 +131,7 @@ class PipelineProgram:
         return self._sent() | lying, copied
 
     def _sent(self) -> dict[str, Any]:
-        with enable_x64(True) if self._wide else contextlib.nullcontext():
+        with precision(self._wide):
             return self._inputs.send()
 
     def run(self) -> list[Content]:
@@ -149,7 +148,7 @@ class PipelineProgram:
     def compute(self, arguments: Mapping[str, Any]) -> list[Any]:
         """Calls all programs in order. Returns the outputs, which may not be computed yet. Raises what a program raises."""
         tensors = dict(arguments)
-        with enable_x64(True) if self._wide else contextlib.nullcontext():
+        with precision(self._wide):
             began = time.monotonic_ns()
             for number, (executable, inputs, outputs) in enumerate(self._links):
                 made = executable.call(

@@ -16,12 +16,12 @@ from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.workers.devices import device_memory
 from tensord.workers.devices.host_put import host_put
 from tensord.workers.devices.several_devices import SeveralDevices
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.parameters.leaves import Leaves, names_of
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.parameters.set_stack import SetDeclaration, SetStack
 from tensord.workers.programs.gather_buffer import aligned
-from tensord.workers.programs.precision import precision
 from tensord.workers.tensors.signature import Signature
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def placed_sets(
     names = names_of(parameters) if names is None else names
     if mixed is not None:
         return _stacked(signature, parameters, names, mixed, room)
-    with precision(signature):
+    with precision(signature.wide):
         described = Leaves(signature.model, names, jax.tree.leaves(parameters))
         if several is None and not on_demand:
             parameters = jax.device_put(parameters)
@@ -81,12 +81,12 @@ def placed_sets(
 
     def place(host: Sequence[Any]) -> Any:
         if on_processor:
-            with precision(signature):
+            with precision(signature.wide):
                 # They are used where they lie.
                 return jax.tree.unflatten(structure, host_put(jax.tree.leaves(lay(host)), processor, committed=False))
         arrays: list[Any] = [own if given is None else given for given, own in zip(host, fixed, strict=True)]
         pinned = any(isinstance(given, jax.Array) for given in host)
-        with precision(signature):
+        with precision(signature.wide):
             if several is None:
                 here = jax.local_devices()[:1]
                 if here[0].platform != "cpu":
@@ -121,7 +121,7 @@ def placed_sets(
         """
         arrays = [array if leaf.plain else None for array, leaf in zip(jax.tree.leaves(tree), described, strict=True)]
         try:
-            with precision(signature):
+            with precision(signature.wide):
                 copies = [
                     None if array is None else jax.device_put(array, array.sharding.with_memory_kind(PINNED))
                     for array in arrays
@@ -138,7 +138,7 @@ def placed_sets(
     if not on_demand:
         sets = ParameterSets(described, parameters, place, room, lying=lying, pin=pins, lay=lays)
         return sets
-    with precision(signature):
+    with precision(signature.wide):
         fixed = [None if array is None else jax.device_put(array) for array in fixed]
         host = [np.asarray(array) if leaf.plain else None for leaf, array in zip(described, leaves, strict=True)]
     del parameters, leaves
@@ -190,7 +190,7 @@ def _stacked(
     mixed.check(signature.model, names)
     leaves, structure = jax.tree.flatten(parameters)
     room = room or DeviceRoom(0)
-    with precision(signature):
+    with precision(signature.wide):
         plain = dict(zip(names, Leaves(signature.model, names, leaves), strict=True))
         # A random key cannot be pushed, so it is every set's.
         described = Leaves(signature.model, names, leaves, lambda name: mixed.is_shared(name) or not plain[name].plain)
@@ -203,7 +203,7 @@ def _stacked(
     def place(host: Sequence[Array | None]) -> Any:
         arrays = [own if given is None else given for given, own in zip(host, fixed, strict=True)]
         shared = [array if leaf.shared else None for leaf, array in zip(described, arrays, strict=True)]
-        with precision(signature):
+        with precision(signature.wide):
             byte_size = sum([array.nbytes for array in shared if array is not None])
             device_memory.check(signature.model, "its parameters need", byte_size, jax.local_devices()[:1])
             return jax.block_until_ready(jax.device_put(jax.tree.unflatten(structure, shared)))

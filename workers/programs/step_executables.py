@@ -19,14 +19,13 @@ import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.parameter_set import ParameterSets
-from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import constant_byte_size, warn_of_constants
 from tensord.workers.programs.placement import CompiledProgram, Placement
-from tensord.workers.programs.precision import precision
 from tensord.workers.programs.step_program import INSERT_CARRY, STEP_CARRY, StepPrograms
 from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
@@ -113,7 +112,7 @@ class StepExecutables:
 
         Raises InvalidArgument: the carry would have more than ``limit`` bytes; or whatever ``init`` raises.
         """
-        with precision(self._signature):
+        with precision(self._signature.wide):
             made = jax.eval_shape(self._init, self._place.parameter_specs(1))
         byte_size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
         if byte_size > limit:
@@ -157,15 +156,13 @@ class StepExecutables:
                 progress.cancellation,
             )
 
-        made = ahead(make, wanted, self._cache.threads)
-        for what in progress.through(wanted):
-            compiled, is_new = next(made)
+        for what, compiled, is_new in progress.through(wanted, make, self._cache.threads):
             progress.made(what, compiled, is_new)
             self._adopt(what, compiled.call)
         self._run_once()
 
     def _compile(self, lowered: jax.stages.Lowered) -> CompiledProgram:
-        with precision(self._signature):
+        with precision(self._signature.wide):
             return CompiledProgram(self._place.compile(lowered), self._place)
 
     def _adopt(self, what: _Wanted, call: DeviceCall) -> None:
@@ -185,7 +182,7 @@ class StepExecutables:
         def spec(array: Any) -> jax.ShapeDtypeStruct:
             return place.spec(array.shape, array.dtype)
 
-        with precision(self._signature):
+        with precision(self._signature.wide):
             parameters = place.parameter_specs(1)
             if what.name == "init":
                 return self._lowered(what, self._init.trace(parameters))
@@ -217,7 +214,7 @@ class StepExecutables:
     def _run_once(self) -> None:
         """Runs each program once, so that a model that fails does not serve, and no request waits for a slow first run."""
         parameters = self.sets.main.on(self.at)
-        with precision(self._signature):
+        with precision(self._signature.wide):
             carry = self.init(parameters)
             for shapes, insert in self.inserts.items():
                 _, carry = insert(parameters, *self.zeros(shapes), carry)

@@ -12,10 +12,10 @@ import pytest
 from tensord.shm.arrays import DTYPES
 from tensord.shm.errors import Internal
 from tensord.workers.devices.host_staging import TOGETHER
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.lowering import Lowering
 from tensord.workers.programs.packed_outputs import PACKED, starts
 from tensord.workers.programs.placement import Placement
-from tensord.workers.programs.precision import precision
 from tensord.workers.tensors.signature import Signature
 from tests.workers.parameters.made_sets import loaded
 from tests.workers.programs.test_executables import of
@@ -30,7 +30,7 @@ def made_by(signature: Signature, apply: Any, **inputs: np.ndarray) -> dict[str,
     lowering, here = Lowering(signature, apply, pack=True), Placement(loaded(None))
     lowered = lowering.lower(rows, shapes, here)
     lowering.check(rows, shapes, lowered)
-    with precision(signature):
+    with precision(signature.wide):
         return {name: np.asarray(array) for name, array in here.compile(lowered)(None, inputs).items()}
 
 

@@ -1,9 +1,10 @@
-"""Reads whether a model computes requests of several parameter sets in one batch.
+"""Reads whether a model's parameters may leave the device, and whether a batch has requests of several parameter sets.
 
-batch_sets = True               in model.py: apply(stacked, inputs, index)
+memory_policy = "on_demand"     in model.py: they may leave the device while there are no requests for the model
+batch_sets = True               apply(stacked, inputs, index)
 batch_sets = ("adapter",)       only leaves of these names, or below them, differ between sets; the others are main's
 resident_sets = 64              how many sets lie side by side on the device; without it as many as max_batch_size
-parameters { key: "batch_sets" value { string_value: "true" } }      in config.pbtxt, or "adapter,head"
+parameters { key: "batch_sets" value { string_value: "true" } }      in config.pbtxt, or "adapter,head"; the others likewise
 """
 
 from __future__ import annotations
@@ -14,7 +15,29 @@ from tensord.config.model_config import ModelConfig
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.workers.parameters.set_stack import SetDeclaration
 
+RESIDENT, ON_DEMAND = "resident", "on_demand"
 _MOST = 1 << 16
+
+
+def is_on_demand(message: ModelConfig, module: ModuleType) -> bool:
+    """Returns whether a model's parameters may leave the device for other parameters, and come back with the next request.
+
+    Raises: InvalidArgument: ``memory_policy`` is neither "resident" nor "on_demand".
+      Unsupported: a model of this kind has no parameters on the device.
+    """
+    given, where = getattr(module, "memory_policy", RESIDENT), "memory_policy of model.py"
+    if "memory_policy" in message.parameters:
+        given, where = message.parameters["memory_policy"].string_value, "parameter 'memory_policy'"
+    if given not in (RESIDENT, ON_DEMAND):
+        raise InvalidArgument(
+            f"model '{message.name}': {where} is {given!r}, '{RESIDENT}' or '{ON_DEMAND}' is expected"
+        )
+    if given == ON_DEMAND and (message.backend != "jax" or getattr(module, "host", False)):
+        raise Unsupported(
+            f"model '{message.name}': {where} is '{ON_DEMAND}', which is for models that are compiled: others have no "
+            "parameters on the device that the server knows"
+        )
+    return bool(given == ON_DEMAND)
 
 
 def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | None:
