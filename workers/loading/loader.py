@@ -57,7 +57,7 @@ from tensord.workers.models.instance import Instance, Instantiated
 from tensord.workers.models.is_ready_calls import IsReadyCalls
 from tensord.workers.models.jax_model import JaxModel, JittedInstance
 from tensord.workers.models.loaded_model import InstanceMaker, LoadedModel
-from tensord.workers.models.python_model import PythonModel
+from tensord.workers.models.python_model import PythonModel, PythonVersion
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.carry import check_state_size
@@ -243,13 +243,14 @@ class Loader:
         if not callable(getattr(module.TritonPythonModel, "execute", None)):
             raise InvalidArgument(f"model '{message.name}': class TritonPythonModel has no function execute(requests)")
         readiness = IsReadyCalls.of(module, load.record.name, self._starting.inbox)
-        kind = "CPU" if self._target.gpu is None else "GPU"
-        port, sequences = load.imports.port, declared.sequences
-        python = functools.partial(PythonModel.maker, load.record, module, described, kind, port, sequences, readiness)
+        folder, kind = load.record.model_path, "CPU" if self._target.gpu is None else "GPU"
+        of = load.record.version, folder, kind, load.imports.port, declared.sequences, readiness
+
+        def made(configuration: ModelConfig, _: JaxModel | None) -> Callable[[str], Instantiated]:
+            return functools.partial(PythonModel, PythonVersion(module, configuration, described, *of))
+
         samples = load.samples(described, declared.made_inputs)
-        maker = InstanceMaker(
-            lambda configuration, _: python(configuration), samples, load.flags.code, load.imports, declared.gpus
-        )
+        maker = InstanceMaker(made, samples, load.flags.code, load.imports, declared.gpus)
         instances = self._starting.start(message, maker, None, load.progress.cancellation)
         return _Runnable(instances=instances, maker=maker, is_ready_calls=readiness)
 

@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -25,8 +26,7 @@ from google.protobuf import json_format
 
 from tensord.config.model_checks import STRICT_OUTPUTS
 from tensord.config.model_config import ModelConfig, empty, to_json, wants
-from tensord.shm.arrays import Array, datatype_of
-from tensord.shm.control_records import Load
+from tensord.shm.arrays import Array
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, from_code
 from tensord.shm.messages import all_parameters
 from tensord.workers.calls.caller import Caller, CallerPhase, ModelPort, calling
@@ -71,72 +71,57 @@ def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> 
     return completed
 
 
+@dataclass(frozen=True, slots=True)
+class PythonVersion:
+    """What the instances of one version of a Triton Python model share: code, configuration, and what they are told."""
+
+    module: ModuleType
+    message: ModelConfig
+    signature: Signature
+    #: The number of the version, and the model's folder.
+    version: int
+    repository: str
+    #: "CPU" or "GPU", which ``initialize`` is given.
+    kind: str
+    #: Connects the model's code with the worker.
+    port: ModelPort
+    #: None: the model has no sequences.
+    sequences: SequencePlan | None = None
+    #: Where the instances' ``is_ready`` is registered; None: the model has none.
+    readiness: IsReadyCalls | None = None
+    outputs: DeclaredOutputs = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument: a model parameter is invalid."""
+        object.__setattr__(self, "outputs", DeclaredOutputs(self.message, self.signature))
+
+
 class PythonModel:
     """One instance of a Triton Python model. The instance's thread calls ``initialize``, ``execute`` and ``close``."""
 
-    def __init__(
-        self,
-        module: ModuleType,
-        message: ModelConfig,
-        signature: Signature,
-        outputs: DeclaredOutputs,
-        version: int,
-        repository: str,
-        instance: str,
-        kind: str,
-        port: ModelPort,
-        sequences: SequencePlan | None = None,
-        readiness: IsReadyCalls | None = None,
-    ) -> None:
+    def __init__(self, shared: PythonVersion, instance: str) -> None:
         """Creates the model's ``TritonPythonModel``. Raises whatever its constructor raises.
 
-        Args:
-          repository, instance, kind: the folder, the instance's name, and "CPU" or "GPU", which ``initialize`` is given.
-          sequences: None: the model has no sequences.
-          readiness: where the model's ``is_ready`` is registered to be called; None: the model has none.
+        ``instance``: the instance's name.
         """
-        self._readiness = readiness
-        self._port = port
-        self._sequences = sequences
-        self._decoupled = message.model_transaction_policy.decoupled
-        self._coroutines = CoroutineThread(f"{instance} coroutines", port.code)
-        self._signature = signature
-        self._outputs = outputs
+        self._readiness = shared.readiness
+        self._port = shared.port
+        self._sequences = shared.sequences
+        self._decoupled = shared.message.model_transaction_policy.decoupled
+        self._coroutines = CoroutineThread(f"{instance} coroutines", shared.port.code)
+        self._signature = shared.signature
+        self._outputs = shared.outputs
         self._instance = instance
-        self._model = module.TritonPythonModel()
+        self._model = shared.module.TritonPythonModel()
         self._arguments = {
-            "model_config": to_json(message).decode(),
-            "model_name": message.name,
-            "model_version": str(version),
-            "model_repository": repository,
+            "model_config": to_json(shared.message).decode(),
+            "model_name": shared.message.name,
+            "model_version": str(shared.version),
+            "model_repository": shared.repository,
             "model_instance_name": instance,
-            "model_instance_kind": kind,
+            "model_instance_kind": shared.kind,
             "model_instance_device_id": "0",
         }
-
-    @classmethod
-    def maker(
-        cls,
-        record: Load,
-        module: ModuleType,
-        signature: Signature,
-        kind: str,
-        port: ModelPort,
-        sequences: SequencePlan | None,
-        readiness: IsReadyCalls | None,
-        message: ModelConfig,
-    ) -> Callable[[str], PythonModel]:
-        """Returns a function that makes an instance of the model, given the instance's name.
-
-        ``kind``: "CPU" or "GPU", which the model is told. ``port``: connects its code with the worker. ``sequences``: None: it
-        has none. ``readiness``: where its ``is_ready`` is registered; None: it has none.
-
-        Raises InvalidArgument: a model parameter is invalid.
-        """
-        outputs, of = DeclaredOutputs(message, signature), (record.version, record.model_path)
-        return lambda instance: cls(
-            module, message, signature, outputs, *of, instance, kind, port, sequences, readiness
-        )
 
     def initialize(self) -> None:
         """Calls the model's ``initialize``, if it has one. Raises whatever the model raises."""
@@ -367,9 +352,8 @@ class DeclaredOutputs:
         ``rows``: the rows of its request. Raises Internal: the output is not as declared and ``strict_outputs`` is set.
         """
         spec = self._signature.outputs[name]
-        if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
-            array = array.astype(np.object_, copy=False)
-        elif self._strict and array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
+        array = spec.as_objects(array)
+        if self._strict and array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
             # Integers that numpy made wider on the way (``np.array([0])``) are what was declared, where all of them fit.
             as_declared = array.astype(spec.dtype)
             array = as_declared if np.array_equal(as_declared, array) else array

@@ -14,7 +14,7 @@ from tensord.shm.errors import Internal, InvalidArgument, NotFound
 from tensord.shm.messages import RequestedOutput
 from tensord.workers.calls.caller import ModelPort
 from tensord.workers.models.execution import Execution
-from tensord.workers.models.python_model import DeclaredOutputs, PythonModel, auto_complete
+from tensord.workers.models.python_model import PythonModel, PythonVersion, auto_complete
 from tensord.workers.python_backend import interface as pb_utils
 from tensord.workers.tensors.signature import signature
 from tests.workers.made_requests import request_of
@@ -39,8 +39,8 @@ def model_of(source: type, more: str = "") -> PythonModel:
     module.TritonPythonModel = source
     message = config(more)
     described = signature(message, {}, {})
-    outputs = DeclaredOutputs(message, described)
-    model = PythonModel(module, message, described, outputs, 3, "/models/m", "m_0_0", "CPU", ModelPort("m", 3, None))
+    shared = PythonVersion(module, message, described, 3, "/models/m", "CPU", ModelPort("m", 3, None))
+    model = PythonModel(shared, "m_0_0")
     model.initialize()
     return model
 
