@@ -173,7 +173,7 @@ class EnsembleRuns:
                     controls = controls_of(request.own)
                     member = self._models.home(member, controls.correlation_id, controls.start)
                 run.members[number] = member
-            _check_set(version, request, run.members.values())
+            _check_set(request, run.members.values())
         except ServingError as error:
             self._fail(run, error)
         if version.loaded.streams:
@@ -453,7 +453,7 @@ def _has_set(member: ModelVersion, name: str) -> bool:
     return member.sets is not None and member.sets.newest(name) is not None
 
 
-def _check_set(version: ModelVersion, request: Request, members: Iterable[ModelVersion]) -> None:
+def _check_set(request: Request, members: Iterable[ModelVersion]) -> None:
     """Checks the parameter set that a request names. Raises NotFound: no model of the ensemble has a set with that name."""
     name = request.own.parameter_set
     if name and not any(_has_set(member, name) for member in members):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import select
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tensord.shm.arrays import address_of
 from tensord.shm.errors import ServingError
@@ -53,6 +53,8 @@ from tensord.workers.tensors.buckets import Shapes
 
 if available:
     from tensord.workers.native import _native
+if TYPE_CHECKING:
+    from tensord.workers.processor.single_run import SingleRun
 
 #: Bytes of inputs in regions from which on a request is run by itself, where they lie.
 _LARGE = 1 << 16
@@ -295,7 +297,7 @@ class FastPath(Poller):
                     batch = self._batches[model, key] = self._batch(version, model, key)
                 # The plan says how that program's outputs lie; those of the others lie alike.
                 if program in batch.programs:
-                    self._learn(batch, request, preparation, plan, execution)
+                    self._learn(batch, request, preparation, plan)
 
     def _batch(self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes) -> _Batch:
         runs: SequenceRuns | None = None
@@ -303,17 +305,15 @@ class FastPath(Poller):
             runs = SequenceRuns(version, model, version.sequences, self._submitters, self._register)
         return _Batch(version, model, key, runs)
 
-    def _learn(
-        self, batch: _Batch, request: Request, preparation: Preparation, plan: AnswerPlan, execution: Execution
-    ) -> None:
+    def _learn(self, batch: _Batch, request: Request, preparation: Preparation, plan: AnswerPlan) -> None:
+        """Has the C extension answer repeats of a request that shares runs, from now on. Does nothing if it cannot."""
         submitter, prepared = request.submitter, preparation.prepared
         lane = submitter.lane
         checked, numbered = preparation.checked, plan.numbered
         if checked is None or not checked.plain or numbered is None or numbered not in lane.published:
             return
-        places = [part.region for part in plan.parts]
-        places += [tensor.region for tensor in prepared.inputs]
-        regions = self._found([place for place in places if place is not None], submitter.segments or self._regions)
+        places = [*(part.region for part in plan.parts), *(tensor.region for tensor in prepared.inputs)]
+        regions = self._found(places, submitter)
         arguments = {name: number for number, (name, _, _) in enumerate(batch.inputs)}
         made = batch.version.loaded.made_inputs.specs
         if regions is None or len(arguments) != len(prepared.inputs) + len(made):
@@ -355,32 +355,10 @@ class FastPath(Poller):
         """
         (request,) = execution.requests
         preparation, lane, executable = request.preparation, request.submitter.lane, execution.executable
-        if preparation is None or preparation.checked is None:
-            return
-        prepared = preparation.prepared
-        places = [tensor.region for tensor in prepared.inputs] + [output.region for output in prepared.outputs]
-        regions = self._found(
-            [place for place in places if place is not None], request.submitter.segments or self._regions
-        )
-        if regions is None:
-            return
-        if request.submitter.closed or not isinstance(executable, Executable) or not preparation.checked.plain:
-            return
-        if not _says_what_holds(request, execution):
+        run = self._single_run(version, model, execution)
+        if run is None or preparation is None or not isinstance(executable, Executable):
             return
         fd, number = lane.fileno(), preparation.number
-        if (
-            number in self._numbers.get(fd, ())
-            or self._seen != self._changes
-            or preparation.load is not version.checked
-        ):
-            return
-        may_be = model.is_whole(execution) and not version.batcher.delays
-        run = executable.single_run(execution, preparation, regions) if may_be else None
-        if run is None or run.numbered not in lane.published:
-            return
-        if request.tells and run.numbered.prepared.parameters != request.told:
-            return
         key = shapes_of(request.key)
         batch = self._alone.get((version, key))
         if batch is None or batch.executable is not executable:
@@ -402,11 +380,43 @@ class FastPath(Poller):
             return
         self._numbers.setdefault(fd, set()).add(number)
 
-    @staticmethod
-    def _found(places: Sequence[RegionSlice], regions: RegionTable | LaneSegments) -> dict[str, Region] | None:
-        """Returns the regions (name -> region) in which ``places`` lie; None: one is not mapped here, or a place is empty."""
+    def _single_run(self, version: ModelVersion, model: JaxModel, execution: Execution) -> SingleRun | None:
+        """Returns what runs repeats of a large request, which was the only one of its run; None: C cannot answer such."""
+        (request,) = execution.requests
+        preparation, submitter, executable = request.preparation, request.submitter, execution.executable
+        if preparation is None or preparation.checked is None:
+            return None
+        prepared = preparation.prepared
+        places = [tensor.region for tensor in prepared.inputs] + [output.region for output in prepared.outputs]
+        regions = self._found(places, submitter)
+        if regions is None:
+            return None
+        if submitter.closed or not isinstance(executable, Executable) or not preparation.checked.plain:
+            return None
+        if not _says_what_holds(request, execution):
+            return None
+        known = preparation.number in self._numbers.get(submitter.lane.fileno(), ())
+        if known or self._seen != self._changes or preparation.load is not version.checked:
+            return None
+        if not model.is_whole(execution) or version.batcher.delays:
+            return None
+        run = executable.single_run(execution, preparation, regions)
+        if run is None or run.numbered not in submitter.lane.published:
+            return None
+        return None if request.tells and run.numbered.prepared.parameters != request.told else run
+
+    def _found(
+        self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]
+    ) -> dict[str, Region] | None:
+        """Returns the regions (name -> region) in which ``places`` lie; None: one is not mapped here, or a place is empty.
+
+        ``places``: of tensors; None: a tensor lies in no region. ``submitter``: has regions of its own, if it is a client.
+        """
+        regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: dict[str, Region] = {}
         for place in places:
+            if place is None:
+                continue
             try:
                 region = regions.find(place.region)
             except ServingError:
