@@ -7,6 +7,7 @@ worker's device for all steps, and each step must run at once and in a batch of 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -161,8 +162,9 @@ class EnsemblePipeline:
             ]
             made_on.update(dict.fromkeys(step.outputs.values(), here))
             links.append(Link(executable, tuple(inputs), tuple(step.outputs.items())))
-        wide = any(step.version.signature.wide for step in self._steps)
-        return PipelineProgram(self._signature, links, self._outputs, rows, wide, executables[0].device)
+        doubles = any(step.version.signature.wide for step in self._steps)
+        whole = dataclasses.replace(self._signature, doubles=doubles)
+        return PipelineProgram(whole, links, self._outputs, rows, executables[0].device)
 
     def __repr__(self) -> str:
         return f"<EnsemblePipeline {' '.join(step.version.name for step in self._steps)}>"

@@ -70,46 +70,47 @@ class Execution:
         self, requests: Sequence[Request], began_ns: int, executable: Executable | GroupedProgram | None = None
     ) -> None:
         self.requests = requests
-        #: The batch that it is a part of, where that is run again request by request.
+        #: The batch that this run is a part of, if that is run again request by request; None: it is part of no other.
         self.whole: Execution | None = None
-        #: Its run has failed and taken the state of all sequences of its instance along.
+        #: Whether the run has failed and the state of all sequences of its instance is lost with it.
         self.lost = False
-        #: Whatever fails, no sequence has gone on by it.
+        #: Whether no sequence has gone on by the run, if it fails without ``lost``.
         self.intact = False
-        #: Of the batch as the model saw it: rows that belong to none of ``requests``.
+        #: Rows of the batch, as the model saw it, that belong to none of ``requests``.
         self.rows_of_nobody = 0
-        #: Requests that were in it and have no answer yet: they are to be run once more.
+        #: Requests of the batch that have no answer yet: they are to be run once more.
         self.again: list[Request] = []
-        #: Who takes what the model sends; None: it is a sample, and nobody does. Whether anything may be answered that way, by
-        #: which senders, and those of ``requests`` that are, once the model has returned.
+        #: Takes what the model sends; None: the batch is a warmup sample, and nobody does.
         self.responder: Responses | None = None
+        #: Whether requests may be answered by senders, and by which.
         self.by_senders = False
         self.senders: list[ResponseSender] = []
+        #: Those of ``requests`` that senders answer, once the model has returned.
         self.streamed: list[Request] = []
         #: Has the thread that runs this call something later.
         self.resume: Callable[[Callable[[], None]], None] | None = None
-        #: How often the model was applied: once to a batch, or to each request of a grouped.
+        #: How often the model was applied: once to a batch, or to each request of a grouped call.
         self.runs = 1
-        #: Of a jitted model, where it is known already.
+        #: The program of a jitted model, if it is known already.
         self.executable = executable
-        #: The parameters that it is computed with, of a model that has sets of them: one for all, or each request's; None: it
-        #: has not begun.
+        #: The parameter set that the batch is computed with, or that of each request; None: the run has not begun, or the model
+        #: has no sets.
         self.parameters: ParameterSet | BatchSets | None = None
         self._results: list[Result] = []
-        #: Makes ``results`` once they are asked for; None: they are there.
+        #: Makes ``results`` when they are first asked for; None: they are there.
         self.cut: Callable[[], list[Result]] | None = None
-        #: What answers can be cut from directly, without ``results``.
+        #: The outputs as bytes, from which answers are cut without ``results``; None: that is not possible.
         self.outputs: BatchOutputs | None = None
-        #: Of a single request: where its outputs go, if that was found before the run, so that the program may write them there.
+        #: Where the outputs of a single request go, if that was found before the run, so that the program may write them there.
         self.places: Places | None = None
         self.began_ns = began_ns
-        #: Inputs are where the model wants them.
+        #: When the inputs were where the model wants them.
         self.gathered_ns = began_ns
-        #: The model is done and its outputs are readable.
+        #: When the model was done and its outputs were readable.
         self.computed_ns = began_ns
         #: Input bytes that were copied because of batching, padding or alignment.
         self.copied_byte_size = 0
-        #: What the program took besides its requests, because of its bucket: rows, and elements of inputs. None: nothing.
+        #: Rows, and elements of inputs, that the program computed for no request, because of its bucket; None: none.
         self.padding: tuple[int, int] | None = None
 
     @property

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.arrays import Array
 from tensord.shm.errors import Internal
 from tensord.workers.calls.caller import Caller, ModelPort, calling
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.models.execution import Execution, describe_failure, own_failure
+from tensord.workers.models.host_model import fetched
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.lowering import check_output
 from tensord.workers.requests.request import Request
@@ -51,11 +52,7 @@ class GeneratorModel:
 
     def execute(self, execution: Execution) -> None:
         (request,) = execution.requests
-        # What is fetched when it is its turn is fetched here, in the model's own thread.
-        inputs = {name: np.asarray(array) for name, array in request.arrays.items()}
-        execution.copied_byte_size = sum(
-            array.nbytes for array in request.arrays.values() if not isinstance(array, np.ndarray)
-        )
+        inputs, execution.copied_byte_size = fetched(request)
         execution.gathered_ns = time.monotonic_ns()
         chosen = execution.parameters = self._sets.chosen_by([request])
         run = _Run(self, self._signature, request, execution, self._apply(chosen.on(0), inputs))
@@ -86,9 +83,7 @@ class GeneratorModel:
         spec, batches = self._signature.outputs.get(output), self._signature.batches
         if spec is None:
             raise Internal(f"model '{self._signature.model}' yielded '{output}', which is no output of it")
-        array = np.asarray(made)
-        if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
-            array = array.astype(np.object_, copy=False)
+        array = spec.as_objects(np.asarray(made))
         check_output(self._signature.model, spec, batches, request.rows, array.shape, array.dtype)
         return spec.for_client(array, batches)
 

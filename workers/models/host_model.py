@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.arrays import Array
 from tensord.shm.errors import Internal
 from tensord.workers.calls.caller import ModelPort, calling
 from tensord.workers.models.execution import Execution, describe_failure
@@ -49,11 +49,7 @@ class HostModel:
             inputs = self._laid_out(requests)
             execution.copied_byte_size = sum(array.nbytes for array in inputs.values())
         elif len(requests) == 1:
-            # What is fetched when it is its turn is fetched here, in the model's own thread.
-            inputs = {name: np.asarray(array) for name, array in requests[0].arrays.items()}
-            execution.copied_byte_size = sum(
-                array.nbytes for array in requests[0].arrays.values() if not isinstance(array, np.ndarray)
-            )
+            inputs, execution.copied_byte_size = fetched(requests[0])
         else:
             inputs = {
                 name: np.concatenate([np.asarray(request.arrays[name]) for request in requests])
@@ -103,9 +99,7 @@ class HostModel:
             raise Internal(f"model '{name}' returned {type(made).__name__}, a dict of arrays is expected")
         if spec.name not in made:
             raise Internal(f"model '{name}' did not compute its output '{spec.name}'")
-        array = np.asarray(made[spec.name])
-        if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
-            array = array.astype(np.object_, copy=False)
+        array = spec.as_objects(np.asarray(made[spec.name]))
         if spec.cut_like:
             check_cut(name, spec, inputs[spec.cut_like].size, array.shape, array.dtype)
             return array
@@ -120,6 +114,16 @@ class HostModel:
 
     def close(self) -> None:
         """Does nothing: a host-side model holds nothing to release."""
+
+
+def fetched(request: Request) -> tuple[dict[str, Array], int]:
+    """Returns a request's inputs as arrays in host memory, and how many bytes were copied for that.
+
+    Tensors that are read only when it is their turn are read here, in the model's own thread.
+    """
+    inputs = {name: np.asarray(array) for name, array in request.arrays.items()}
+    copied = sum(array.nbytes for array in request.arrays.values() if not isinstance(array, np.ndarray))
+    return inputs, copied
 
 
 def shapes_key(arrays: Mapping[str, Array], signature: Signature) -> Hashable:

@@ -127,11 +127,11 @@ class JaxModel:
         self._shapes = RequestShapes(signature, buckets)
         #: What requests must have in common to run together.
         self.key = self._shapes.key
-        #: RunOutputs with an axis that may come back padded.
+        #: Whether an output has an axis that may come back padded.
         self._padded = any(
             axis in buckets.axes for spec in signature.outputs.values() for axis in spec.axes if axis is not None
         )
-        #: RunOutputs that are cut like an input, and that.
+        #: Outputs that are cut like an input, each with that input.
         self._cuts = [
             (name, signature.inputs[spec.cut_like]) for name, spec in signature.outputs.items() if spec.cut_like
         ]

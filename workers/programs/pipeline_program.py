@@ -56,16 +56,14 @@ class PipelineProgram:
         links: Sequence[Link],
         outputs: Sequence[str],
         rows: int,
-        wide: bool,
         device: ExecutionDevice,
     ) -> None:
         """
         Args:
-          signature: inputs and outputs of the pipeline, as if it were one model.
+          signature: inputs and outputs of the pipeline, as if it were one model; wide if any of the programs is.
           links: the programs in the order in which they run, with their inputs and outputs.
           outputs: names of the pipeline's tensors that are its outputs.
           rows: the batch size of the bucket.
-          wide: whether any of the programs has 64-bit elements.
           device: the device of all programs.
         """
         self.rows = rows
@@ -79,7 +77,7 @@ class PipelineProgram:
         lead = (rows,) if signature.batches else ()
         self._device = device
         self._inputs = device.inputs([(spec.name, spec.dtype, (*lead, *spec.model_dims)) for spec in self._specs])
-        self._wide = wide
+        self._wide = signature.wide
         #: Sum of the programs' ``weight.share_of``.
         self.share = sum([link.executable.share for link in links])
         #: The layout of its outputs, once it has run.

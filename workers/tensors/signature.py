@@ -87,6 +87,11 @@ class TensorSpec:
         """Returns the shape that a client sees for a tensor that the model has in ``shape``."""
         return _refill(shape, self.model_dims, self.dims) if self.reshaped else shape
 
+    def as_objects(self, array: Array) -> Array:
+        """Returns a computed output with its strings, if it has any, as an object array of ``bytes``; any other as it is."""
+        strings = self.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES"
+        return array.astype(np.object_, copy=False) if strings else array
+
     def for_client(self, array: Array, batches: bool) -> Array:
         """Returns a tensor of the model in the shape that a client sees. ``batches``: its first dimension is the batch."""
         if not self.reshaped:
