@@ -23,7 +23,7 @@ from bench.server import serving
 OURS = "127.0.0.1:18100"
 OURS_GRPC = "127.0.0.1:18101"
 PEER = "127.0.0.1:18000"
-#: The rows issue by issue; compare.py knows what each one is.
+#: The rows that are measured side by side; compare.py knows what each one is.
 ROWS = "small-http-c1,small-http-c4,small-http-c16,small-http-shm-c16,1MiB-http-c1,16MiB-http-c1,16MiB-http-shm-c1"
 ROWS += ",16MiB-http-shm-c4,mlp-http-c32"
 ROWS += ",small-grpc-c1,small-grpc-c16,small-grpc-stream-c4,1MiB-grpc-c1,16MiB-grpc-c1,16MiB-grpc-shm-c1,mlp-grpc-c32"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -31,10 +32,7 @@ def tritonclient(
     content, tensors = _body(
         {
             **said,
-            "inputs": [
-                {"name": name, "shape": values.shape, "datatype": "FP32", "parameters": _size(values)}
-                for name, values in inputs.items()
-            ],
+            "inputs": _described(inputs),
             "outputs": [{"name": name, "parameters": {"binary_data": True}} for name in outputs],
             **last,
         },
@@ -87,10 +85,7 @@ def go(model: str, id: str, trace: str, inputs: Mapping[str, np.ndarray], output
     content, tensors = _body(
         {
             **said,
-            "inputs": [
-                {"name": name, "shape": values.shape, "datatype": "FP32", "parameters": _size(values)}
-                for name, values in inputs.items()
-            ],
+            "inputs": _described(inputs),
             "outputs": [{"name": name, "parameters": {"binary_data": True}} for name in outputs],
         },
         inputs,
@@ -134,6 +129,13 @@ def curl(model: str, id: str, trace: str, inputs: Mapping[str, np.ndarray], outp
         f"Content-Length: {len(content) + len(tensors)}",
         body=content + tensors,
     )
+
+
+def _described(inputs: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "shape": values.shape, "datatype": "FP32", "parameters": _size(values)}
+        for name, values in inputs.items()
+    ]
 
 
 def _size(values: np.ndarray) -> dict[str, int]:
