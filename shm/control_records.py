@@ -320,12 +320,11 @@ class Loaded(Record, frozen=True, tag="loaded"):
     cancelled: bool = False
     metadata: bytes = b""
     config: bytes = b""
-    #: As in ModelState, with the fields below.
+    #: These are as in ModelState, but for the footprint.
     repeatable: bool = True
     sticky: bool = False
     streams: bool = False
     joins: bool = False
-    #: As in ModelState.
     judges: bool = False
     footprint: Footprint = Footprint()
     pure: bool = False
