@@ -23,21 +23,18 @@ class Receiver:
     """Receives a large body into the request arena; base class for both protocols.
 
     Owns the lease that the body lies in until ``take_lease`` or ``drop`` is called.
-    Args:
-      model: the model that is asked for; "": it is not known yet.
-      account: the account of the body's memory; None: it counts for nobody.
     """
 
-    __slots__ = ("_account", "_dropped", "_lease", "_model", "_submitter", "waits_for_room")
-
-    def __init__(self, submitter: Submitter, model: str, account: Account | None) -> None:
-        self._submitter = submitter
-        self._model = model
-        self._account = account
-        self._lease: Lease | None = None
-        #: True while the body is to be placed, and there is no room for it yet.
-        self.waits_for_room = False
-        self._dropped = False
+    #: Lends the memory.
+    _submitter: Submitter
+    #: The account of the body's memory; None: it counts for nobody.
+    _account: Account | None = None
+    #: The model that is asked for; "": it is not known yet.
+    _model = ""
+    _lease: Lease | None = None
+    #: True while the body is to be placed, and there is no room for it yet.
+    waits_for_room = False
+    _dropped = False
 
     def _wait_for_room(self, byte_size: int) -> None:
         """Queues the body for arena memory; returns at once.

@@ -20,7 +20,6 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable
-from typing import cast
 
 import numpy as np
 
@@ -55,10 +54,20 @@ class ArrivingMessage(Receiver):
       on_room: called once the message's wait for arena memory has ended, with memory or with a refusal.
     """
 
-    __slots__ = (
-        *("_at", "_content", "_error", "_fields", "_on_room", "_padding", "_raws", "_taken"),
-        *("byte_size", "flag", "is_declined", "is_granted", "is_placed", "left"),
-    )
+    #: The client was told that all of it may come.
+    is_granted = False
+    #: What still comes needs no ordinary memory: it goes into the lease, or is passed over.
+    is_placed = False
+    #: The arena memory of the current raw tensor's bytes that have not arrived; empty: the next bytes must go through ``feed``.
+    rest = _NOWHERE
+    _content: memoryview | None = None
+    #: There once something of it came that may be placed.
+    _fields: ArrivingFields | None = None
+    #: Bytes of the message before the first raw tensor's.
+    _taken = 0
+    #: How many bytes of the lease may still be pads.
+    _padding = 0
+    _error: RefusedRequest | None = None
 
     def __init__(
         self,
@@ -68,28 +77,17 @@ class ArrivingMessage(Receiver):
         account: Account | None = None,
         on_room: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(cast(Submitter, submitter), "", account)
         self.flag = flag
         self.byte_size = byte_size
-        #: How many bytes are still to come.
+        #: How many bytes are still to come. Who reads some straight into ``rest`` takes them off both.
         self.left = byte_size
-        #: The client was told that all of it may come.
-        self.is_granted = False
-        #: What still comes needs no ordinary memory: it goes into the lease, or is passed over.
-        self.is_placed = False
         #: Nothing of it will be placed.
         self.is_declined = submitter is None
-        self._content: memoryview | None = None
-        #: There once something of it came that may be placed.
-        self._fields: ArrivingFields | None = None
+        if submitter is not None:
+            self._submitter, self._account = submitter, account
         self._on_room = on_room
-        #: Bytes of the message before the first raw tensor's.
-        self._taken = 0
-        #: Where in the lease the next byte goes, and how much of it may still be pads.
-        self._at = self._padding = 0
         #: Begin and size of each raw tensor in the lease.
         self._raws: list[tuple[int, int]] = []
-        self._error: RefusedRequest | None = None
 
     @property
     def kept_byte_size(self) -> int:
@@ -118,23 +116,6 @@ class ArrivingMessage(Receiver):
                 self._content[came : came + len(piece)] = piece
         self.left -= len(piece)
 
-    def rest(self) -> memoryview:
-        """Returns the arena memory into which the bytes of the current raw tensor that have not arrived yet may be read.
-
-        Empty: the next bytes must go through ``feed``.
-        """
-        lease, fields = self._lease, self._fields
-        return _NOWHERE if lease is None or fields is None else lease.view[self._at : self._at + fields.raw_left]
-
-    def advance(self, byte_size: int) -> None:
-        """Counts as received the ``byte_size`` bytes that the caller has read into the memory of ``rest``."""
-        fields = self._fields
-        assert fields is not None
-        self._at += byte_size
-        fields.raw_left -= byte_size
-        fields.unread -= byte_size
-        self.left -= byte_size
-
     def _read_head(self, piece: memoryview) -> None:
         """Parses a piece up to the first raw tensor, and asks for arena memory once that tensor begins."""
         fields = self._fields
@@ -153,8 +134,9 @@ class ArrivingMessage(Receiver):
         if not begins:
             self.is_declined = len(fields.head) > _MAX_HEAD or not fields.unread
             return
-        size = fields.unread
-        if fields.raw_left < size:
+        size = fields.raw_size
+        if fields.unread:
+            size += fields.unread
             self._padding = ALIGNMENT * (1 + size // _PADDED_BYTE_SIZE)
             size += self._padding
         try:
@@ -173,17 +155,17 @@ class ArrivingMessage(Receiver):
         self._lease = lease
         assert self._fields is not None
         self.is_placed = True
-        self._raws.append((0, self._fields.raw_left))
+        byte_size = self._fields.raw_size
+        self._raws.append((0, byte_size))
+        self.rest = lease.view[:byte_size]
 
     def _fill(self, piece: memoryview, at: int) -> None:
         """Copies the tensors' bytes in ``piece[at:]`` to the leased arena memory; drops the bytes if the message was refused."""
         fields, lease, end = self._fields, self._lease, len(piece)
         while at < end and lease is not None and fields is not None:
-            if size := min(fields.raw_left, end - at):
-                lease.view[self._at : self._at + size] = piece[at : at + size]
-                self._at += size
-                fields.raw_left -= size
-                fields.unread -= size
+            if size := min(len(self.rest), end - at):
+                self.rest[:size] = piece[at : at + size]
+                self.rest = self.rest[size:]
                 at += size
                 continue
             try:
@@ -192,10 +174,12 @@ class ArrivingMessage(Receiver):
                 self._end(refused)
                 return
             if begins:
-                pad = min(-self._at % ALIGNMENT, self._padding)
+                free = sum(self._raws[-1])
+                pad = min(-free % ALIGNMENT, self._padding)
                 self._padding -= pad
-                self._at += pad
-                self._raws.append((self._at, fields.raw_left))
+                begin, byte_size = free + pad, fields.raw_size
+                self._raws.append((begin, byte_size))
+                self.rest = lease.view[begin : begin + byte_size]
 
     def _progressed(self) -> None:
         content, self._content = self._content, None
@@ -211,6 +195,7 @@ class ArrivingMessage(Receiver):
     def _end(self, refused: RefusedRequest) -> None:
         """Refuses the message: ``take`` will raise its error. Gives back the lease; bytes that still arrive are dropped."""
         self.is_placed = True
+        self.rest = _NOWHERE
         # What it was raised through refers to this message, and would keep its bytes until garbage is collected.
         refused.error.__traceback__ = refused.__traceback__ = None
         refused.__context__ = refused.__cause__ = None
@@ -250,11 +235,12 @@ class ArrivingMessage(Receiver):
             ]
         )
         self._submitter.arrived(lease)
-        self._lease = None
+        self._lease, self.rest = None, _NOWHERE
         return bytes(fields.head), bytes(fields.client_id), raws, lease
 
     def drop(self) -> None:
         self._content = self._on_room = None
+        self.rest = _NOWHERE
         super().drop()
 
     def __repr__(self) -> str:

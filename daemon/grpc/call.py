@@ -1,4 +1,4 @@
-"""Defines the interface of a call: what a gRPC method does with one stream, without knowing HTTP/2; and a call's requests."""
+"""Defines the interface of a call: what a gRPC method does with one stream, without knowing HTTP/2."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.submit.in_flight import InFlight
-from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer, is_mark
+from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer
 
 if TYPE_CHECKING:
-    from tensord.daemon.grpc.prepared import PreparedMessage
-    from tensord.daemon.grpc.request_codec import DecodedHead
+    from tensord.daemon.grpc.infer import CallRequest, Infer
     from tensord.daemon.grpc.stream import Stream
-    from tensord.daemon.tracing.tracer import Trace
 
 
 class Call(ABC):
@@ -89,11 +86,17 @@ class InferCall(Call):
 
     __slots__ = ()
 
+    infer: Infer
     stream: Stream
 
     @abstractmethod
     def completed(
-        self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
+        self,
+        asked: CallRequest,
+        prepared: PreparedAnswer,
+        own: AnswerRecord,
+        lane: SubmitterLane | None,
+        sent: Callable[[], None] | None,
     ) -> None:
         """Sends the client an answer to ``asked``, one of the call's requests; the answer may be an error.
 
@@ -101,46 +104,9 @@ class InferCall(Call):
           prepared: the constant part of the answer, which it shares with many others.
           own: the rest of this answer.
           lane: has the response arena that the answer's tensors lie in; None: it is an error without tensors.
+          sent: must be called once the answer was written to the client; None: nothing is to be done then.
         """
 
     @abstractmethod
     def placed(self) -> None:
         """Is called when a request of the call no longer waits for arena memory, because it was sent or answered."""
-
-
-class CallRequest(InFlight):
-    """Tracks one inference request of a gRPC call until its final answer."""
-
-    call: InferCall
-    #: The request's fields but for its id and its tensors.
-    head: DecodedHead
-    #: The request's id as the client gave it, or one that was made here.
-    client_id: str
-    #: Whether a last, empty response is to be told from others.
-    decoupled: bool
-    #: The cached part of the message, which others of its kind have in common; None: the message was decoded as a whole.
-    message: PreparedMessage | None = None
-    #: The id's bytes as they came, if ``message`` is not None.
-    id: bytes = b""
-    #: Whether the model is still being loaded: only its answers then show whether it is ``decoupled``.
-    loading: bool = False
-    scheduling: Scheduling = UNSCHEDULED
-    trace: Trace | None = None
-
-    @property
-    def names(self) -> tuple[str, str]:
-        return self.head.model, self.client_id
-
-    def left_line(self) -> None:
-        self.call.placed()
-
-    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        if self.loading and (not prepared.final or is_mark(prepared, own)):
-            self.decoupled = True
-        if self.trace is not None and not self.waits_for_room:
-            if prepared.final:
-                self.trace.error = own.message if own.code else ""
-                self.trace.completed(prepared.version, own.trace)
-            else:
-                self.trace.responded(prepared.version)
-        self.call.completed(self, prepared, own, lane)

@@ -21,7 +21,6 @@ from typing import cast
 
 from tensord.daemon.front.connection_end import ConnectionEnd
 from tensord.daemon.front.drain_rate import DrainRate
-from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.frames import Violation
 from tensord.daemon.grpc.http2 import CLOSED, ENDING, WRITE_BUFFER, ConnectionPhase, Http2
@@ -40,6 +39,7 @@ _DIRECT_BYTE_SIZE = 64 << 10
 #: After so many reads without anything large the connection uses the whole read buffer again.
 _READS_AFTER_LARGE = 16
 _PING = b"tensord\0"
+_NOWHERE = memoryview(b"")
 
 
 class Http2Connection(asyncio.BufferedProtocol):
@@ -63,8 +63,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         #: True where bytes to write may be views of leased memory, which is given back once they have left.
         self.is_plain = True
         self._lost = False
-        #: To be called when everything written so far has left.
-        self._on_written: list[Callable[[], None]] = []
         #: Since when the client takes nothing, and whether it takes enough of what waits for it. Times are the loop's.
         self._paused_since = 0.0
         self._pace = DrainRate()
@@ -178,7 +176,9 @@ class Http2Connection(asyncio.BufferedProtocol):
         """
         if self.http2.phase is CLOSED or self._paused_since or self._resting:
             return
-        place = self.http2.data_room()
+        stream = self.http2.data_stream
+        arriving = None if stream is None else stream.arriving
+        place = _NOWHERE if arriving is None else arriving.rest[: self.http2.data_left]
         if self.is_plain and len(place) >= _DIRECT_BYTE_SIZE:
             self._room, self._buffer, self._first_page_reads = place, self.serving.first_pages, _READS_AFTER_LARGE
         elif self._first_page_reads:
@@ -215,7 +215,7 @@ class Http2Connection(asyncio.BufferedProtocol):
                 transport.writelines(out)
             else:
                 transport.write(b"".join(out))
-            if self._on_written and not self._paused_since:
+            if http2.on_written and not self._paused_since:
                 self._written()
             if http2.blocked:
                 http2.pump()
@@ -254,12 +254,16 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self._lost or not (self.http2.out or self._paused_since):
             on_written()
         else:
-            self._on_written.append(on_written)
+            self.http2.on_written.append(on_written)
 
     def _written(self) -> None:
-        if self._on_written:
-            waiting, self._on_written = self._on_written, []
-            call_each(waiting, "what follows an answer")
+        """Calls those who waited for everything written to have left; an exception of one stops none of the others."""
+        waiting, self.http2.on_written = self.http2.on_written, []
+        for on_written in waiting:
+            try:
+                on_written()
+            except Exception:
+                _log.exception("what follows an answer failed")
 
     # ----------------------------------------------------------------------------------------------------------- ending
 

@@ -15,6 +15,7 @@ Source: RFC 9113; the sections are named where they apply.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tensord.daemon.front.each import call_each
@@ -121,6 +122,8 @@ class Http2:
         self._floods = Floods(serving.options)
         # --- sending
         self.out: list[Buffer] = []
+        #: Called once all of that has left, so that its memory may be reused.
+        self.on_written: list[Callable[[], None]] = []
         #: How much a stream may put into it now.
         self.room = WRITE_BUFFER
         #: What is written now leaves without being asked for: at the end of this iteration, or once all that came was looked at.
@@ -310,17 +313,8 @@ class Http2:
                 stream.frame_arrived(self._data_flags)
         return end
 
-    def data_room(self) -> memoryview:
-        """Returns the memory that the rest of a DATA payload may be read into; empty: the rest must go through ``receive``.
-
-        The caller must count what it reads in the attribute ``data_read``, and call ``data_was_read`` once the memory is full.
-        """
-        stream = self.data_stream
-        arriving = None if stream is None else stream.arriving
-        return memoryview(b"") if arriving is None else arriving.rest()[: self.data_left]
-
     def data_was_read(self) -> None:
-        """Reports the bytes that filled ``data_room`` to their stream; later bytes go through ``receive`` again."""
+        """Reports the bytes ``data_read``, which the connection has read to their place, to the stream of the payload."""
         byte_size, self.data_read = self.data_read, 0
         self.data_left -= byte_size
         stream = self.data_stream
@@ -425,7 +419,7 @@ class Http2:
             self.rst_stream(number, frames.REFUSED_STREAM)
             return cost
         stream = self.streams[number] = Stream(self, number, head, self._peer_window)
-        self.serving.begin(stream, head)
+        stream.begin()
         if flags & END_STREAM:
             stream.end_receiving()
         return cost
@@ -564,24 +558,13 @@ class Http2:
 
     # ---------------------------------------------------------------------------------------------------------- sending
 
-    def write(self, piece: Buffer) -> None:
-        """Queues bytes for the client; all bytes queued in one iteration of the loop are sent together."""
-        self.out.append(piece)
-        self.room -= len(piece)
-        if not self.is_flushing:
-            self._flush_soon()
-
-    def write_pieces(self, pieces: list[Buffer]) -> None:
-        """Queues several pieces of bytes for the client without joining them; they are sent with all others of this iteration."""
+    def write(self, *pieces: Buffer) -> None:
+        """Queues pieces of bytes for the client as they are; all that is queued in one iteration of the loop is sent together."""
         self.out += pieces
         self.room -= sum(map(len, pieces))
         if not self.is_flushing:
-            self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        """Schedules the bytes queued in ``out`` to be sent at the end of this iteration of the loop."""
-        self.is_flushing = True
-        self.connection.loop.call_soon(self.connection.flush)
+            self.is_flushing = True
+            self.connection.loop.call_soon(self.connection.flush)
 
     def rst_stream(self, number: int, code: int) -> None:
         """Sends RST_STREAM; frames of that stream that the client still sends are ignored."""

@@ -1,7 +1,7 @@
 """Turns gRPC messages into inference requests, prepared ones where their kind is known, and answers into response messages.
 
     message ─▶ ask ─▶ walk ─▶ known: PreparedMessage ─┐
-                          ╰─▶ decoded in full ────────┴▶ CallRequest ─▶ Submitter ─▶ InferCall.completed ─▶ written
+                          ╰─▶ decoded in full ────────┴▶ CallRequest ─▶ Submitter ─▶ CallRequest.completed ─▶ written
 
 ``unary_infer`` and ``stream_infer`` decide what a call does with its requests and answers. Nothing here blocks.
 """
@@ -17,12 +17,14 @@ from time import monotonic_ns
 
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
-from tensord.daemon.grpc.call import CallRequest, InferCall
+from tensord.daemon.grpc.call import InferCall
 from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.daemon.grpc.prepared import PreparedMessage, PreparedMessages, Understood
+from tensord.daemon.grpc.request_codec import DecodedHead
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.response_codec import AnswerLayout
 from tensord.daemon.grpc.walk import Walked, walk
+from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.placement import begin, place
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
@@ -32,7 +34,7 @@ from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
 from tensord.shm.errors import DEFECT, Internal, ServingError, Unsupported
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, RequestRecord
+from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, RequestRecord, is_mark
 from tensord.shm.prepared import MAX_NUMBERS
 
 _log = logging.getLogger(__name__)
@@ -284,11 +286,58 @@ class Infer:
             trace.stamp(trace_stamps.GRPC_WAITREAD_END, read_ns)
         return trace
 
-    # --------------------------------------------------------------------------------------------------------- answers
 
-    def written(
-        self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane, streamed: bool
-    ) -> list[Buffer]:
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+class CallRequest(InFlight):
+    """Tracks one inference request of a gRPC call until its final answer."""
+
+    call: InferCall
+    #: The request's fields but for its id and its tensors.
+    head: DecodedHead
+    #: The request's id as the client gave it, or one that was made here.
+    client_id: str
+    #: Whether a last, empty response is to be told from others.
+    decoupled: bool
+    #: The cached part of the message, which others of its kind have in common; None: the message was decoded as a whole.
+    message: PreparedMessage | None = None
+    #: The id's bytes as they came, if ``message`` is not None.
+    id: bytes = b""
+    #: Whether the model is still being loaded: only its answers then show whether it is ``decoupled``.
+    loading: bool = False
+    scheduling: Scheduling = UNSCHEDULED
+    trace: Trace | None = None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.head.model, self.client_id
+
+    def left_line(self) -> None:
+        self.call.placed()
+
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        if self.loading and (not prepared.final or is_mark(prepared, own)):
+            self.decoupled = True
+        trace, submitter = self.trace, self.call.infer.submitter
+        if trace is not None:
+            if prepared.final:
+                trace.error = own.message if own.code else ""
+                if not self.waits_for_room:
+                    trace.completed(prepared.version, own.trace)
+            else:
+                trace.responded(prepared.version)
+        sent: Callable[[], None] | None = None
+        if lane is not None and not prepared.final:
+            sent = partial(submitter.taken, lane, own)
+        else:
+            if lane is not None and own.lease is not None:
+                sent = partial(submitter.release, lane, own.lease)
+            if trace is not None:
+                sent = Sent(trace, sent)
+        self.call.completed(self, prepared, own, lane, sent)
+
+    def written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane, streamed: bool) -> list[Buffer]:
         """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the response arena are not copied.
 
         Args:
@@ -297,32 +346,11 @@ class Infer:
           lane: has the response arena that the answer's tensors lie in.
           streamed: whether the answer is for ModelStreamInfer.
         """
-        if asked.message is not None and type(own.prepared) is int:
-            layout = asked.message.answer_layout(prepared, streamed)
-            return layout.pieces(asked.id, own.contents, lane.view)
-        layout = AnswerLayout(prepared, asked.head.model, prepared.final if streamed else None)
-        return layout.pieces(asked.client_id.encode(), own.contents, lane.view)
-
-    def releaser(
-        self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None, trace: Trace | None
-    ) -> Callable[[], None] | None:
-        """Returns the callback for when an answer was written to the client, or None if nothing is to be done then.
-
-        The callback releases the answer's memory. It also acknowledges a response that is not final to its worker, or ends the
-        request's trace.
-
-        Args:
-          prepared: the constant part of the answer.
-          own: the rest of it.
-          lane: has the response arena that the answer's tensors lie in; None: it is an error without tensors.
-          trace: the request's trace; None: it is not traced.
-        """
-        if lane is not None and not prepared.final:
-            return partial(self.submitter.taken, lane, own)
-        release = None
-        if own.lease is not None and lane is not None:
-            release = partial(self.submitter.release, lane, own.lease)
-        return release if trace is None else Sent(trace, release)
+        if self.message is not None and type(own.prepared) is int:
+            layout = self.message.answer_layout(prepared, streamed)
+            return layout.pieces(self.id, own.contents, lane.view)
+        layout = AnswerLayout(prepared, self.head.model, prepared.final if streamed else None)
+        return layout.pieces(self.client_id.encode(), own.contents, lane.view)
 
 
 class Sent:

@@ -97,10 +97,10 @@ def client_id_of(message: Buffer) -> str:
 class ArrivingFields:
     """Parses the fields of a ModelInferRequest that arrives in pieces; its owner reads the raw tensors' bytes.
 
-    The message is complete once ``unread``, the bytes that neither has taken yet, is 0.
+    A raw tensor counts as read here as soon as it begins: the message is complete once ``unread`` is 0 and the owner has it all.
     """
 
-    __slots__ = ("_count", "_field", "_left", "_start", "client_id", "head", "raw_count", "raw_left", "unread")
+    __slots__ = ("_count", "_field", "_left", "_start", "client_id", "head", "raw_count", "raw_size", "unread")
 
     def __init__(self, byte_size: int, begun: Begun | None = None) -> None:
         """Starts to parse a message of ``byte_size`` bytes.
@@ -111,12 +111,12 @@ class ArrivingFields:
         head, client_id, at, size = begun or _NOTHING
         if size > byte_size - at:
             raise _cut_short()
-        #: Bytes of the message that were taken neither here nor by the owner.
-        self.unread = byte_size - at
+        #: Bytes of the message that were not taken here and belong to no raw tensor that has begun.
+        self.unread = byte_size - at - size
         self.head = bytearray(head)
         self.client_id = bytearray(client_id)
-        #: Bytes to come of a raw tensor that has begun. The owner counts these and ``unread`` down.
-        self.raw_left = size
+        #: The size of the raw tensor that began last.
+        self.raw_size = size
         self.raw_count = 0 if begun is None else 1
         #: The first bytes of a field whose size is not known yet.
         self._start = bytearray()
@@ -161,7 +161,8 @@ class ArrivingFields:
                 if self.raw_count == MAX_RAWS:
                     raise _too_many_raws()
                 self.raw_count += 1
-                self.raw_left = size
+                self.raw_size = size
+                self.unread -= size
                 return at, True
             if tag == _ID:
                 self._field = self.client_id = bytearray()

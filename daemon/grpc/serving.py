@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 from tensord.config.options import COMPRESSION_LEVELS, Grpc
 from tensord.daemon.control.shared_counters import FrontCounters
-from tensord.daemon.front.access import Restricted, Rule
+from tensord.daemon.front.access import Rule
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.longest_idle import LongestIdle
 from tensord.daemon.grpc.call import Call
-from tensord.daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
-from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.daemon.submit.accounts import Accounts
 
 if TYPE_CHECKING:
@@ -69,20 +67,3 @@ class GrpcServing:
         self.read_buffer = memoryview(bytearray(_READ_BYTE_SIZE))
         self.first_pages = self.read_buffer[:_FIRST_BYTE_SIZE]
         self.compression = COMPRESSION_LEVELS[self.options.response_compression]
-
-    def begin(self, stream: Stream, head: CallHead) -> None:
-        """Starts the call of a new stream, or ends it with an error: no such method, no gRPC call, or no key for the method."""
-        if head.http_status != 200:
-            stream.answer_http(head.http_status)
-            return
-        if self.rules and (rule := self.rules.get(head.path)) is not None:
-            try:
-                rule.check([(name.encode(), value.encode("latin-1")) for name, value in head.metadata])
-            except Restricted as error:
-                stream.finish(UNAVAILABLE, error.message)
-                return
-        make = self.methods.get(head.path)
-        if make is None:
-            stream.finish(UNIMPLEMENTED, f"Method not found: {head.path[:200]}")
-            return
-        stream.call = make(stream)

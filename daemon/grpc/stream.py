@@ -21,12 +21,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tensord.daemon.front import load_report
+from tensord.daemon.front.access import Restricted
 from tensord.daemon.front.drain_rate import GRACE_SECONDS, SILENCE_SECONDS, DrainRate
 from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import frames, header_blocks
 from tensord.daemon.grpc.arriving_message import PREFIX, ArrivingMessage, CallRefused, inflated, read_prefix
 from tensord.daemon.grpc.call import Call
-from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, NAMES, OK, RESOURCE_EXHAUSTED, UNAVAILABLE
+from tensord.daemon.grpc.codes import (
+    DEADLINE_EXCEEDED,
+    INTERNAL,
+    NAMES,
+    OK,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    UNIMPLEMENTED,
+)
 from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.shm.errors import DEFECT
 from tensord.shm.messages import Buffer
@@ -108,6 +117,24 @@ class Stream:
             self.deadline_ns = min(time.monotonic_ns() + head.timeout_ns, _NEVER_NS)
             self._timer = self.connection.loop.call_later(head.timeout_ns / 1e9, self._expired)
 
+    def begin(self) -> None:
+        """Starts the call that the head asks for, or ends it with an error: no such method, no gRPC call, or no key for it."""
+        head, serving = self.head, self.http2.serving
+        if head.http_status != 200:
+            self.answer_http(head.http_status)
+            return
+        if serving.rules and (rule := serving.rules.get(head.path)) is not None:
+            try:
+                rule.check([(name.encode(), value.encode("latin-1")) for name, value in head.metadata])
+            except Restricted as error:
+                self.finish(UNAVAILABLE, error.message)
+                return
+        make = serving.methods.get(head.path)
+        if make is None:
+            self.finish(UNIMPLEMENTED, f"Method not found: {head.path[:200]}")
+            return
+        self.call = make(self)
+
     # ----------------------------------------------------------------------------------------------- receiving
 
     def receive(self, data: bytes, start: int, end: int) -> None:
@@ -166,12 +193,13 @@ class Stream:
                 self._arrived(arriving)
 
     def advance(self, byte_size: int) -> None:
-        """Counts ``byte_size`` bytes that were read into the memory of ``ArrivingMessage.rest``; hands a complete message on."""
+        """Counts ``byte_size`` bytes that were read into ``rest`` of the arriving message; hands a complete message on."""
         if self._promised is not None and not self._counts(byte_size):
             return
         arriving = self.arriving
         assert arriving is not None
-        arriving.advance(byte_size)
+        arriving.rest = arriving.rest[byte_size:]
+        arriving.left -= byte_size
         if not arriving.left:
             try:
                 self._arrived(arriving)
@@ -353,10 +381,10 @@ class Stream:
         else:
             http2.answered += 1
             http2.sent += framed
-            http2.write_pieces([b"".join(begin), *parts, b"".join(end)])
+            http2.write(b"".join(begin), *parts, b"".join(end))
             if on_sent is not None:
-                self.connection.when_written(on_sent)
-        self._close()
+                http2.on_written.append(on_sent)
+        self._end(answered=True)
 
     def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
         """Sends one response message as far as the windows allow, and queues the rest.
@@ -393,9 +421,9 @@ class Stream:
                     on_sent()
                 return
             http2.sent += framed
-            http2.write_pieces([head, *parts])
+            http2.write(head, *parts)
             if on_sent is not None:
-                self.connection.when_written(on_sent)
+                http2.on_written.append(on_sent)
             return
         flag = 0
         if compressed:
@@ -486,9 +514,7 @@ class Stream:
             if size < _SMALL // 2:
                 http2.write(b"".join((header, *pieces)))
             else:
-                http2.write(header)
-                for piece in pieces:
-                    http2.write(piece)
+                http2.write(header, *pieces)
         if self.blocked:
             self.blocked = False
             self._blocked_since = 0.0
@@ -498,7 +524,7 @@ class Stream:
         if self._trailers:
             flags = frames.END_HEADERS | frames.END_STREAM
             http2.write(frames.frame(frames.HEADERS, flags, self.id, self._trailers))
-            self._close()
+            self._end(answered=True)
 
     def _sent(self) -> None:
         """Passes the waiting ``on_sent`` callbacks to the connection, which calls them once it has written all queued bytes."""
@@ -606,28 +632,23 @@ class Stream:
             self._timer = self._unsent = None
             self.refuse(DEADLINE_EXCEEDED, "Deadline Exceeded")
 
-    def _close(self) -> None:
-        """Ends the stream once the server has sent all of its response.
-
-        A client that has not ended its side is told to stop sending.
-        """
-        http2 = self.http2
-        http2.answered += 1
-        if not self.half_closed:
-            http2.rst_stream(self.id, frames.NO_ERROR)
-        self._end()
-
     def abandon(self) -> None:
         """Ends the stream without a response and cancels its call, because the stream was reset or the connection is gone."""
         if self.ended:
             return
         call = None if self._finished else self.call
         self._finished = True
-        self._end()
+        self._end(answered=False)
         if call is not None:
             call.abandoned()
 
-    def _end(self) -> None:
+    def _end(self, answered: bool) -> None:
+        """Ends the stream. ``answered``: all of the response was sent; a client that has not ended its side is told to stop."""
+        http2 = self.http2
+        if answered:
+            http2.answered += 1
+            if not self.half_closed:
+                http2.rst_stream(self.id, frames.NO_ERROR)
         self.ended = True
         # Each refers to the other, and calls shall leave the garbage collector nothing to do.
         self.call = None
@@ -641,9 +662,9 @@ class Stream:
             self._timer.cancel()
             self._timer = None
         if self.blocked:
-            self.http2.blocked.pop(self.id, None)
+            http2.blocked.pop(self.id, None)
         # What has ended it was written, or came with bytes that are looked at now: the connection is flushed.
-        self.http2.streams.pop(self.id, None)
+        http2.streams.pop(self.id, None)
 
     def __repr__(self) -> str:
         return f"<Stream {self.id} {self.head.path} unsent={self.unsent_size} half_closed={self.half_closed}>"

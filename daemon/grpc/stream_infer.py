@@ -15,9 +15,9 @@ from functools import partial
 from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
-from tensord.daemon.grpc.call import CallRequest, InferCall, kept
+from tensord.daemon.grpc.call import InferCall, kept
 from tensord.daemon.grpc.codes import INTERNAL, NAMES, OK, number
-from tensord.daemon.grpc.infer import Infer, Message, Sent
+from tensord.daemon.grpc.infer import CallRequest, Infer, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.tracing.tracer import Trace
@@ -34,7 +34,7 @@ class StreamInfer(InferCall):
     """Answers the requests of one ModelStreamInfer call, several of which may be with workers at the same time."""
 
     def __init__(self, infer: Infer, stream: Stream) -> None:
-        self._infer = infer
+        self.infer = infer
         self.stream = stream
         self._in_flight: set[CallRequest] = set()
         #: Messages that came before there was room for them; bounded by the stream's window.
@@ -49,10 +49,10 @@ class StreamInfer(InferCall):
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage:
-        return ArrivingMessage(0, byte_size, self._infer.submitter, self.stream.connection.account, on_room)
+        return ArrivingMessage(0, byte_size, self.infer.submitter, self.stream.connection.account, on_room)
 
     def message(self, content: Buffer, start: int, end: int) -> None:
-        if self.stream.held or len(self._in_flight) >= self._infer.max_stream_requests:
+        if self.stream.held or len(self._in_flight) >= self.infer.max_stream_requests:
             self._wait(kept(content, start, end))
         else:
             self._ask(content, start, end)
@@ -81,14 +81,14 @@ class StreamInfer(InferCall):
         in_flight, self._in_flight = self._in_flight, set()
         placed = [message for message in waiting if isinstance(message, ArrivingMessage)]
         call_each([message.drop for message in placed], "leaving a message")
-        call_each([partial(self._infer.submitter.cancel, asked) for asked in in_flight], "leaving a request")
+        call_each([partial(self.infer.submitter.cancel, asked) for asked in in_flight], "leaving a request")
 
     # ------------------------------------------------------------------------------------------------- requests
 
     def _has_room(self) -> bool:
         if self._placing:
             return False
-        return len(self._in_flight) < self._infer.max_stream_requests and self.stream.unsent_size < _MAX_UNSENT
+        return len(self._in_flight) < self.infer.max_stream_requests and self.stream.unsent_size < _MAX_UNSENT
 
     def _wait(self, message: Message) -> None:
         if self._stopping:
@@ -100,14 +100,14 @@ class StreamInfer(InferCall):
 
     def _ask(self, message: Message, start: int, end: int) -> None:
         waited_ns = read_ns = 0
-        if self._infer.tracer.on:
+        if self.infer.tracer.on:
             read_ns = time.monotonic_ns()
             waited_ns, self._waits_since = self._waits_since or read_ns, read_ns
         try:
             asked = (
-                self._infer.ask_placed(self, message, True, waited_ns, read_ns)
+                self.infer.ask_placed(self, message, True, waited_ns, read_ns)
                 if isinstance(message, ArrivingMessage)
-                else self._infer.ask(self, message, start, end, True, waited_ns, read_ns)
+                else self.infer.ask(self, message, start, end, True, waited_ns, read_ns)
             )
         except RefusedRequest as refused:
             self._not_sent(refused.error, refused.client_id, refused.trace)
@@ -159,11 +159,15 @@ class StreamInfer(InferCall):
     # -------------------------------------------------------------------------------------------------- answers
 
     def completed(
-        self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
+        self,
+        asked: CallRequest,
+        prepared: PreparedAnswer,
+        own: AnswerRecord,
+        lane: SubmitterLane | None,
+        sent: Callable[[], None] | None,
     ) -> None:
         if prepared.final:
             self._in_flight.discard(asked)
-        sent = self._infer.releaser(prepared, own, lane, asked.trace)
         if own.code:
             self._refused(
                 number(own.code),
@@ -198,7 +202,7 @@ class StreamInfer(InferCall):
                 sent()
             return
         try:
-            parts = self._infer.written(asked, prepared, own, lane, True)
+            parts = asked.written(prepared, own, lane, True)
         except Exception:
             _log.exception("an answer of model '%s' could not be written", asked.head.model)
             self._refused(INTERNAL, DEFECT, asked.client_id, sent=sent, asked=asked)

@@ -2,8 +2,8 @@
 
     message whole ─▶ half_closed ─▶ Infer.ask ─▶ Submitter ─▶ completed ─▶ Stream.answer
 
-    a large message arrives, or waits for room ─▶ enter ─▶ leave: sent ─▶ those behind it, of its sequence, go on
-                                                            ╰─ it will not be: they are refused, because they would miss it
+    a large message arrives, or waits for room ─▶ unsent ─▶ leave: sent ─▶ those behind it, of its sequence, go on
+                                                             ╰─ it will not be: they are refused, because they would miss it
     a step that is whole, of such a sequence   ─▶ waits
 
 Unary requests that are not with a worker yet go there one by one, if they are steps of one sequence. Steps are ordered by when
@@ -20,9 +20,9 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
-from tensord.daemon.grpc.call import CallRequest, InferCall
+from tensord.daemon.grpc.call import InferCall
 from tensord.daemon.grpc.codes import CANCELLED, INTERNAL, number
-from tensord.daemon.grpc.infer import DECOUPLED, Infer, Message, Sent
+from tensord.daemon.grpc.infer import DECOUPLED, CallRequest, Infer, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.walk import fields
@@ -43,10 +43,10 @@ _MODEL, _PARAMETER = 0x0A, 0x22
 class UnaryInfer(InferCall):
     """Answers one ModelInfer call: sends its request to a worker, after earlier steps of its sequence, and the answer back."""
 
-    __slots__ = ("_arriving", "_asked", "_infer", "_message", "_sequence", "_waits_since", "stream")
+    __slots__ = ("_arriving", "_asked", "_message", "_sequence", "_waits_since", "infer", "stream")
 
     def __init__(self, infer: Infer, stream: Stream) -> None:
-        self._infer = infer
+        self.infer = infer
         self.stream = stream
         self._message: Message | None = None
         #: While it arrives, where it is large.
@@ -64,8 +64,8 @@ class UnaryInfer(InferCall):
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage:
         connection = self.stream.connection
-        connection.steps.enter(self)
-        self._arriving = ArrivingMessage(0, byte_size, self._infer.submitter, connection.account, on_room)
+        connection.steps.unsent[self] = False
+        self._arriving = ArrivingMessage(0, byte_size, self.infer.submitter, connection.account, on_room)
         return self._arriving
 
     def message(self, content: Buffer, start: int, end: int) -> None:
@@ -87,8 +87,10 @@ class UnaryInfer(InferCall):
             self.stream.finish(INTERNAL, "a unary call has one request message")
             return
         steps = self.stream.connection.steps
-        # Mostly nobody else's is unsent: a large message entered when it began to arrive, a small one did not.
-        if len(steps.unsent) > (self._arriving is not None) and steps.waits(self):
+        if len(steps.unsent) == 1 and self in steps.unsent:
+            # Mostly nobody else's is unsent: nobody waits for this one, whether it is sent now or never.
+            del steps.unsent[self]
+        elif steps.unsent and steps.waits(self):
             return
         self._begin()
 
@@ -128,7 +130,7 @@ class UnaryInfer(InferCall):
         """
         message, self._message = self._message, None
         assert message is not None
-        infer, waited_ns = self._infer, self._waits_since
+        infer, waited_ns = self.infer, self._waits_since
         try:
             asked = self._asked = (
                 infer.ask_placed(self, message, False, waited_ns)
@@ -148,7 +150,7 @@ class UnaryInfer(InferCall):
         sequence_id = asked.scheduling.sequence_id
         if sequence_id and asked.waits_for_room:
             self._sequence = 0, (asked.head.model, sequence_id)
-            steps.enter(self)
+            steps.unsent[self] = False
 
     @property
     def idle(self) -> bool:
@@ -171,44 +173,54 @@ class UnaryInfer(InferCall):
         if isinstance(self._message, ArrivingMessage):
             self._message.drop()
         if self._asked is not None:
-            self._infer.submitter.cancel(self._asked)
+            self.infer.submitter.cancel(self._asked)
 
     # -------------------------------------------------------------------------------------------------- answer
 
     def completed(
-        self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
+        self,
+        asked: CallRequest,
+        prepared: PreparedAnswer,
+        own: AnswerRecord,
+        lane: SubmitterLane | None,
+        sent: Callable[[], None] | None,
     ) -> None:
         if own.code:
-            self._end(number(own.code), own.message, asked.trace)
+            self._end(number(own.code), own.message, sent)
             return
         if not prepared.final:
             # It came while its model was being loaded, and nobody knew that this one answers with several responses.
-            self._infer.submitter.cancel(asked)
+            if sent is not None:
+                sent()
+            self.infer.submitter.cancel(asked)
             self._refuse(Unsupported(DECOUPLED), asked.trace)
             return
         # Each refers to the other, and calls shall leave the garbage collector nothing to do.
         self._asked = None
         assert lane is not None
-        release = self._infer.releaser(prepared, own, lane, asked.trace)
         try:
-            parts = self._infer.written(asked, prepared, own, lane, False)
+            parts = asked.written(prepared, own, lane, False)
         except Exception:
             _log.exception("an answer of model '%s' could not be written", asked.head.model)
-            if release is not None:
-                release()
+            if sent is not None:
+                sent()
             self.stream.finish(INTERNAL, DEFECT)
             return
         self.stream.http2.serving.answered.good(asked, prepared.version, parts)
-        self.stream.answer(parts, release)
+        self.stream.answer(parts, sent)
 
     def _refuse(self, error: ServingError, trace: Trace | None = None) -> None:
-        self._end(number(error), error.message, trace)
-
-    def _end(self, code: int, message: str, trace: Trace | None) -> None:
-        """Ends the call with an error status; ``trace``: the request's trace, which then ends as well."""
+        """Ends the call with an error; ``trace``: the request's trace, which then ends as well."""
+        sent = None
         if trace is not None:
-            trace.error = message
-            self.stream.send_later(Sent(trace, None))
+            trace.error = error.message
+            sent = Sent(trace, None)
+        self._end(number(error), error.message, sent)
+
+    def _end(self, code: int, message: str, sent: Callable[[], None] | None) -> None:
+        """Ends the call with an error status; ``sent`` is called once that was written."""
+        if sent is not None:
+            self.stream.send_later(sent)
         try:
             self.stream.finish(code, message)
         finally:
@@ -222,15 +234,11 @@ class StepOrder:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        #: In their order; whether each is whole and waits for one before it.
+        #: Calls that may be steps and whose requests cannot be sent at once, in order; whether each waits for one before it.
         self.unsent: dict[UnaryInfer, bool] = {}
         #: Sequences of which one has left that will not be sent.
         self._broken: set[Sequence] = set()
         self._due = False
-
-    def enter(self, step: UnaryInfer) -> None:
-        """Adds a call that may be a step of a sequence and whose request cannot be sent to a worker at once."""
-        self.unsent[step] = False
 
     def waits(self, step: UnaryInfer) -> bool:
         """Returns whether a complete request must wait for an earlier step of its sequence.

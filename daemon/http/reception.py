@@ -51,7 +51,7 @@ class Reception(Receiver):
         progressed: Callable[[], None],
         account: Account | None = None,
     ) -> None:
-        super().__init__(serving.submitter, head.model, account)
+        self._submitter, self._model, self._account = serving.submitter, head.model, account
         self._serving = serving
         self._head = head
         self._pause = pause

@@ -66,7 +66,7 @@ def test_tiny_pieces_take_no_more_than_they_bring() -> None:
 def test_what_has_not_come_takes_nothing() -> None:
     """A length that is only announced: no bytes of it are counted, and none may be written yet."""
     message = collected(1 << 30)
-    assert (message.kept_byte_size, len(message.rest())) == (0, 0)
+    assert (message.kept_byte_size, len(message.rest)) == (0, 0)
     message.feed(memoryview(b"abc"))
     assert (message.kept_byte_size, message.left) == (3, (1 << 30) - 3)
     message.drop()
@@ -163,10 +163,11 @@ class Arrival:
         bounds = [0, *sorted(cut % (len(content) + 1) for cut in cuts), len(content)]
         for begin, end in itertools.pairwise(bounds):
             piece = memoryview(content)[begin:end]
-            while direct and len(piece) and len(rest := self.message.rest()):
+            while direct and len(piece) and len(rest := self.message.rest):
                 size = min(len(rest), len(piece))
                 rest[:size] = piece[:size]
-                self.message.advance(size)
+                self.message.rest = rest[size:]
+                self.message.left -= size
                 piece = piece[size:]
             self.message.feed(piece)
 

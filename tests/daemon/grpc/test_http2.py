@@ -157,8 +157,8 @@ def test_whoever_owns_it_is_told_once_that_there_is_something_to_send() -> None:
     assert owner.wanted == 1
     http2.is_flushing = True
     http2.write(b"b")
-    http2.write_pieces([b"c"])
-    assert (owner.wanted, http2.out) == (1, [b"a", b"b", b"c"])
+    http2.write(b"c", b"d")
+    assert (owner.wanted, http2.out) == (1, [b"a", b"b", b"c", b"d"])
 
 
 @pytest.mark.parametrize(
@@ -216,20 +216,21 @@ def test_what_is_read_to_its_place(steps: list[int], monkeypatch: pytest.MonkeyP
     """The frame's part of a tensor and no more; the stream is told once, and the next frame is parsed again."""
     tensor, advanced = memoryview(bytearray(100)), []
     arriving = ArrivingMessage(0, 100)
-    monkeypatch.setattr(ArrivingMessage, "rest", lambda message: tensor)
+    arriving.rest = tensor
     monkeypatch.setattr(Stream, "arriving", arriving)
     monkeypatch.setattr(Stream, "advance", lambda stream, byte_size: advanced.append(byte_size))
     http2 = opened()
     http2.receive(frame(frames.DATA, 0, 1, bytes(60))[: frames.HEAD_SIZE], 1.0)
-    place = http2.data_room()
-    assert len(place) == http2.data_left == 60
+    assert http2.data_stream is http2.streams[1]
+    assert http2.data_left == 60
+    place = tensor[:60]
     for number, step in enumerate(steps, 1):
         place[:step] = b"%d" % number * step
         place = place[step:]
         http2.data_read += step
     assert not advanced
     http2.data_was_read()
-    assert (advanced, http2.data_left, http2.data_read, len(http2.data_room())) == ([60], 0, 0, 0)
+    assert (advanced, http2.data_left, http2.data_read, http2.data_stream) == ([60], 0, 0, None)
     assert bytes(tensor) == b"".join(b"%d" % number * step for number, step in enumerate(steps, 1)) + bytes(40)
     http2.receive(frame(frames.PING, 0, 0, bytes(8)), 2.0)
     assert [kind for kind, _, _, _ in sent(http2)] == [frames.PING]

@@ -31,20 +31,21 @@ def arrived(message: bytes, cuts: list[int]) -> tuple[bytes, bytes, list[bytes]]
     """Feeds a message in pieces, and returns its head, id and raw tensors as their owner would get them."""
     arriving = ArrivingFields(len(message))
     raws: list[bytes] = []
+    raw_left = 0
     bounds = [0, *sorted(cut % (len(message) + 1) for cut in cuts), len(message)]
     for begin, end in itertools.pairwise(bounds):
         piece, at = memoryview(message)[begin:end], 0
         while at < len(piece):
-            if arriving.raw_left:
-                size = min(arriving.raw_left, len(piece) - at)
+            if raw_left:
+                size = min(raw_left, len(piece) - at)
                 raws[-1] += bytes(piece[at : at + size])
-                arriving.raw_left -= size
-                arriving.unread -= size
+                raw_left -= size
                 at += size
                 continue
             at, begins = arriving.take(piece, at)
             if begins:
                 raws.append(b"")
+                raw_left = arriving.raw_size
     assert (arriving.unread, arriving.raw_count) == (0, len(raws))
     return bytes(arriving.head), bytes(arriving.client_id), raws
 

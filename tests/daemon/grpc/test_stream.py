@@ -32,6 +32,13 @@ from tensord.shm.messages import Buffer
 LIMIT = 1024
 
 
+class AtOnce(list[Callable[[], None]]):
+    """Callbacks for when all bytes have left, which they have as soon as they are written."""
+
+    def append(self, on_written: Callable[[], None]) -> None:
+        on_written()
+
+
 class Wire:
     """The parts of a connection that a stream uses: windows, a bounded buffer, and what was written."""
 
@@ -52,14 +59,12 @@ class Wire:
         self.blocked: dict[int, Stream] = {}
         self.streams: dict[int, Stream] = {}
         self.out = bytearray()
+        self.on_written = AtOnce()
 
     def stop_direct(self, stream: Stream) -> None:
         """Does nothing, because nothing is read directly here."""
 
-    def write(self, piece: Buffer) -> None:
-        self.out += piece
-
-    def write_pieces(self, pieces: list[Buffer]) -> None:
+    def write(self, *pieces: Buffer) -> None:
         self.out += b"".join(pieces)
 
     def when_written(self, on_written: Callable[[], None]) -> None:
