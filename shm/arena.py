@@ -36,6 +36,8 @@ _LARGE_STEP = 1 << 20
 _SMALL_PART, _RESERVE_PART = 64, 8
 
 LeaseKey = tuple[int, int, int]
+#: Segment, offset and size of a block.
+_Block = tuple[int, int, int]
 OnSegment = Callable[[Segment], None]
 
 
@@ -63,9 +65,8 @@ class Lease(msgspec.Struct, eq=False):
 
     def release(self) -> None:
         """Gives the block back to its arena. Idempotent."""
-        arena, self._arena = self._arena, None
-        if arena is not None:
-            arena._take_back(self)
+        if self._arena is not None:
+            self._arena.take_back(self)
 
     def __repr__(self) -> str:
         state = "released" if self._arena is None else "on loan"
@@ -167,17 +168,46 @@ class Arena:
         Raises: InvalidArgument: the arena could not hold so many bytes even if it were empty.  Unavailable: the host has no
           memory left.
         """
+        block: _Block | None = None
         if byte_size <= self._buddies.largest:
             order = max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)
             made = 0 in self._segments or self._make(0, self._first)
             offset = self._buddies.take(order) if made else None
             if offset is not None:
-                return self._lease(0, offset, byte_size, BLOCK << order)
-            if byte_size <= self.small_byte_size:
-                lease = self._loan_reserved(byte_size, order)
-                if lease is not None:
-                    return lease
-        return self._loan_large(byte_size)
+                block = 0, offset, BLOCK << order
+            elif byte_size <= self.small_byte_size:
+                block = self._take_reserved(order)
+        block = block or self._take_large(byte_size)
+        if block is None:
+            return None
+        segment, offset, block_size = block
+        self._generation += 1
+        view = self._segments[segment].view[offset : offset + byte_size]
+        lease = Lease(self, Slice(segment, offset, byte_size), self._generation, view, block_size)
+        self._leases[segment, offset] = lease
+        return lease
+
+    def take_back(self, lease: Lease) -> None:
+        """Takes back the block of a lease. Idempotent."""
+        if lease._arena is None:
+            return
+        lease._arena = None
+        place = lease.place
+        if self._leases.pop((place.segment, place.offset), None) is None:
+            return  # the arena was closed meanwhile
+        lease.view = memoryview(b"")
+        self.returned += 1
+        if self._budget is not None:
+            self._budget.returned += 1
+        if place.segment == 0:
+            self._buddies.give(place.offset, lease.block_size)
+            return
+        if self._reserve is not None and place.segment == self._reserve[0]:
+            self._reserve[1].give(place.offset, lease.block_size)
+            return
+        self._free_large.append(place.segment)
+        while sum(self._segments[n].byte_size for n in self._free_large) > self._keep_byte_size:
+            self._close_segment(self._free_large.pop(0))
 
     def release(self, key: LeaseKey) -> bool:
         """Releases the lease that the peer returns by its key (segment, offset, generation).
@@ -187,7 +217,7 @@ class Arena:
         lease = self._leases.get(key[:2])
         if lease is None or lease.generation != key[2]:
             return False
-        lease.release()
+        self.take_back(lease)
         return True
 
     def release_all(self, keys: Sequence[LeaseKey]) -> LeaseKey | None:
@@ -202,7 +232,7 @@ class Arena:
                 return key
             leases[key] = lease
         for lease in leases.values():
-            lease.release()
+            self.take_back(lease)
         return None
 
     def segment(self, number: int) -> Segment:
@@ -244,14 +274,11 @@ class Arena:
         """Returns how many bytes the blocks of all outstanding leases occupy."""
         return sum(lease.block_size for lease in self._leases.values())
 
-    def _lease(self, segment: int, offset: int, byte_size: int, block_size: int) -> Lease:
-        self._generation += 1
-        view = self._segments[segment].view[offset : offset + byte_size]
-        lease = Lease(self, Slice(segment, offset, byte_size), self._generation, view, block_size)
-        self._leases[segment, offset] = lease
-        return lease
+    def _take_large(self, byte_size: int) -> _Block | None:
+        """Takes a segment for one large tensor; returns None if the arena has no room for it now.
 
-    def _loan_large(self, byte_size: int) -> Lease | None:
+        Raises: InvalidArgument: the arena could never hold so many bytes.  Unavailable: the host has no memory left.
+        """
         size = max(1, -(-byte_size // _LARGE_STEP)) * _LARGE_STEP
         if size > self._max_byte_size - self._first and byte_size > self._buddies.largest:
             limit = max(self._max_byte_size - self._first, self._buddies.largest)
@@ -261,7 +288,7 @@ class Arena:
         if fitting:
             number = min(fitting, key=lambda n: self._segments[n].byte_size)
             self._free_large.remove(number)
-            return self._lease(number, 0, byte_size, self._segments[number].byte_size)
+            return number, 0, self._segments[number].byte_size
         while self._byte_size + size > self._max_byte_size and self._free_large:
             self._close_segment(self._free_large.pop(0))
         if self._byte_size + size > self._max_byte_size:
@@ -271,9 +298,10 @@ class Arena:
             return None
         self._next_segment += 1
         self._byte_size += size
-        return self._lease(number, 0, byte_size, size)
+        return number, 0, size
 
-    def _loan_reserved(self, byte_size: int, order: int) -> Lease | None:
+    def _take_reserved(self, order: int) -> _Block | None:
+        """Takes a block of ``BLOCK`` x 2^order bytes of the reserve; returns None if it has none now."""
         if self._reserve is None:
             number = self._next_segment
             if not self._make(number, self._reserve_byte_size):
@@ -282,7 +310,7 @@ class Arena:
             self._reserve = number, Buddies(self._reserve_byte_size)
         number, buddies = self._reserve
         offset = buddies.take(order)
-        return None if offset is None else self._lease(number, offset, byte_size, BLOCK << order)
+        return None if offset is None else (number, offset, BLOCK << order)
 
     def _make(self, number: int, byte_size: int) -> bool:
         """Makes a segment under this number. Returns False if the budget has no room for it now.
@@ -307,24 +335,6 @@ class Arena:
             return False
         self._close_segment(self._free_large.pop(0))
         return True
-
-    def _take_back(self, lease: Lease) -> None:
-        place = lease.place
-        if self._leases.pop((place.segment, place.offset), None) is None:
-            return  # the arena was closed meanwhile
-        lease.view = memoryview(b"")
-        self.returned += 1
-        if self._budget is not None:
-            self._budget.returned += 1
-        if place.segment == 0:
-            self._buddies.give(place.offset, lease.block_size)
-            return
-        if self._reserve is not None and place.segment == self._reserve[0]:
-            self._reserve[1].give(place.offset, lease.block_size)
-            return
-        self._free_large.append(place.segment)
-        while sum(self._segments[n].byte_size for n in self._free_large) > self._keep_byte_size:
-            self._close_segment(self._free_large.pop(0))
 
     def _close_segment(self, number: int) -> None:
         segment = self._segments.pop(number)

@@ -355,7 +355,11 @@ class WorkerLane:
         self._agreed = False
         self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment, lazy=client, budget=budget)
         self._announcer = Announcer(self._channel, self._arena, False)
+        #: Lends room for an answer in the response arena: ``Arena.loan``.
+        self.loan = self._arena.loan
         self._requests = ArenaMap(on_segment, writable) if segments is None else segments
+        #: Returns bytes of a request in the submitter's arena, read-only: ``ArenaMap.view``.
+        self.view = self._requests.view
         self._numbers: Numbers[PreparedAnswer] = Numbers()
         #: What the submitter was told that numbers of answers stand for.
         self.published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self._channel, PrepareAnswer)
@@ -448,20 +452,6 @@ class WorkerLane:
     def close_segment(self, segment: int) -> None:
         """Closes a segment that a client has shared on its lane: no later request can use it. An unknown number is ignored."""
         self._requests.close_segment(segment)
-
-    def view(self, place: Slice) -> memoryview:
-        """Returns bytes of a request in the submitter's arena as a read-only view.
-
-        Raises InvalidArgument: no such segment, or a range outside it; Unavailable: this process could not map the segment.
-        """
-        return self._requests.view(place)
-
-    def loan(self, byte_size: int) -> Lease | None:
-        """Lends room for an answer in the response arena; returns None when the arena has none now.
-
-        Raises InvalidArgument: ``byte_size`` is more than the arena can ever hold; Unavailable: the host has no memory left.
-        """
-        return self._arena.loan(byte_size)
 
     def is_announced(self, lease: Lease) -> bool:
         """Returns whether the submitter knows this lease's segment and was told of every segment closed so far."""

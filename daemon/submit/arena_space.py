@@ -129,7 +129,7 @@ class ArenaSpace:
         if lease.arriving:
             lease.arriving = False
             self._arriving_byte_size -= lease.block_size
-        lease.release()
+        self._arena.take_back(lease)
         if self._count:
             self._serve()
         if self._closures != self._arena.closures:
