@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.submit.in_flight import InFlight
-from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer
 
 if TYPE_CHECKING:
@@ -86,6 +85,8 @@ class InferCall(Call):
 
     __slots__ = ()
 
+    #: Whether the call may get several responses.
+    streams: ClassVar[bool]
     infer: Infer
     stream: Stream
 
@@ -95,7 +96,7 @@ class InferCall(Call):
         asked: CallRequest,
         prepared: PreparedAnswer,
         own: AnswerRecord,
-        lane: SubmitterLane | None,
+        parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
         """Sends the client an answer to ``asked``, one of the call's requests; the answer may be an error.
@@ -103,7 +104,8 @@ class InferCall(Call):
         Args:
           prepared: the constant part of the answer, which it shares with many others.
           own: the rest of this answer.
-          lane: has the response arena that the answer's tensors lie in; None: it is an error without tensors.
+          parts: the answer as pieces of a ModelInferResponse; empty: it is an error, the mark that no further response comes, or
+            one of several responses to a call that takes one.
           sent: must be called once the answer was written to the client; None: nothing is to be done then.
         """
 

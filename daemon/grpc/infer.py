@@ -1,7 +1,7 @@
 """Turns gRPC messages into inference requests, prepared ones where their kind is known, and answers into response messages.
 
     message ─▶ ask ─▶ walk ─▶ known: PreparedMessage ─┐
-                          ╰─▶ decoded in full ────────┴▶ CallRequest ─▶ Submitter ─▶ CallRequest.completed ─▶ written
+                          ╰─▶ decoded in full ────────┴▶ CallRequest ─▶ Submitter ─▶ completed: encoded ─▶ InferCall.completed
 
 ``unary_infer`` and ``stream_infer`` decide what a call does with its requests and answers. Nothing here blocks.
 """
@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
+
+import msgspec
 
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
@@ -72,7 +74,6 @@ class Infer:
         message: Buffer,
         start: int,
         end: int,
-        streamed: bool,
         waited_ns: int = 0,
         read_ns: int = 0,
     ) -> CallRequest:
@@ -82,7 +83,6 @@ class Infer:
 
         Args:
           message: the request is ``message[start:end]``.
-          streamed: whether the call may get several responses, so that its model may be decoupled.
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
           read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
         Raises: RefusedRequest: the message is no valid request, or cannot be sent.  Unavailable: too many requests are in flight.
@@ -94,14 +94,14 @@ class Infer:
         if known is not None and walked is not None and self._forwarding is None:
             if waited_ns:
                 sampled, waited_ns = self._sample(known.decoded.model, call.stream.head, waited_ns, read_ns), 0
-            asked = self._ask_known(call, walked, known, streamed, sampled)
+            asked = self._ask_known(call, walked, known, sampled)
             if asked is not None:
                 return asked
         understood = self._prepared.read(message, start, end, walked, known)
-        return self._ask_read(call, understood, streamed, waited_ns, read_ns, sampled)
+        return self._ask_read(call, understood, waited_ns, read_ns, sampled)
 
     def _ask_known(
-        self, call: InferCall, walked: Walked, known: PreparedMessage, streamed: bool, trace: Trace | None
+        self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None
     ) -> CallRequest | None:
         """Sends the request of a complete message; ``known`` holds what all but its id, scheduling and tensors decode to.
 
@@ -109,7 +109,7 @@ class Infer:
         ``trace``: the request's trace; None: it is not sampled.
         """
         _, client_id, parameters, raws, room = walked
-        if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not streamed):
+        if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):
             return None
         scheduling = self._prepared.scheduling(parameters) if parameters else UNSCHEDULED
         if scheduling is None:
@@ -133,12 +133,11 @@ class Infer:
         return self._send(call, known, client_id, text, scheduling, raws, (), trace)  # type: ignore[arg-type]
 
     def ask_placed(
-        self, call: InferCall, message: ArrivingMessage, streamed: bool, waited_ns: int = 0, read_ns: int = 0
+        self, call: InferCall, message: ArrivingMessage, waited_ns: int = 0, read_ns: int = 0
     ) -> CallRequest:
         """Sends the request of a message whose tensors arrived in the arena to a worker; the request takes over their lease.
 
         Args:
-          streamed: whether the call may get several responses, so that its model may be decoupled.
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
           read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
         Raises: RefusedRequest: the message is no valid request, or cannot be sent.  Unavailable: too many requests are in flight.
@@ -153,7 +152,7 @@ class Infer:
                 and walked is not None
                 and self._forwarding is None
                 and self._prepared.is_usable(known, len(contents))
-                and (streamed or not known.decoupled)
+                and (call.streams or not known.decoupled)
             ):
                 if waited_ns:
                     sampled, waited_ns = self._sample(known.decoded.model, call.stream.head, waited_ns, read_ns), 0
@@ -167,7 +166,7 @@ class Infer:
             self.submitter.give_back(lease)
             raise
         understood[1].lease = lease
-        return self._ask_read(call, understood, streamed, waited_ns, read_ns, sampled)
+        return self._ask_read(call, understood, waited_ns, read_ns, sampled)
 
     def _send(
         self,
@@ -219,7 +218,6 @@ class Infer:
         self,
         call: InferCall,
         understood: Understood,
-        streamed: bool,
         waited_ns: int,
         read_ns: int,
         sampled: Trace | None = None,
@@ -228,7 +226,6 @@ class Infer:
 
         Args:
           understood: the decoded head, the request and its model's state.
-          streamed: whether the call may get several responses, so that its model may be decoupled.
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
           read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
           sampled: the request's trace; None: one is begun here if the request is to be traced.
@@ -243,7 +240,7 @@ class Infer:
                 headers = [(name.encode(), value.encode("latin-1")) for name, value in stream.head.metadata]
                 # The request's own may be shared with others of the same kind.
                 request.parameters = {**request.parameters, **self._forwarding.parameters(headers)}
-            if state.streams and not streamed:
+            if state.streams and not call.streams:
                 raise Unsupported(DECOUPLED)
             if waited_ns:
                 sampled = self._sample(request.model, stream.head, waited_ns, read_ns)
@@ -255,7 +252,7 @@ class Infer:
                 decoded,
                 request.id,
                 state.streams,
-                loading=streamed and not state.metadata,
+                loading=call.streams and not state.metadata,
                 scheduling=request.scheduling,
                 trace=request.trace,
                 context=None if request.trace is None else request.trace.context,
@@ -335,17 +332,29 @@ class CallRequest(InFlight):
                 sent = partial(submitter.release, lane, own.lease)
             if trace is not None:
                 sent = Sent(trace, sent)
-        self.call.completed(self, prepared, own, lane, sent)
+        parts: list[Buffer] = []
+        if not own.code and lane is not None and (prepared.final or self.call.streams):
+            try:
+                parts = self._written(prepared, own, lane)
+            except Exception:
+                _log.exception("an answer of model '%s' could not be written", self.head.model)
+                own = msgspec.structs.replace(own, code=Internal.code, message=DEFECT)
+                if trace is not None:
+                    trace.error = DEFECT
+        self.call.completed(self, prepared, own, parts, sent)
 
-    def written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane, streamed: bool) -> list[Buffer]:
+    def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
         """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the response arena are not copied.
 
+        Returns no pieces if the answer is only the mark that no further response comes.
         Args:
           prepared: the constant part of the answer, which it shares with many others.
           own: the rest of this answer.
           lane: has the response arena that the answer's tensors lie in.
-          streamed: whether the answer is for ModelStreamInfer.
         """
+        streamed = self.call.streams
+        if self.decoupled and is_mark(prepared, own):
+            return []
         if self.message is not None and type(own.prepared) is int:
             layout = self.message.answer_layout(prepared, streamed)
             return layout.pieces(self.id, own.contents, lane.view)

@@ -22,8 +22,7 @@ from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.errors import DEFECT, ServingError
-from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer, is_mark
+from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer
 
 _log = logging.getLogger(__name__)
 #: Answers of a stream that its client has not taken; beyond, no more requests are taken.
@@ -32,6 +31,8 @@ _MAX_UNSENT = 4 << 20
 
 class StreamInfer(InferCall):
     """Answers the requests of one ModelStreamInfer call, several of which may be with workers at the same time."""
+
+    streams = True
 
     def __init__(self, infer: Infer, stream: Stream) -> None:
         self.infer = infer
@@ -105,9 +106,9 @@ class StreamInfer(InferCall):
             waited_ns, self._waits_since = self._waits_since or read_ns, read_ns
         try:
             asked = (
-                self.infer.ask_placed(self, message, True, waited_ns, read_ns)
+                self.infer.ask_placed(self, message, waited_ns, read_ns)
                 if isinstance(message, ArrivingMessage)
-                else self.infer.ask(self, message, start, end, True, waited_ns, read_ns)
+                else self.infer.ask(self, message, start, end, waited_ns, read_ns)
             )
         except RefusedRequest as refused:
             self._not_sent(refused.error, refused.client_id, refused.trace)
@@ -163,7 +164,7 @@ class StreamInfer(InferCall):
         asked: CallRequest,
         prepared: PreparedAnswer,
         own: AnswerRecord,
-        lane: SubmitterLane | None,
+        parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
         if prepared.final:
@@ -180,8 +181,7 @@ class StreamInfer(InferCall):
                 asked,
             )
         else:
-            assert lane is not None
-            self._answer(asked, prepared, own, lane, sent)
+            self._answer(asked, prepared, parts, sent)
         if self._waiting or self._half_closed or self.stream.held:
             self._go_on()
 
@@ -189,23 +189,16 @@ class StreamInfer(InferCall):
         self,
         asked: CallRequest,
         prepared: PreparedAnswer,
-        own: AnswerRecord,
-        lane: SubmitterLane,
+        parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
         answered = self.stream.http2.serving.answered
-        if asked.decoupled and is_mark(prepared, own):
+        if not parts:
             answered.good(asked, prepared.version, b"")
             if asked.head.empty_final:
                 self._send([response_codec.empty_final(asked.head.model, asked.client_id)], sent)
             elif sent is not None:
                 sent()
-            return
-        try:
-            parts = asked.written(prepared, own, lane, True)
-        except Exception:
-            _log.exception("an answer of model '%s' could not be written", asked.head.model)
-            self._refused(INTERNAL, DEFECT, asked.client_id, sent=sent, asked=asked)
             return
         if prepared.final:
             answered.good(asked, prepared.version, parts)

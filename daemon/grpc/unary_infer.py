@@ -29,7 +29,6 @@ from tensord.daemon.grpc.walk import fields
 from tensord.daemon.tracing.tracer import Trace
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.errors import DEFECT, ServingError, Unsupported
-from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer, SequenceId
 
 _log = logging.getLogger(__name__)
@@ -43,6 +42,7 @@ _MODEL, _PARAMETER = 0x0A, 0x22
 class UnaryInfer(InferCall):
     """Answers one ModelInfer call: sends its request to a worker, after earlier steps of its sequence, and the answer back."""
 
+    streams = False
     __slots__ = ("_arriving", "_asked", "_message", "_sequence", "_waits_since", "infer", "stream")
 
     def __init__(self, infer: Infer, stream: Stream) -> None:
@@ -133,9 +133,9 @@ class UnaryInfer(InferCall):
         infer, waited_ns = self.infer, self._waits_since
         try:
             asked = self._asked = (
-                infer.ask_placed(self, message, False, waited_ns)
+                infer.ask_placed(self, message, waited_ns)
                 if isinstance(message, ArrivingMessage)
-                else infer.ask(self, message, 0, len(message), False, waited_ns)
+                else infer.ask(self, message, 0, len(message), waited_ns)
             )
         except RefusedRequest as refused:
             self._refuse(refused.error, refused.trace)
@@ -182,7 +182,7 @@ class UnaryInfer(InferCall):
         asked: CallRequest,
         prepared: PreparedAnswer,
         own: AnswerRecord,
-        lane: SubmitterLane | None,
+        parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
         if own.code:
@@ -197,15 +197,6 @@ class UnaryInfer(InferCall):
             return
         # Each refers to the other, and calls shall leave the garbage collector nothing to do.
         self._asked = None
-        assert lane is not None
-        try:
-            parts = asked.written(prepared, own, lane, False)
-        except Exception:
-            _log.exception("an answer of model '%s' could not be written", asked.head.model)
-            if sent is not None:
-                sent()
-            self.stream.finish(INTERNAL, DEFECT)
-            return
         self.stream.http2.serving.answered.good(asked, prepared.version, parts)
         self.stream.answer(parts, sent)
 
