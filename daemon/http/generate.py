@@ -23,6 +23,7 @@ import msgspec
 from tensord.daemon.front.status import BodyTooLarge, http_status
 from tensord.daemon.http import generate_codec
 from tensord.daemon.http.body import Body, PlacedBody
+from tensord.daemon.http.generate_codec import ResponseLayout
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.response_codec import CLOSE, status_line
@@ -383,7 +384,7 @@ class Generate(Generation):
         if self._joined is not None:
             self._joined.add(prepared, own.contents, lane.view)
         elif self._object is None:
-            self._object = generate_codec.encode(prepared, own.contents, self._head.model, self._client_id, lane.view)
+            self._object = ResponseLayout(prepared, self._head.model, self._client_id).encode(own.contents, lane.view)
         else:
             raise InvalidArgument(_NOT_ONE)
 
@@ -393,7 +394,8 @@ class Generate(Generation):
     def _end(self) -> None:
         found = self._object
         if self._joined is not None:
-            found = generate_codec.encode(*self._joined.whole(), self._head.model, self._client_id)
+            prepared, contents = self._joined.whole()
+            found = ResponseLayout(prepared, self._head.model, self._client_id).encode(contents)
         if found is None:
             raise InvalidArgument(_NOT_ONE)
         self._sending()
@@ -411,12 +413,16 @@ class GenerateStream(Generation):
     _media_type: ClassVar[bytes] = _EVENTS
     #: The HTTP status of the answer, which the first event decides; 0: there was no event.
     _status: int = 0
+    #: How the last response was written, as the next one will be that has as much in common with it.
+    _layout: ResponseLayout | None = None
     #: All events so far for a client of HTTP/1.0, which has no chunks: it gets them with their length.
     _kept: bytearray | None = None
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        said = generate_codec.encode(prepared, own.contents, self._head.model, self._client_id, lane.view)
-        self._say(b"data: %b\n\n" % said, 200)
+        layout = self._layout
+        if layout is None or layout.prepared is not prepared:
+            layout = self._layout = ResponseLayout(prepared, self._head.model, self._client_id)
+        self._say(b"data: %b\n\n" % layout.encode(own.contents, lane.view), 200)
 
     def _fail(self, error: ServingError, final: bool) -> None:
         if not self._status and final and not isinstance(error, Internal):

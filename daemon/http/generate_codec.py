@@ -130,31 +130,43 @@ def _nesting(values: Any, max_rank: int) -> list[int]:
     return lengths
 
 
-def encode(
-    prepared: PreparedAnswer,
-    contents: tuple[Content, ...],
-    model: str,
-    client_id: str,
-    view: Callable[[Slice], memoryview] | None = None,
-) -> bytes:
-    """Writes one response of a model as the JSON object that generate answers with.
+class ResponseLayout:
+    """Writes responses that differ only in the bytes of their outputs as JSON objects; what they share is worked out once."""
 
-    Args:
-      prepared: the constant part of the response: output names, datatypes, shapes.
-      contents: the bytes of its outputs, or where they lie.
-      client_id: the request's id; "": it has none.
-      view: returns the bytes of a slice of the response arena; None: no output lies there.
-    Raises: InvalidArgument: an output cannot be written as JSON.
-    """
-    fields: dict[str, Any] = {"id": client_id} if client_id else {}
-    fields |= {"model_name": model, "model_version": str(prepared.version)}
-    fields |= prepared.parameters
-    for tensor, place in placed(prepared.outputs, contents):
-        if not isinstance(place, RegionSlice):
-            data = json_text.whole(tensor, place if type(place) is bytes else _content(place, view))
-            # An output of one element is that element.
-            fields[tensor.name] = msgspec.Raw(data[1:-1] if {1}.issuperset(tensor.shape) else data)
-    return msgspec.json.encode(fields)
+    __slots__ = ("_outputs", "_shared", "prepared")
+
+    def __init__(self, prepared: PreparedAnswer, model: str, client_id: str) -> None:
+        """Writes responses of a model to one request.
+
+        Args:
+          prepared: the constant part of the responses: output names, datatypes, shapes.
+          client_id: the request's id; "": it has none.
+        Raises: InvalidArgument: an output cannot be written as JSON.
+        """
+        self.prepared = prepared
+        self._shared: dict[str, Any] = {"id": client_id} if client_id else {}
+        self._shared |= {"model_name": model, "model_version": str(prepared.version)}
+        self._shared |= prepared.parameters
+        #: Name and writer of each output that lies in no region, and whether it is written as its only element.
+        self._outputs = [
+            (tensor.name, json_text.writer(tensor), {1}.issuperset(tensor.shape))
+            for tensor in prepared.outputs
+            if tensor.region is None
+        ]
+
+    def encode(self, contents: tuple[Content, ...], view: Callable[[Slice], memoryview] | None = None) -> bytes:
+        """Returns one response as the JSON object that generate answers with.
+
+        Args:
+          contents: the bytes of its outputs, or where they lie.
+          view: returns the bytes of a slice of the response arena; None: no output lies there.
+        Raises: InvalidArgument: an output cannot be written as JSON.
+        """
+        fields = dict(self._shared)
+        for (name, write, is_one), place in zip(self._outputs, contents, strict=True):
+            data = write(place if type(place) is bytes else _content(place, view))
+            fields[name] = msgspec.Raw(data[1:-1] if is_one else data)
+        return msgspec.json.encode(fields)
 
 
 def _content(place: Content, view: Callable[[Slice], memoryview] | None) -> bytes | memoryview:

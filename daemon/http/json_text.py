@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from tensord.shm.arrays import array
+from tensord.shm.arrays import DTYPES, array
+from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import PreparedTensor
 
@@ -33,8 +34,26 @@ def whole(tensor: PreparedTensor, content: bytes | memoryview) -> bytes:
 
     Raises InvalidArgument: JSON cannot express the tensor (FP16, BF16, strings that are not UTF-8); binary output can.
     """
-    values = _values(tensor, content)
-    return _strings(values.tolist(), tensor.name) if tensor.datatype == "BYTES" else _numbers(values)
+    return writer(tensor)(content)
+
+
+def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
+    """Returns what writes the bytes of such a tensor as a JSON array; what does not depend on them is checked here, once.
+
+    Raises InvalidArgument, also when it writes: JSON cannot express the tensor (FP16, BF16, strings that are not UTF-8).
+    """
+    if tensor.datatype == "BYTES":
+        return lambda content: _strings(_values(tensor, content).tolist(), tensor.name)
+    _check_datatype(tensor.datatype)
+    dtype, what = DTYPES[tensor.datatype], f"output '{tensor.name}'"
+    byte_size = element_count(tensor.shape, what) * dtype.itemsize
+
+    def write(content: bytes | memoryview) -> bytes:
+        if len(content) != byte_size:
+            array(content, tensor.datatype, tensor.shape, what)  # which says what is wrong
+        return _numbers(np.frombuffer(content, dtype))
+
+    return write
 
 
 def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
@@ -71,11 +90,15 @@ def _string_pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Itera
 
 
 def _values(tensor: PreparedTensor, content: bytes | memoryview) -> npt.NDArray[Any]:
-    if tensor.datatype in ("FP16", "BF16"):
-        raise InvalidArgument(
-            f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
-        )
+    _check_datatype(tensor.datatype)
     return array(content, tensor.datatype, tensor.shape, f"output '{tensor.name}'").ravel()
+
+
+def _check_datatype(datatype: str) -> None:
+    if datatype in ("FP16", "BF16"):
+        raise InvalidArgument(
+            f"sending {datatype} data via JSON is not supported. Please use the binary data format for output"
+        )
 
 
 def _numbers(values: npt.NDArray[Any]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,9 +19,14 @@ def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]
     return made
 
 
+def precisions(wide: bool) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Returns what makes contexts in which JAX has 64-bit elements if a model does (``wide``); others change nothing."""
+    return enable_x64 if wide else contextlib.nullcontext
+
+
 def precision(wide: bool) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which JAX has 64-bit elements if a model does (``wide``); otherwise it changes nothing."""
-    return enable_x64() if wide else contextlib.nullcontext()
+    """Returns one such context; what runs again and again keeps ``precisions`` and does not ask what the model has each time."""
+    return precisions(wide)()
 
 
 def byte_size_of(array: jax.Array) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.workers.declarations.step_declaration import StepDeclaration
-from tensord.workers.jax_internals.wide import precision
+from tensord.workers.jax_internals.wide import precisions
 from tensord.workers.models.execution import describe_failure
 from tensord.workers.models.warmup import Sample
 from tensord.workers.parameters.parameter_set import ParameterSet
@@ -77,6 +77,7 @@ class SteppedModel:
         self.gather = declared.gather
         self._version = version
         self._signature = signature
+        self._precision = precisions(signature.wide)
         self._shapes = RequestShapes(signature, buckets)
         self._largest = {axis: sizes[-1] for axis, sizes in buckets.axes.items()}
         self._named = buckets.named
@@ -147,7 +148,7 @@ class SteppedModel:
     def _run(self, call: DeviceCall, given: tuple[Any, ...], chosen: ParameterSet | None) -> DeviceRun:
         executables = self.executables
         parameters = (executables.sets.main if chosen is None else chosen).on(executables.at)
-        with precision(self._signature.wide):
+        with self._precision():
             if self._carry is None:
                 self._carry = executables.init(parameters)
             carry = self._carry

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from tensord.shm.arrays import Array, address_of
-from tensord.workers.jax_internals.wide import precision
+from tensord.workers.jax_internals.wide import precisions
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.parameters.set_stack import Chosen
 from tensord.workers.programs.execution_device import ExecutionDevice, Inputs
@@ -92,6 +92,7 @@ class Executable(ABC):
         self.call: Callable[..., dict[str, Any]] = program.call if several is None else several.alone(program.call)
         self._sets, self._at = program.placement.sets, program.placement.at
         self._signature = signature
+        self._precision = precisions(signature.wide)
         self._batches = signature.batches
         self._inputs = inputs
         #: The layout of its outputs, once a run has shown it.
@@ -144,7 +145,7 @@ class Executable(ABC):
 
         Raises Unavailable: the GPU has no memory left; DeviceLost: the GPU has failed.
         """
-        with precision(self._signature.wide):
+        with self._precision():
             return self._inputs.send()
 
     def parameters(self, chosen: Chosen = None) -> Any:
@@ -171,7 +172,7 @@ class Executable(ABC):
         ``chosen``: the parameter set, or that of each request or row if batches may mix sets; None: the main set.
         """
         parameters = self.parameters(chosen)
-        with precision(self._signature.wide):
+        with self._precision():
             made = self.call(parameters, self._inputs.send())
         return self.read(made)
 
@@ -205,7 +206,7 @@ class Executable(ABC):
             None: no memory is reserved yet.
         """
         if self._signature.wide:
-            with precision(self._signature.wide):
+            with self._precision():
                 return self._compute(parameters, arguments, requests, places)
         return self._compute(parameters, arguments, requests, places)
 

@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.http.generate_codec import decode, encode
+from tensord.daemon.http.generate_codec import ResponseLayout, decode
 from tensord.daemon.submit.scheduling import Scheduling
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import Content, PreparedAnswer, RegionSlice
 from tests.records import Tensor, WholeAnswer
+
+
+def encode(prepared: PreparedAnswer, contents: tuple[Content, ...], client_id: str) -> bytes:
+    """Returns a response of model "m" as JSON."""
+    return ResponseLayout(prepared, "m", client_id).encode(contents)
 
 
 def described(**shapes: tuple[str, list[int]]) -> bytes:
@@ -125,7 +130,7 @@ def test_answers() -> None:
         Tensor("there", "UINT8", (1,), RegionSlice("r", 0, 1)),
         parameters={"tokens": 7},
     )
-    encoded = encode(*answer, "m", "id")
+    encoded = encode(*answer, "id")
     assert b'"nan":NaN' in encoded
     assert json.loads(encoded.replace(b"NaN", b"null")) == {
         "id": "id",
@@ -137,9 +142,9 @@ def test_answers() -> None:
         "none": [],
         "nan": None,
     }
-    assert "id" not in json.loads(encode(*response(), "m", ""))
+    assert "id" not in json.loads(encode(*response(), ""))
 
 
 def test_bytes_that_are_no_text() -> None:
     with pytest.raises(InvalidArgument, match="not UTF-8"):
-        encode(*response(Tensor("y", "BYTES", (1,), b"\1\0\0\0\xff")), "m", "")
+        encode(*response(Tensor("y", "BYTES", (1,), b"\1\0\0\0\xff")), "")
