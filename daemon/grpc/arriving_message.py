@@ -25,7 +25,18 @@ import numpy as np
 
 from tensord.daemon.front.large_body import Receiver
 from tensord.daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
-from tensord.daemon.grpc.request_fields import ArrivingFields, RefusedRequest
+from tensord.daemon.grpc.request_fields import (
+    ID,
+    MAX_FIELDS,
+    MAX_RAWS,
+    MAX_START,
+    RAW,
+    RefusedRequest,
+    cut_short,
+    field_start,
+    too_many_fields,
+    too_many_raws,
+)
 from tensord.daemon.grpc.walk import walk_beginning
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.submitter import Submitter
@@ -61,10 +72,18 @@ class ArrivingMessage(Receiver):
     #: The arena memory of the current raw tensor's bytes that have not arrived; empty: the next bytes must go through ``feed``.
     rest = _NOWHERE
     _content: memoryview | None = None
-    #: There once something of it came that may be placed.
-    _fields: ArrivingFields | None = None
+    #: Whether fields are being parsed one by one; before that the first bytes may be what all clients write.
+    _is_parsing = False
     #: Bytes of the message before the first raw tensor's.
     _taken = 0
+    #: The first bytes of a field whose size is not known yet; how much of a field is to come, and whether that is the id.
+    _start = b""
+    _field_left = 0
+    _in_id = False
+    #: Fields that have begun.
+    _count = 0
+    #: The size of the raw tensor that began last.
+    _raw_size = 0
     #: How many bytes of the lease may still be pads.
     _padding = 0
     _error: RefusedRequest | None = None
@@ -86,19 +105,18 @@ class ArrivingMessage(Receiver):
         if submitter is not None:
             self._submitter, self._account = submitter, account
         self._on_room = on_room
+        #: What has arrived of all fields except the id and the raw tensors, and of the id.
+        self.head, self._id = bytearray(), bytearray()
+        #: Bytes of the message that were not parsed and belong to no raw tensor that has begun.
+        self._unread = byte_size
         #: Begin and size of each raw tensor in the lease.
         self._raws: list[tuple[int, int]] = []
 
     @property
     def kept_byte_size(self) -> int:
         """Returns how many bytes of the message are buffered in ordinary memory, outside the arena."""
-        kept, fields = 0 if self._content is None else self.byte_size - self.left, self._fields
-        return kept if fields is None or self.is_declined else kept + len(fields.head) + len(fields.client_id)
-
-    @property
-    def head(self) -> Buffer | bytearray:
-        """Returns the bytes that have arrived of the message's head: all fields except its id and its raw tensors."""
-        return b"" if self._fields is None else self._fields.head
+        kept = 0 if self._content is None else self.byte_size - self.left
+        return kept if self.is_declined else kept + len(self.head) + len(self._id)
 
     # -------------------------------------------------------------------------------------------------------- receive
 
@@ -118,25 +136,28 @@ class ArrivingMessage(Receiver):
 
     def _read_head(self, piece: memoryview) -> None:
         """Parses a piece up to the first raw tensor, and asks for arena memory once that tensor begins."""
-        fields = self._fields
+        begun = None if self._is_parsing else walk_beginning(piece, 0, len(piece))
+        self._is_parsing = True
         try:
-            if fields is not None:
-                at, begins = fields.take(piece, 0)
+            if begun is None:
+                at, begins = self._parse(piece, 0)
             else:
-                begun = walk_beginning(piece, 0, len(piece))
-                fields = self._fields = ArrivingFields(self.byte_size, begun)
-                at, begins = fields.take(piece, 0) if begun is None else (begun[2], True)
+                (head, client_id, at, self._raw_size), begins = begun, True
+                self.head, self._id = bytearray(head), bytearray(client_id)
+                self._unread -= at + self._raw_size
+                if self._unread < 0:
+                    raise cut_short()
         except RefusedRequest:
             # Nothing is gained from refusing it early, and whoever reads it whole says why.
             self.is_declined = True
             return
         self._taken += at
         if not begins:
-            self.is_declined = len(fields.head) > _MAX_HEAD or not fields.unread
+            self.is_declined = len(self.head) > _MAX_HEAD or not self._unread
             return
-        size = fields.raw_size
-        if fields.unread:
-            size += fields.unread
+        size = self._raw_size
+        if self._unread:
+            size += self._unread
             self._padding = ALIGNMENT * (1 + size // _PADDED_BYTE_SIZE)
             size += self._padding
         try:
@@ -153,23 +174,21 @@ class ArrivingMessage(Receiver):
 
     def _place(self, lease: Lease) -> None:
         self._lease = lease
-        assert self._fields is not None
         self.is_placed = True
-        byte_size = self._fields.raw_size
-        self._raws.append((0, byte_size))
-        self.rest = lease.view[:byte_size]
+        self._raws.append((0, self._raw_size))
+        self.rest = lease.view[: self._raw_size]
 
     def _fill(self, piece: memoryview, at: int) -> None:
         """Copies the tensors' bytes in ``piece[at:]`` to the leased arena memory; drops the bytes if the message was refused."""
-        fields, lease, end = self._fields, self._lease, len(piece)
-        while at < end and lease is not None and fields is not None:
+        lease, end = self._lease, len(piece)
+        while at < end and lease is not None:
             if size := min(len(self.rest), end - at):
                 self.rest[:size] = piece[at : at + size]
                 self.rest = self.rest[size:]
                 at += size
                 continue
             try:
-                at, begins = fields.take(piece, at)
+                at, begins = self._parse(piece, at)
             except RefusedRequest as refused:
                 self._end(refused)
                 return
@@ -177,9 +196,55 @@ class ArrivingMessage(Receiver):
                 free = sum(self._raws[-1])
                 pad = min(-free % ALIGNMENT, self._padding)
                 self._padding -= pad
-                begin, byte_size = free + pad, fields.raw_size
-                self._raws.append((begin, byte_size))
-                self.rest = lease.view[begin : begin + byte_size]
+                begin = free + pad
+                self._raws.append((begin, self._raw_size))
+                self.rest = lease.view[begin : begin + self._raw_size]
+
+    def _parse(self, piece: memoryview, at: int) -> tuple[int, bool]:
+        """Parses ``piece[at:]`` up to the next raw tensor. Returns where it stopped, and whether a raw tensor begins there.
+
+        Raises RefusedRequest: the message is malformed, or has too many fields.
+        """
+        end = len(piece)
+        while at < end:
+            if size := min(self._field_left, end - at):
+                field = self._id if self._in_id else self.head
+                field += piece[at : at + size]
+                self._field_left -= size
+                self._unread -= size
+                at += size
+                continue
+            known = len(self._start)
+            start = self._start + piece[at : min(end, at + MAX_START - known)]
+            try:
+                tag, content, size = field_start(start)
+            except IndexError:
+                if len(start) == MAX_START or len(start) >= self._unread + known:
+                    raise cut_short() from None
+                self._start = start
+                self._unread -= end - at
+                return end, False
+            self._start = b""
+            at += content - known
+            self._unread -= content - known
+            if size > self._unread:
+                raise cut_short()
+            self._count += 1
+            if self._count > MAX_FIELDS:
+                raise too_many_fields()
+            if tag == RAW:
+                if len(self._raws) == MAX_RAWS:
+                    raise too_many_raws()
+                self._raw_size = size
+                self._unread -= size
+                return at, True
+            self._in_id = tag == ID
+            if self._in_id:
+                self._id = bytearray()
+            else:
+                self.head += start[:content]
+            self._field_left = size
+        return at, False
 
     def _progressed(self) -> None:
         content, self._content = self._content, None
@@ -205,7 +270,7 @@ class ArrivingMessage(Receiver):
     @property
     def client_id(self) -> str:
         """Returns the request id as far as it has arrived, for the error that refuses the message."""
-        return "" if self._fields is None else self._fields.client_id.decode("utf-8", "replace")
+        return self._id.decode("utf-8", "replace")
 
     # ----------------------------------------------------------------------------------------------------------- leave
 
@@ -224,9 +289,8 @@ class ArrivingMessage(Receiver):
             self.drop()
             # One of its own: whatever is raised here refers to this message, which must not refer to it.
             raise RefusedRequest(self._error.error, self._error.client_id)
-        lease, fields = self._lease, self._fields
+        lease = self._lease
         assert lease is not None
-        assert fields is not None
         segment, offset, inline = lease.place.segment, lease.place.offset, self._submitter.inline_byte_size
         raws = tuple(
             [
@@ -236,7 +300,7 @@ class ArrivingMessage(Receiver):
         )
         self._submitter.arrived(lease)
         self._lease, self.rest = None, _NOWHERE
-        return bytes(fields.head), bytes(fields.client_id), raws, lease
+        return bytes(self.head), bytes(self._id), raws, lease
 
     def drop(self) -> None:
         self._content = self._on_room = None

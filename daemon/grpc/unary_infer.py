@@ -28,7 +28,7 @@ from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.walk import fields
 from tensord.daemon.tracing.tracer import Trace
 from tensord.protocol import grpc_service_pb2
-from tensord.shm.errors import DEFECT, ServingError, Unsupported
+from tensord.shm.errors import DEFECT, ServingError, Unsupported, from_code
 from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer, SequenceId
 
 _log = logging.getLogger(__name__)
@@ -185,15 +185,15 @@ class UnaryInfer(InferCall):
         parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
-        if own.code:
-            self._end(number(own.code), own.message, sent)
-            return
         if not prepared.final:
             # It came while its model was being loaded, and nobody knew that this one answers with several responses.
             if sent is not None:
                 sent()
             self.infer.submitter.cancel(asked)
-            self._refuse(Unsupported(DECOUPLED), asked.trace)
+            self._refuse(from_code(own.code, own.message) if own.code else Unsupported(DECOUPLED), asked.trace)
+            return
+        if own.code:
+            self._end(number(own.code), own.message, sent)
             return
         # Each refers to the other, and calls shall leave the garbage collector nothing to do.
         self._asked = None

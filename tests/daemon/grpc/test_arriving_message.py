@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tensord.config.options import Arenas, Options
 from tensord.daemon.grpc.arriving_message import ArrivingMessage, CallRefused, inflated
 from tensord.daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
-from tensord.daemon.grpc.request_fields import RefusedRequest, split
+from tensord.daemon.grpc.request_fields import MAX_RAWS, RefusedRequest, split
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.errors import InvalidArgument, Unavailable
@@ -30,6 +30,18 @@ from tests.fakes import INCARNATION
 
 MIB = 1 << 20
 INLINE = 16
+#: A field of each wire type that no request has.
+UNKNOWN = st.sampled_from(
+    [
+        b"\x48\x96\x01",
+        b"\x49" + bytes(8),
+        b"\x4a\x03abc",
+        b"\x4d" + bytes(4),
+        b"\xba\x06\x02hi",
+        b"\xba\x00\x01x",
+        b"\x4b",
+    ]
+)
 SQUEEZE = {"gzip": gzip.compress, "deflate": zlib.compress}
 
 
@@ -204,25 +216,36 @@ def whole(content: bytes) -> tuple[bytes, bytes, list[bytes]]:
 def test_it_says_what_the_whole_message_says(
     submitter: Submitter, request_: Any, data: st.DataObject, cuts: list[int], direct: bool
 ) -> None:
-    content = b"".join(data.draw(st.permutations(fields(request_))))
-    arrival = Arrival(submitter, len(content))
-    arrival.feed(content, cuts, direct)
-    assert arrival.fields() == whole(content)
-    arrival.message.drop()
-    assert on_loan(submitter) == 0
+    content = b"".join(data.draw(st.permutations(fields(request_) + data.draw(st.lists(UNKNOWN, max_size=2)))))
+    is_read_alike(submitter, content, cuts, direct)
 
 
 @given(
-    st.tuples(REQUESTS, st.integers(0, 300), st.binary(min_size=1, max_size=4)),
+    st.one_of(
+        st.binary(min_size=1, max_size=60),
+        st.tuples(REQUESTS, st.integers(0, 300), st.binary(min_size=1, max_size=4)),
+    ),
     st.lists(st.integers(0, 2000), max_size=6),
     st.booleans(),
 )
-def test_what_is_no_request_is_refused_alike(
-    submitter: Submitter, bent: tuple[Any, int, bytes], cuts: list[int], direct: bool
-) -> None:
-    request_, at, piece = bent
-    content = request_.SerializeToString()
-    content = content[:at] + piece + content[at + len(piece) :]
+def test_what_is_no_request_is_refused_alike(submitter: Submitter, given_: Any, cuts: list[int], direct: bool) -> None:
+    if isinstance(given_, bytes):
+        content = given_
+    else:
+        request_, at, piece = given_
+        content = request_.SerializeToString()
+        content = content[:at] + piece + content[at + len(piece) :]
+    is_read_alike(submitter, content, cuts, direct)
+
+
+def test_more_raw_tensors_than_any_model_takes(submitter: Submitter) -> None:
+    content = b"\x3a\x01x" * MAX_RAWS
+    is_read_alike(submitter, content, [7], False)
+    is_read_alike(submitter, content + b"\x3a\x01x", [7], False)
+
+
+def is_read_alike(submitter: Submitter, content: bytes, cuts: list[int], direct: bool) -> None:
+    """Asserts that a message in pieces says what it says as a whole, or is refused with the same words."""
     arrival = Arrival(submitter, len(content))
     arrival.feed(content, cuts, direct)
     try:
