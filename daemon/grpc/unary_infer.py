@@ -87,11 +87,12 @@ class UnaryInfer(InferCall):
             self.stream.finish(INTERNAL, "a unary call has one request message")
             return
         steps = self.stream.connection.steps
-        if len(steps.unsent) == 1 and self in steps.unsent:
-            # Mostly nobody else's is unsent: nobody waits for this one, whether it is sent now or never.
-            del steps.unsent[self]
-        elif steps.unsent and steps.waits(self):
-            return
+        if steps.unsent:
+            if len(steps.unsent) == 1 and self in steps.unsent:
+                # Nobody else's is unsent: nobody waits for this one, whether it is sent now or never.
+                del steps.unsent[self]
+            elif steps.waits(self):
+                return
         self._begin()
 
     @property
