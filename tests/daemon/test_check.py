@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import psutil
 import pytest
 
 from tests import prepared, run_folder
-from tests.daemon_process import ROOT, DaemonProcess, wait_until
+from tests.daemon_process import DaemonProcess, wait_until
 from tests.repositories import ensemble, scale_model, write_model
 
 DECLARED = """
@@ -321,8 +319,7 @@ def test_what_is_without_effect(tmp_path: Path) -> None:
     write_model(tmp_path, "bad", DECLARED, config)
     write_model(tmp_path, "good", DECLARED + GOOD, config)
     write_model(tmp_path, "plain", DECLARED + GOOD)
-    command = [sys.executable, "-m", "tensord", "check", f"--model-repository={tmp_path}", "--read-only"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = prepared.run(["tensord", "check", f"--model-repository={tmp_path}", "--read-only"])
     sentence = "    instance_group.profile is without effect: there are no TensorRT profiles"
     assert done.stdout.splitlines()[:3] == ["good: version 1", sentence, "plain: version 1"]
     assert done.stderr.splitlines()[0].startswith("bad: ")
@@ -332,8 +329,7 @@ def test_what_is_without_effect(tmp_path: Path) -> None:
 def test_what_models_take(tmp_path: Path) -> None:
     scale_model(tmp_path)
     write_model(tmp_path, "host", DECLARED + "host = True\n" + GOOD)
-    command = [sys.executable, "-m", "tensord", "check", f"--model-repository={tmp_path}", "--device=cpu", "--load"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = prepared.run(["tensord", "check", f"--model-repository={tmp_path}", "--device=cpu", "--load"])
     lines = done.stdout.splitlines()
     assert [lines[0], lines[2]] == ["host: version 1", "scale: version 1"]
     assert re.fullmatch(r"    version 1: [\d.]+ s", lines[1])
@@ -345,13 +341,7 @@ def test_what_models_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [["--read-only"], ["--verbose"]])
 def test_reading_alone_and_showing_more(tmp_path: Path, arguments: list[str]) -> None:
     write_model(tmp_path, "m", DECLARED + GOOD + "print('I was imported')\nraise OSError('no')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "tensord", "check", f"--model-repository={tmp_path}", "--device=cpu", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = prepared.run(["tensord", "check", f"--model-repository={tmp_path}", "--device=cpu", *arguments])
     if arguments == ["--read-only"]:
         assert (done.returncode, done.stdout.splitlines()[0], done.stderr) == (0, "m: version 1", "")
     else:

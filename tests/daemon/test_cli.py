@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tensord.config import layers
 from tensord.config.layers import Setting
+from tests import prepared
 from tests.daemon.fake_daemon import ROOT, write_model
 from tests.repositories import scale_model
 
@@ -19,15 +20,8 @@ FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
 
 
 def tensord(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tensord", *arguments],
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    environment = {**prepared.early(os.environ), "PATH": "/usr/bin:/bin", **variables}
+    return prepared.run(["tensord", *arguments], environment)
 
 
 def test_version_and_help() -> None:

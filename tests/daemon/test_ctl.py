@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import prepared
 from tests.daemon.fake_daemon import ROOT, FakeDaemon, write_model
 
 
@@ -29,8 +30,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def tensorctl(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(path), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    return prepared.run(["tensord.daemon.ctl", "--socket", str(path), *arguments])
 
 
 def test_models(daemon: FakeDaemon) -> None:
