@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import random
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -84,11 +85,9 @@ class Lane:
 
     def answers(self) -> Iterator[AnswerRecord]:
         """Yields the answers that have arrived, without waiting. Raises ConnectionError: the worker has ended the lane."""
-        while True:
-            try:
-                content, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE, _FDS, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
+        # A socket with a timeout waits before it receives, whatever the flags say.
+        while select.select([self._sock], [], [], 0)[0]:
+            content, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE, _FDS)
             for fd in fds:
                 os.close(fd)
             if not content:
