@@ -28,6 +28,7 @@ import tritonclient.http as httpclient
 
 from bench import small_arenas
 from bench.attackers.catalogue import ATTACKS
+from bench.bystander import BEGUN
 from bench.footprint import Footprint, footprints
 from bench.helper import helper, report, reports
 from bench.server import serving
@@ -52,7 +53,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def bystanders(http: str, grpc: str, clients: str, kind: str = "small") -> Iterator[dict[str, dict[str, Any]]]:
-    """Runs an ordinary client of HTTP, one of gRPC and one on a lane within the block.
+    """Runs an ordinary client of HTTP, one of gRPC and one on a lane, which have asked once when the block begins.
 
     Yields a dictionary, protocol -> the client's report, which is filled when the block ends.
     """
@@ -63,6 +64,10 @@ def bystanders(http: str, grpc: str, clients: str, kind: str = "small") -> Itera
             stack.enter_context(helper("bench.bystander", protocol, address, kind))
             for protocol, address in addresses.items()
         ]
+        for each in running:
+            assert each.stdout is not None
+            if each.stdout.readline().strip() != BEGUN:
+                raise SystemExit(f"{each.args} did not begin")
         yield seen
         seen.update(zip(addresses, reports(running), strict=True))
 
@@ -71,8 +76,6 @@ def attack(name: str | None, http: str, grpc: str, clients: str, seconds: float)
     """Runs one attack beside the ordinary clients; ``name`` None: no attack. Raises SystemExit: the attacker itself failed."""
     counts: dict[str, int] = {}
     with bystanders(http, grpc, clients) as seen:
-        # The bystanders' own start is no wait of theirs, but takes a processor from the attack.
-        time.sleep(1)
         if name is None:
             time.sleep(seconds)
         else:

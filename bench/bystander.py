@@ -2,8 +2,9 @@
 
 Or ``lane SOCKET small``. It asks until its standard input ends. HOST: the local address that it connects from.
 It sends one request after the other (bench/mixture.py) on a connection that is opened anew every fifty requests, and compares
-each answer. It prints one JSON object: ``answers``, how many were right; ``failures``, by error message; ``worst_ms`` and
-``median_ms``, the times from sending to the whole answer, with the time to connect.
+each answer. It prints a line when it has asked once, and at its end one JSON object: ``answers``, how many were right;
+``failures``, by error message; ``worst_ms`` and ``median_ms``, the times from sending to the whole answer, with the time to
+connect.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from bench.mixture import Exchange, mebibyte, mixed, small
 _REQUESTS_A_CONNECTION = 50
 #: A daemon that says nothing for so long has lost the request.
 _PATIENCE = 120.0
+#: The line that it prints first.
+BEGUN = "begun"
 #: A client that waits a little between its requests does not fill a processor by itself.
 _PAUSE = 0.002
 
@@ -184,6 +187,8 @@ def main(protocol: str, address: str, kind: str, comes_from: str = "") -> None:
             exchanges = stack.enter_context(requests(protocol, address, kind))
             bystander = SocketBystander(protocol, address, exchanges, comes_from)
         pause = 0.0 if kind == "mixed" else _PAUSE
+        bystander.ask()
+        print(BEGUN, flush=True)
         while not select.select([sys.stdin], [], [], pause)[0]:
             bystander.ask()
         bystander.close()

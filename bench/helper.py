@@ -58,7 +58,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def reports(processes: Iterable[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """Closes the standard input of all processes and returns the JSON object that each prints. Raises SystemExit: one failed."""
+    """Closes the standard input of all processes and returns the JSON object of each. Raises SystemExit: one failed."""
     running = list(processes)
     for process in running:
         assert process.stdin is not None
@@ -67,12 +67,12 @@ def reports(processes: Iterable[subprocess.Popen[str]]) -> list[dict[str, Any]]:
 
 
 def report(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Waits for a process to end and returns the JSON object that it printed. Raises SystemExit: it failed."""
+    """Waits for a process to end and returns the JSON object in its last line. Raises SystemExit: it failed."""
     assert process.stdout is not None
     text = process.stdout.read()
     if process.wait():
         raise SystemExit(f"{process.args} ended with {process.returncode}")
-    said = json.loads(text)
+    said = json.loads(text.splitlines()[-1])
     assert isinstance(said, dict)
     return said
 

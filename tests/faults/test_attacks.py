@@ -10,9 +10,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,8 @@ from bench.footprint import footprints
 from tests import prepared
 from tests.daemon_process import ROOT, DaemonProcess, nothing_left_behind, wait_until
 
-_SECONDS = 1.0
+#: Each goes on until it has done something, too.
+_SECONDS = 0.2
 _AT_ONCE = 9
 #: Of connections that come and go meanwhile, such as the ordinary clients' own.
 _MORE_DESCRIPTORS = 8
@@ -62,7 +61,8 @@ def test_others_do_not_notice(daemon: DaemonProcess, names: list[str]) -> None:
         for counts in _attack(daemon, names):
             assert sum(counts.values()) > 0, "the attack did nothing"
     for protocol, client in seen.items():
-        assert client["answers"] > 0, protocol
+        # The first one came before.
+        assert client["answers"] > 1, protocol
         assert client["failures"] == {}, protocol
 
     def given_back() -> bool:
@@ -76,15 +76,10 @@ def test_others_do_not_notice(daemon: DaemonProcess, names: list[str]) -> None:
 
 def _attack(daemon: DaemonProcess, names: list[str]) -> list[dict[str, int]]:
     """Runs the attacks together; returns what each counted."""
-
-    def attack(name: str) -> subprocess.CompletedProcess[str]:
-        clients = str(daemon.folder / "clients.sock")
-        return prepared.run(["bench.attackers", name, daemon.url, daemon.grpc_url, str(_SECONDS), clients])
-
-    with ThreadPoolExecutor(len(names)) as together:
-        ended = list(together.map(attack, names))
-    assert [done.returncode for done in ended] == [0] * len(names), [done.stderr for done in ended]
-    return [json.loads(done.stdout) for done in ended]
+    where = [daemon.url, daemon.grpc_url, str(_SECONDS), str(daemon.folder / "clients.sock")]
+    done = prepared.run(["tests.faults.attackers_together", *where, *names])
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout))
 
 
 def test_the_log_is_short(daemon: DaemonProcess, tmp_path: Path) -> None:
