@@ -22,6 +22,8 @@ from tests.faults.load import CheckedLoad
 
 #: Of the attacker and the honest clients together: all are on one host.
 _QUOTA = 64
+#: What ``regions.access`` may say.
+ACCESS = ("guarded", "snapshot")
 
 
 class HonestRegion:
@@ -117,17 +119,12 @@ def story(folder: Path, access: str, fill: bool) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("access", ["guarded", "snapshot"])
-def test_an_attacker_with_every_trick(tmp_path: Path, access: str) -> None:
-    """
-    1. An attacker truncates, punches, rewrites, unlinks and re-creates its objects while requests use them; registers what is
-       somebody else's or no memory; tries offsets and sizes of every kind; fills /dev/shm under a sparse region; registers
-       thousands. 2. Four clients work meanwhile, one with a region of its own.
-    Result: the others get right answers only, no worker dies, what the attacker must not have is refused in words that tell
-    nothing, quotas hold, and nothing is left of it.
-    """
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, leaves_nothing: None) -> tuple[dict[str, Any], bool]:
+    """Runs the story for each way of access, in one process. Returns what was seen, and whether /dev/shm was filled."""
     mount = 'mount -t tmpfs -o size=16m tmpfs /dev/shm || exit 77; exec "$@"'
-    arguments = [sys.executable, "-m", "tests.faults.test_attacker", str(tmp_path), access]
+    folder = tmp_path_factory.mktemp("attacker")
+    arguments = [sys.executable, "-m", "tests.faults.test_attacker", str(folder)]
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", mount, "sh", *arguments, "fill"],
         cwd=ROOT,
@@ -140,7 +137,20 @@ def test_an_attacker_with_every_trick(tmp_path: Path, access: str) -> None:
         # A mount namespace of our own is not allowed here: everything but the full /dev/shm.
         done = subprocess.run([*arguments, "no"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    return json.loads(done.stdout), filled
+
+
+@pytest.mark.parametrize("access", ACCESS)
+def test_an_attacker_with_every_trick(told: tuple[dict[str, Any], bool], access: str) -> None:
+    """
+    1. An attacker truncates, punches, rewrites, unlinks and re-creates its objects while requests use them; registers what is
+       somebody else's or no memory; tries offsets and sizes of every kind; fills /dev/shm under a sparse region; registers
+       thousands. 2. Four clients work meanwhile, one with a region of its own.
+    Result: the others get right answers only, no worker dies, what the attacker must not have is refused in words that tell
+    nothing, quotas hold, and nothing is left of it.
+    """
+    reports, filled = told
+    report = reports[access]
     assert report["honest"][1] == []
     assert report["load"][1:] == [0, []]
     assert report["same_worker"]
@@ -179,4 +189,9 @@ def _check_refusals(messages: dict[str, list[str]], prefix: str, filled: bool, a
 
 
 if __name__ == "__main__":
-    print(json.dumps(story(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "fill")))
+    stories = {}
+    for each in ACCESS:
+        own = Path(sys.argv[1], each)
+        own.mkdir()
+        stories[each] = story(own, each, sys.argv[2] == "fill")
+    print(json.dumps(stories))
