@@ -268,7 +268,7 @@ def test_a_full_dev_shm(tmp_path: Path, access: str) -> None:
 
 def test_rounds_leave_nothing(daemon: DaemonProcess) -> None:
     """
-    1. A region is registered, used both ways, unregistered, three hundred times after a hundred to warm up.
+    1. A region is registered, used both ways, unregistered, a hundred times after forty to warm up.
     Result: as many descriptors and mappings as before; resident memory within what the allocators keep.
     """
     (worker,) = daemon.workers
@@ -291,9 +291,9 @@ def test_rounds_leave_nothing(daemon: DaemonProcess) -> None:
             maps = [len(process.memory_maps(grouped=False)) for process in family]
             return [process.num_fds() for process in family], maps, worker.memory_info().rss
 
-        rounds(100)
+        rounds(40)
         fds, maps, resident = held()
-        rounds(300)
+        rounds(100)
         # Threads and connections come and go by themselves; so many regions would be so many.
         wait_until(
             lambda: all(after - before <= 16 for before, after in zip(fds, held()[0], strict=True)),

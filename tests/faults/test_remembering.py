@@ -6,9 +6,10 @@
 3. In between models are loaded anew with other parameters, one is taken away and comes back, regions are registered anew.
 Result: equal answers and equal contents of the regions, always; and one of them has remembered something.
 
-TENSORD_REMEMBERED_REQUESTS=N asks N of them instead of a thousand (20000: the promise, some minutes); TENSORD_REMEMBERED_SEED
-another series. TENSORD_REMEMBERED_OTHER=DIR: the second one is served by another checkout of ours, with its ``.venv``, and
-remembers as well: so it is seen what a change of ours has changed for clients. All differences are said then, at the end.
+TENSORD_REMEMBERED_REQUESTS=N asks N of them instead of 400, or a thousand before a release (20000: the promise, some minutes);
+TENSORD_REMEMBERED_SEED another series. TENSORD_REMEMBERED_OTHER=DIR: the second one is served by another checkout of ours, with
+its ``.venv``, and remembers as well: so it is seen what a change of ours has changed for clients. All differences are said then,
+at the end.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from tests import repositories
 from tests.daemon_process import PATIENCE, DaemonProcess
 from tests.fakes import Client
 from tests.faults.varied import OUTPUTS_AT, Asked, Dice, write_models
+from tests.generated import times
 from tests.scrapes import scrape
 
-COUNT = int(os.environ.get("TENSORD_REMEMBERED_REQUESTS", "1000"))
+COUNT = int(os.environ.get("TENSORD_REMEMBERED_REQUESTS", times(1000, 400)))
 SEED = int(os.environ.get("TENSORD_REMEMBERED_SEED", "1"))
 OTHER = os.environ.get("TENSORD_REMEMBERED_OTHER", "")
 #: Of each protocol.
