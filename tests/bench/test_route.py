@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bench.route import (
     Entered,
     Row,
@@ -15,11 +17,13 @@ from bench.route import (
     mapped,
     recorded,
     route_files,
-    rows,
+    shown,
     through,
     until_sent,
 )
 from tests.daemon_process import ROOT
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
 def way(*files: str) -> Way:
@@ -47,18 +51,25 @@ def test_a_pause_ends_an_iteration() -> None:
     assert [len(each.calls) for each in bursts(Way(calls))] == [2, 2]
 
 
-def test_a_request_is_followed_through_front_and_worker() -> None:
-    with recorded(ROOT, ["http-first", "http-known"]) as client:
-        first, known = rows(client, ["http-first", "http-known"])
+@pytest.fixture(scope="module")
+def tried(leaves_nothing: None) -> dict[str, list[Row]]:
+    """Asks for each row that docs/architecture.md has, and for one of a known kind; returns all tries."""
+    names = dict.fromkeys([*documented(ARCHITECTURE.read_text()), "http-first", "http-known"])
+    with recorded(ROOT, list(names)) as client:
+        return {name: asked(client, name) for name in names}
+
+
+def test_a_request_is_followed_through_front_and_worker(tried: dict[str, list[Row]]) -> None:
+    first, known = shown(tried["http-first"]), shown(tried["http-known"])
     assert "daemon/http/connection.py" in first.front.files
     assert {file.split("/")[0] for file in first.worker.files} == {"shm", "workers"}
     for file in (*first.front.files, *first.worker.files):
         assert (ROOT / file).is_file()
     assert 0 < known.front.figures[0] < first.front.figures[0]
     assert known.worker.figures[0] < first.worker.figures[0]
-    shown = through(first).splitlines()
-    assert shown[0] == f"http-first, front: {', '.join(map(str, first.front.figures))}"
-    assert sum(line.startswith("  back in ") for line in shown) == first.front.figures[2] + first.worker.figures[2]
+    told = through(first).splitlines()
+    assert told[0] == f"http-first, front: {', '.join(map(str, first.front.figures))}"
+    assert sum(line.startswith("  back in ") for line in told) == first.front.figures[2] + first.worker.figures[2]
 
 
 def test_a_map_is_read_as_it_is_written() -> None:
@@ -73,18 +84,17 @@ def test_a_map_is_read_as_it_is_written() -> None:
     assert documented(f"# Shape\n{text}\n## Words\n1. `shm/no.py`\n### Row (`none`)\n1. `x`") == {"http-first": files}
 
 
-def test_routes_of_the_architecture_are_those_that_requests_take() -> None:
+def test_routes_of_the_architecture_are_those_that_requests_take(tried: dict[str, list[Row]]) -> None:
     """Every file that all requests of a row enter is listed, and none that no request enters (some may meet a timer).
 
     ``python -m bench.route --map ROW`` writes a section anew.
     """
-    routes = documented((ROOT / "docs" / "architecture.md").read_text())
+    routes = documented(ARCHITECTURE.read_text())
     assert routes
-    with recorded(ROOT, list(routes)) as client:
-        for name, files in routes.items():
-            entered = [set(route_files(row)) for row in asked(client, name)]
-            assert set.intersection(*entered) - set(files) == set(), name
-            assert set(files) - set.union(*entered) == set(), name
+    for name, files in routes.items():
+        entered = [set(route_files(row)) for row in tried[name]]
+        assert set.intersection(*entered) - set(files) == set(), name
+        assert set(files) - set.union(*entered) == set(), name
 
 
 def test_figures_of_both_count_a_file_once() -> None:
