@@ -23,6 +23,9 @@ from tests.workers.programs.test_executables import model_of, run
 
 RNG = np.random.default_rng(5)
 WEIGHTS = RNG.standard_normal((33, 17), np.float32)
+_OTHERS = pytest.mark.release(
+    "an ordinary run has the longest and one that is shorter, whose programs are compiled as well"
+)
 Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
@@ -124,15 +127,18 @@ def single_of(model: JaxModel, given: dict[str, Array]) -> Executable:
 
 
 @pytest.mark.parametrize("one_for_each", [False, True], ids=["any-number", "one-for-each-number"])
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS[::2], pytest.param(LENGTHS[1::2], marks=_OTHERS)], ids=lambda each: "-".join(map(str, each))
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_each_request_gets_what_it_would_get_alone(
-    name: str, one_for_each: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, lengths: tuple[int, ...], one_for_each: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a GPU, whose own compiler tests/gpu asks the same.
     monkeypatch.setattr(GroupedProgramMaker, "_one_for_each", one_for_each)
     apply, inputs, outputs = MODELS[name]
     model = model_of(apply, inputs, outputs, parameters={"w": WEIGHTS})
-    for length in LENGTHS:
+    for length in lengths:
         program = program_of(model, length)
         for round_ in range(6):
             # Not always full: then it holds what the round before left.
