@@ -9,10 +9,11 @@ from tensord.workers.scheduling.sequence import Controls, IterativeIds, state_lo
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 from tensord.workers.scheduling.sequence_table import SequenceRules
 from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules
+from tests.generated import examples
 from tests.workers.scheduling.naive_sequences import Step
 from tests.workers.scheduling.sequence_simulator import Churn, Heard, batcher_of, simulate
 
-SEEDS = 20_000
+SEEDS = examples(20_000)
 PARTS = 20
 
 
