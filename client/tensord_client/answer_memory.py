@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tensord_client import wire
-from tensord_client.errors import Unavailable
+from tensord_client.errors import DeadlineExceeded, ResultsHeld, ServingError, Unavailable, from_code
 from tensord_client.memory import mapped
 from tensord_client.msgpack import Malformed
 from tensord_client.wire import AnswerRecord
@@ -25,6 +25,45 @@ from tensord_client.wire import AnswerRecord
 #: The segment, offset and generation of a lease.
 LeaseKey = tuple[int, int, int]
 _RELEASES, _RELEASED_PART = 16, 8
+#: An answer that a worker had no room for is an error that begins so.
+_NO_ROOM = "no room for an answer of "
+
+
+class HeldResults:
+    """Counts the answers in workers' memory that the program holds, over all lanes of a connection. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        """Begins with none. ``most``: the most answers that may be held."""
+        self.most = most
+        #: The bytes of each answer, by the number of its lane and the key of its lease.
+        self._sizes: dict[tuple[int, LeaseKey], int] = {}
+
+    def add(self, lane: int, key: LeaseKey, byte_size: int) -> None:
+        """Counts an answer whose outputs have ``byte_size`` bytes, until ``discard``."""
+        self._sizes[lane, key] = byte_size
+
+    def discard(self, lane: int, key: LeaseKey) -> None:
+        """Counts an answer no more, if it was counted."""
+        self._sizes.pop((lane, key), None)
+
+    def too_many(self) -> ResultsHeld | None:
+        """Returns the error of a program that holds as many answers as it may; None: it holds fewer."""
+        held = len(self._sizes)
+        return ResultsHeld(held, self.most) if held >= self.most else None
+
+    def explained(self, error: ServingError, lane: int, room: int) -> ServingError:
+        """Returns the error to raise for ``error``: ResultsHeld if the answers that the program holds leave no room for another.
+
+        Args:
+          error: how a request ended: a worker's error, or a deadline, which ends a wait for room, too.
+          lane, room: the lane's number, and the bytes that answers on it may hold.
+        """
+        held = list(self._sizes.items())
+        here = [size for (number, _), size in held if number == lane]
+        is_full = isinstance(error, DeadlineExceeded) and here and sum(here) + max(here) > room
+        if not (held and (is_full or error.message.startswith(_NO_ROOM))):
+            return error
+        return ResultsHeld(len(held), self.most, sum(size for _, size in held), error.message)
 
 
 class Lease:
@@ -39,10 +78,10 @@ class Lease:
         self._segment = segment
         self.__array_interface__: dict[str, Any] = {}
 
-    def hold(self) -> None:
-        """Counts this lease, until ``release``, among those that the program holds: at most the connection's ``max_results``."""
-        if self._key:
-            self._memory.held.add((self._memory.number, *self._key))
+    def hold(self, byte_size: int) -> None:
+        """Counts this lease, of an answer of ``byte_size`` bytes, until ``release`` among those that the program holds."""
+        for key in self._key:
+            self._memory.held.add(self._memory.number, key, byte_size)
 
     def release(self) -> None:
         """Gives the memory back to the worker. Idempotent."""
@@ -50,7 +89,7 @@ class Lease:
             key = self._key.pop()
         except IndexError:
             return
-        self._memory.held.discard((self._memory.number, key))
+        self._memory.held.discard(self._memory.number, key)
         self._memory.give_back(key, self._segment.byte_size if key[0] else 0)
 
     __del__ = release
@@ -106,18 +145,19 @@ class ResponseSegment:
 class AnswerMemory:
     """The segments that answers on one lane lie in, and the leases that are to be given back to the worker. Thread-safe."""
 
-    def __init__(self, number: int, held: set[Any], byte_size: int, release: Callable[[], None]) -> None:
+    def __init__(self, number: int, held: HeldResults, byte_size: int, release: Callable[[], None]) -> None:
         """Begins without a segment.
 
         Args:
           number: the lane's number at the daemon.
-          held: the connection's set of leases that the program holds.
+          held: counts the answers that the program holds, over all lanes of the connection.
           byte_size: the most bytes that answers on this lane may hold.
           release: a method of the lane, which is referred to weakly: sends what ``release_record`` returns to the worker. It may
             be called in any thread, also by the garbage collector.
         """
         self.number = number
         self.held = held
+        self._byte_size = byte_size
         self._release_at = max(1, byte_size // _RELEASED_PART)
         self._release = weakref.WeakMethod(release)
         self.segments: dict[int, ResponseSegment] = {}
@@ -171,6 +211,14 @@ class AnswerMemory:
                 "an answer cannot be reached: this process has as many files open, or as much mapped, as it may"
             )
         return Lease(self, key, segment)
+
+    def error(self, answer: AnswerRecord) -> ServingError:
+        """Returns the error that an answer with a code stands for."""
+        return self.explained(from_code(answer.code, answer.message))
+
+    def explained(self, error: ServingError) -> ServingError:
+        """Returns the error to raise for ``error``, of a request on this lane: ResultsHeld if the answers held are its cause."""
+        return self.held.explained(error, self.number, self._byte_size)
 
     def drop(self, answer: AnswerRecord) -> None:
         """Gives the lease back of an answer that nobody waits for."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensord_client.errors import Cancelled, InvalidArgument, ServingError, Unavailable
+from tensord_client.errors import CLOSED, InvalidArgument, ServingError, Unavailable
 from tensord_client.results import Array
 
 if TYPE_CHECKING:
@@ -268,8 +268,8 @@ class DeviceMemory:
         """Allocates an array on a GPU and registers it with the daemon. ``device``: the GPU, such as "cuda:0".
 
         Raises: InvalidArgument: ``device`` names no GPU, or the array has 0 bytes or a dtype that DLPack lacks.  Unavailable:
-          there is no CUDA driver, no such GPU, or no memory left on it.  Cancelled: ``close`` was called.  ServingError: the
-          daemon refuses the array.
+          there is no CUDA driver, no such GPU, or no memory left on it, or ``close`` was called.  ServingError: the daemon
+          refuses the array.
         """
         kind, _, number = device.partition(":")
         if kind != "cuda" or not (number or "0").isdigit():
@@ -282,7 +282,7 @@ class DeviceMemory:
         _data_type(dtype)
         with self._lock:
             if self._is_closed:
-                raise Cancelled("the connection was closed")
+                raise Unavailable(CLOSED)
             driver = self.driver
             self._collect()
             with driver.on(ordinal):

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+#: What a client says that was closed.
+CLOSED = "the client was closed"
+#: The most requests that wait in this process for a worker, or for an HTTP connection, beyond those that are sent.
+MAX_WAITING = 1 << 16
+
 
 class ServingError(Exception):
     """Base class of the client's errors. ``message``: a sentence for people; ``code``: the kind of error, such as "NOT_FOUND"."""
@@ -49,7 +54,7 @@ class Unsupported(ServingError):
 
 
 class Cancelled(ServingError):
-    """The request was cancelled, by its caller or because the connection was closed."""
+    """The request was cancelled, by its caller or because the client was closed while it was under way."""
 
     code = "CANCELLED"
 
@@ -82,19 +87,30 @@ class Unknown(ServingError):
 
 
 class ResultsHeld(ServingError):
-    """The program holds as many answers in the server's memory as it may; release some of them (``Answer.release``).
+    """The program holds as many answers in the server's memory as it may, by their number or by their bytes; release some.
 
     ``held``: answers that are held; ``limit``: the most that may be.
     """
 
     code = "RESULTS_HELD"
 
-    def __init__(self, held: int, limit: int) -> None:
+    def __init__(self, held: int, limit: int, byte_size: int = 0, refusal: str = "") -> None:
+        """Makes the error of a program that holds ``held`` answers.
+
+        ``byte_size``, ``refusal``: the answers' bytes, and the server's sentence, where it had no room for another answer.
+        """
+        size, most = (f" of {byte_size} bytes", "") if refusal else ("", f", at most {limit} may be")
         super().__init__(
-            f"{held} results are held in the server's memory, at most {limit} may be: release them, or drop their arrays"
+            f"{held} results{size} are held in the server's memory{most}: release them, or drop their arrays"
+            + (f" ({refusal})" if refusal else "")
         )
         self.held = held
         self.limit = limit
+
+
+def too_many_waiting(count: int, most: int) -> Unavailable:
+    """Makes the error for a request that is one too many: ``count`` others wait in this process, and ``most`` may."""
+    return Unavailable(f"{count} requests wait in this process to be sent, at most {most} may: wait for answers first")
 
 
 _BY_CODE: dict[str, type[ServingError]] = {

@@ -23,6 +23,7 @@ import numpy as np
 from tensord_client.call import Call
 from tensord_client.datatypes import datatype_of, decode, dtype_of
 from tensord_client.errors import (
+    MAX_WAITING,
     DeadlineExceeded,
     Internal,
     InvalidArgument,
@@ -34,10 +35,8 @@ from tensord_client.errors import (
 )
 from tensord_client.http_channel import Address, Buffer, Response
 from tensord_client.http_pending import Exchange, HttpPending, Pool, Unreached, Waiter
-from tensord_client.pending import in_place
-from tensord_client.results import Answer, Array, Description, Parameter, Timing, written
+from tensord_client.results import Answer, Array, Description, Parameter, Timing, check_place, written
 from tensord_client.tensors import content
-from tensord_client.wire import OutputTensor
 
 if TYPE_CHECKING:
     from tensord_client.device_memory import DeviceMemory
@@ -113,15 +112,19 @@ class HttpConnection:
     Thread-safe; a process that is forked off connects anew.
     """
 
-    def __init__(self, address: Address, limit: int = 64, patience: float = 30.0) -> None:
+    def __init__(
+        self, address: Address, limit: int = 64, patience: float = 30.0, max_waiting: int = MAX_WAITING
+    ) -> None:
         """Prepares for requests to the server at ``address``; nothing is sent.
 
         Args:
           limit: the most HTTP connections that are open at a time; further requests wait for one.
           patience: seconds that a request waits for a server that cannot be reached, or is stopping.
+          max_waiting: the most requests that wait for a connection; one more is refused (Unavailable).
         """
         self.address = address
         self._limit = limit
+        self._max_waiting = max_waiting
         self._patience = patience
         self._heads: dict[Any, tuple[bytes, int]] = {}
         #: Arrays on GPUs; None: there were none so far.
@@ -130,7 +133,7 @@ class HttpConnection:
         _connections.add(self)
 
     def _begin(self) -> None:
-        self._pool = Pool(self.address, self._limit)
+        self._pool = Pool(self.address, self._limit, self._max_waiting)
         self._waiting: Waiter | None = None
         self._lock = threading.Lock()
         self._fields = b" HTTP/1.1\r\nHost: " + self.address.authority.encode() + b"\r\n"
@@ -139,6 +142,7 @@ class HttpConnection:
         """Makes a new pool of connections after a fork, and closes this process's copies of the parent's sockets."""
         pool, waiting = self._pool, self._waiting
         self._begin()
+        self._pool.is_closed = pool.is_closed
         pool.abandon()
         if waiting is not None:
             waiting.abandon()
@@ -270,7 +274,7 @@ class HttpConnection:
     def ask(self, call: Call) -> Pending:
         """Sends an inference request. Returns a ``Pending``, by which to wait for the answer.
 
-        Raises: InvalidArgument: the request cannot be encoded.
+        Raises: InvalidArgument: the request cannot be encoded.  Unavailable: ``close`` was called, or too many requests wait.
         """
         pending = self._send(self._infer(call))
         if call.detached:
@@ -311,10 +315,7 @@ class HttpConnection:
         """Does nothing: over HTTP the server ends a sequence once it has been idle for long enough."""
 
     def close(self) -> None:
-        """Closes idle HTTP connections now and the others when their requests end; requests that wait for one fail.
-
-        Idempotent.
-        """
+        """Closes all HTTP connections; requests that are under way, or wait for one, get Cancelled. Idempotent."""
         if self._on_devices is not None:
             self._on_devices.close()
         self._pool.close()
@@ -475,7 +476,8 @@ class _Infer(Exchange):
                 name, datatype, shape = each["name"], each["datatype"], tuple(each["shape"])
                 size, place = each.get("parameters", {}).get("binary_data_size"), self._places.get(name)
                 if place is not None and not isinstance(place, np.ndarray):
-                    outputs[name] = in_place(place, OutputTensor(name, datatype, shape, True))
+                    check_place(name, shape, dtype_of(datatype), place)
+                    outputs[name] = place
                 elif size is None:
                     outputs[name] = _from_json(each.get("data", []), datatype, shape)
                 else:

@@ -8,6 +8,7 @@ The caller (a thread or an event loop) does the waiting. Source: RFC 9112.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -236,6 +237,11 @@ class Channel:
     def close(self) -> None:
         """Closes the connection, and so cancels a request that is in flight on it. Idempotent."""
         self._socket.close()
+
+    def shut_down(self) -> None:
+        """Ends the connection, so that whoever waits for it returns; ``close`` is called by who uses it. From any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     @property
     def is_stale(self) -> bool:

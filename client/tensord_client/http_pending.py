@@ -13,10 +13,19 @@ import collections
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tensord_client.errors import Cancelled, DeadlineExceeded, ServingError, Unavailable
+from tensord_client.errors import (
+    CLOSED,
+    MAX_WAITING,
+    Cancelled,
+    DeadlineExceeded,
+    ServingError,
+    Unavailable,
+    too_many_waiting,
+)
 from tensord_client.http_channel import Address, Buffer, Channel, Malformed, Response
 
 #: A server closes connections that are idle for 75 seconds where nothing else is configured.
@@ -33,48 +42,60 @@ class Unreached(Unavailable):
 class Pool:
     """A client's connections (channels) to one server, at most ``limit`` of them, and a queue of requests that wait for one."""
 
-    def __init__(self, address: Address, limit: int) -> None:
+    def __init__(self, address: Address, limit: int, max_waiting: int = MAX_WAITING) -> None:
+        """Opens no channel yet. ``limit``: the most channels; ``max_waiting``: the most requests in the queue for one."""
         self.address = address
+        self.is_closed = False
         self._limit = limit
+        self._max_waiting = max_waiting
         self._lock = threading.Lock()
         self._idle: list[tuple[Channel, float]] = []
         self._count = 0
         self._line: collections.deque[HttpPending] = collections.deque()
-        self._closed = False
+        #: Requests that have a channel, or may open one, until nobody refers to them.
+        self._granted: weakref.WeakSet[HttpPending] = weakref.WeakSet()
 
     def take(self, pending: HttpPending) -> None:
         """Gives a request an idle channel, or the right to open one (``HttpPending.grant``), or else puts the request in a queue.
 
-        Raises: Unavailable: the pool was closed.
+        Raises: Unavailable: the pool was closed, or the queue is as long as it may be.
         """
         with self._lock:
-            if self._closed:
-                raise Unavailable("the client was closed")
+            if self.is_closed:
+                raise Unavailable(CLOSED)
             while self._idle:
                 channel, since = self._idle.pop()
                 if time.monotonic() - since < _IDLE and not channel.is_stale:
-                    pending.grant(channel)
+                    self._grant(pending, channel)
                     return
                 channel.close()
                 self._count -= 1
             if self._count >= self._limit:
+                if len(self._line) >= self._max_waiting:
+                    raise too_many_waiting(len(self._line), self._max_waiting)
                 self._line.append(pending)
                 return
             self._count += 1
-        pending.grant(None)
+            self._grant(pending, None)
 
-    def give(self, channel: Channel | None) -> None:
+    def _grant(self, pending: HttpPending, channel: Channel | None) -> None:
+        """Gives a request a channel, or (None) the right to open one. The caller holds the lock."""
+        self._granted.add(pending)
+        pending.grant(channel)
+
+    def give(self, pending: HttpPending, channel: Channel | None) -> None:
         """Takes a channel back from a request, gives it to the first queued request; if none is queued, the channel stays idle.
 
         ``channel`` None: the channel was closed; the first request may then open another one in its place.
         """
         with self._lock:
-            if self._closed:
+            self._granted.discard(pending)
+            if self.is_closed:
                 if channel is not None:
                     channel.close()
                 return
             if self._line:
-                self._line.popleft().grant(channel)
+                self._grant(self._line.popleft(), channel)
             elif channel is None:
                 self._count -= 1
             else:
@@ -89,18 +110,21 @@ class Pool:
             return False
 
     def close(self) -> None:
-        """Closes the idle channels and fails the queued requests; a channel in use is closed when it is given back.
+        """Closes the idle channels, and ends all requests with Cancelled: those in the queue, and those that are under way.
 
         Idempotent.
         """
         with self._lock:
-            self._closed = True
+            self.is_closed = True
             idle, self._idle = self._idle, []
             line, self._line = self._line, collections.deque()
+            under_way = list(self._granted)
         for channel, _ in idle:
             channel.close()
         for pending in line:
-            pending.fail(Unavailable("the client was closed"))
+            pending.fail(Cancelled(CLOSED))
+        for pending in under_way:
+            pending.interrupt()
 
     def abandon(self) -> None:
         """Closes this process's copies of the idle channels after a fork; the parent process goes on using its own."""
@@ -139,6 +163,7 @@ class HttpPending:
     """
 
     def __init__(self, pool: Pool, exchange: Exchange, waiter: Callable[[], Waiter], patience: float) -> None:
+        """Sends the request as far as that is possible at once. Raises Unavailable: the pool takes no further request."""
         self._pool = pool
         self._exchange = exchange
         self._waiter = waiter
@@ -159,11 +184,7 @@ class HttpPending:
         self._driver: Waiter | None = None
         #: Wakes the thread or task that waits for a channel.
         self._wake: Callable[[], None] = _nothing
-        try:
-            pool.take(self)
-        except ServingError as error:
-            self.fail(error)
-            return
+        pool.take(self)
         self.step()
 
     def keep(self) -> None:
@@ -185,6 +206,13 @@ class HttpPending:
         self._channel, self._granted = channel, True
         self._wake()
 
+    def interrupt(self) -> None:
+        """Has whoever waits for this request call ``step``, which ends it, because the pool was closed. From any thread."""
+        channel = self._channel
+        if channel is not None:
+            channel.shut_down()
+        self._wake()
+
     def fail(self, error: ServingError) -> None:
         """Ends this request with an error, which ``waited`` and ``next`` then raise."""
         self._error, self._over = error, True
@@ -203,6 +231,9 @@ class HttpPending:
         """
         if self.is_ready:
             return 0
+        if self._pool.is_closed:
+            self._end(Cancelled(CLOSED))
+            return 0
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._end(DeadlineExceeded())
             return 0
@@ -212,6 +243,9 @@ class HttpPending:
             if self._channel is None:
                 self._again_at, self._asked = 0.0, False
                 self._channel = Channel(self._pool.address)
+                if self._pool.is_closed:  # since the look above: nobody has shut this channel down
+                    self._end(Cancelled(CLOSED))
+                    return 0
             if not self._asked:
                 self._channel.send(self._exchange.pieces)
                 self._asked = True
@@ -254,7 +288,7 @@ class HttpPending:
         if channel is not None and not channel.may_be_kept:
             channel.close()
             channel = None
-        self._pool.give(channel)
+        self._pool.give(self, channel)
 
     def _end(self, error: ServingError) -> None:
         """Ends this request with an error and without its answer: removes it from the queue for a channel, or closes its channel.
@@ -267,7 +301,7 @@ class HttpPending:
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
-        self._pool.give(None)
+        self._pool.give(self, None)
 
     def _broke(self, error: OSError) -> None:
         """After the channel (connection) failed: has this request sent again if that does no harm, else ends it with an error."""

@@ -22,9 +22,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensord_client import wire
+from tensord_client.answer_memory import HeldResults
 from tensord_client.call import Call
 from tensord_client.clients_socket import ClientsSocket
-from tensord_client.errors import Cancelled, Internal, ResultsHeld, ServingError, Unavailable, Unsupported
+from tensord_client.errors import (
+    CLOSED,
+    MAX_WAITING,
+    Cancelled,
+    Internal,
+    ServingError,
+    Unavailable,
+    Unsupported,
+    too_many_waiting,
+)
 from tensord_client.http_channel import Buffer
 from tensord_client.lane_socket import LaneEnded, WaitEnded
 from tensord_client.memory import Memory
@@ -57,19 +67,28 @@ class LaneConnection:
     After a fork the child process connects anew by itself; arrays of ``empty`` from before the fork belong to the parent.
     """
 
-    def __init__(self, path: str, max_results: int = 64, timeout: float = 10.0, patience: float = _PATIENCE) -> None:
+    def __init__(
+        self,
+        path: str,
+        max_results: int = 64,
+        timeout: float = 10.0,
+        patience: float = _PATIENCE,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
         """Connects to the daemon's socket for clients, ``clients.sock``, at ``path``.
 
         Args:
           max_results: the most answers in workers' memory that the program may hold; while it does, ``ask`` raises ResultsHeld.
           timeout: seconds to wait for each answer on the clients' socket.
           patience: seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
+          max_waiting: the most requests that wait for a worker, beyond those that it takes; one more is refused (Unavailable).
 
         Raises: Unavailable: no daemon answers there.
         """
         self.path = path
         self._patience = patience
         self.max_results = max_results
+        self.max_waiting = max_waiting
         self._timeout = timeout
         #: The daemon's answer to ``hello``: server, version, wire, lanes, http.
         self.hello: dict[str, Any] = {}
@@ -89,7 +108,7 @@ class LaneConnection:
         self.memory: Memory = Memory()
         self.placement: Placement = Placement(self.memory)
         self._ids = itertools.count(_FIRST_ID)
-        self._held: set[Any] = set()
+        self.held = HeldResults(self.max_results)
         #: Lanes by their numbers at the daemon, and those of a daemon that has gone, whose numbers the next one gives anew.
         self._lanes: dict[int, WorkerLane] = {}
         self._former: list[WorkerLane] = []
@@ -141,15 +160,15 @@ class LaneConnection:
           until: seconds of ``time.monotonic()`` after which the daemon is not asked again.
           anew: ask even if there is a usable lane, unless another thread has asked since this call began.
 
-        Raises: Unavailable: there was no worker until ``until``.  Cancelled: ``close`` was called.  ServingError: the daemon's
-          answer is any other error.
+        Raises: Unavailable: there was no worker until ``until``, or ``close`` was called.  ServingError: the daemon's answer is
+          any other error.
         """
         begun = time.monotonic()
         while True:
             left = max(0.0, until - time.monotonic())
             with self._asking:
                 if self.is_closed:
-                    raise Cancelled("the connection was closed")
+                    raise Unavailable(CLOSED)
                 known = self.models.get((model, version))
                 if known is not None and known.choose() is not None and (not anew or known.opened_at > begun):
                     return known
@@ -195,7 +214,7 @@ class LaneConnection:
                         number,
                         self.memory,
                         self._ids,
-                        self._held,
+                        self.held,
                         limits["response_byte_size"],
                         limits["in_flight"],
                         1000 * answer.get("spin_us", 0),
@@ -252,9 +271,10 @@ class LaneConnection:
         If no lane (socket to a worker) is usable now, the request is sent later, when somebody waits for its answer.
 
         Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: the program holds as many answers as it may.
-          Unavailable: no worker serves the model now, or shared memory is full.  NotFound: the model is not served.
+          Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
+          not served.
         """
-        if (held := self.too_many_held()) is not None:
+        if (held := self.held.too_many()) is not None:
             raise held
         model = self.model_of(call)
         placed = (
@@ -263,14 +283,12 @@ class LaneConnection:
             else self.placement.place_again(call, model, call.layouts)
         )
         pending = Pending(self, call, placed)
-        if not self._send(pending):
+        if not self._send(pending, self.max_waiting):
+            waiting = len(self._astray.get((call.model, call.version), ()))
+            if waiting >= self.max_waiting:
+                raise too_many_waiting(waiting, self.max_waiting)
             pending.astray = True
         return pending
-
-    def too_many_held(self) -> ResultsHeld | None:
-        """Returns the error of a program that holds as many answers in workers' memory as it may; None: it holds fewer."""
-        held = len(self._held)
-        return ResultsHeld(held, self.max_results) if held >= self.max_results else None
 
     def prepare(self, call: Call) -> PreparedCall:
         """Makes a request that can be sent many times, each time with what its arrays hold then.
@@ -344,10 +362,10 @@ class LaneConnection:
           timeout: seconds that the daemon may take in addition to the constructor's ``timeout``; None: without limit.
           fds: file descriptors to send with the question; the caller still has to close them.
 
-        Raises: ServingError: the answer is an error.  Unavailable: the daemon does not answer.  Cancelled: ``close`` was called.
+        Raises: ServingError: the answer is an error.  Unavailable: the daemon does not answer, or ``close`` was called.
         """
         if self.is_closed:
-            raise Cancelled("the connection was closed")
+            raise Unavailable(CLOSED)
         asked = ClientsSocket(self.path, self._timeout)
         try:
             return asked.ask(question, timeout, fds)[0]
@@ -363,8 +381,10 @@ class LaneConnection:
         if lane is not None:
             lane.say(wire.end_sequence(model, sequence_id))
 
-    def _send(self, pending: Pending) -> bool:
+    def _send(self, pending: Pending, max_waiting: int | None = None) -> bool:
         """Sends a request on the lane (socket to a worker) that ``lane_for`` chooses. Returns False: no lane is usable.
+
+        ``max_waiting``: the most requests that may wait for the worker already; None: any number, as the request was accepted.
 
         Raises: ServingError: the request cannot be sent.
         """
@@ -378,7 +398,7 @@ class LaneConnection:
             pending.sent += 1
             try:
                 pending.request_id = lane.submit(
-                    pending, placed.prepared, placed.contents, pending.own, placed.segments, loop
+                    pending, placed.prepared, placed.contents, pending.own, placed.segments, loop, max_waiting
                 )
             except LaneEnded:
                 pending.sent -= 1
@@ -512,6 +532,8 @@ class LaneConnection:
         if refusal is not None and not self.find_again(pending.call, until, refusal):
             raise refusal
         while not self._send(pending):
+            if self.is_closed:
+                raise Cancelled(CLOSED)
             self.find_lanes(pending.call, until)
         pending.watch_again()
 
@@ -555,7 +577,7 @@ class LaneConnection:
             if self._socket is not None:
                 self._socket.close()
         for lane in lanes:
-            lane.close(Cancelled("the connection was closed"))
+            lane.close(Cancelled(CLOSED))
         self.memory.close()
         # Who holds on to this holds no memory by it.
         self.placement = Placement(self.memory)

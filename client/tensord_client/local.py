@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tensord_client.call import Call
-from tensord_client.errors import NotFound, Unavailable, Unsupported, from_code
+from tensord_client.errors import CLOSED, NotFound, Unavailable, Unsupported, from_code
 from tensord_client.http_channel import Buffer
 from tensord_client.results import Answer, Array, Description, written
 
@@ -87,7 +87,7 @@ class LocalConnection:
             )
         with self._lock, _as_ours():
             if self._closed:
-                raise Unavailable("the client was closed")
+                raise Unavailable(CLOSED)
             found = self._models.get((model, version))
             if found is None:
                 if not (self._folder / model).is_dir():

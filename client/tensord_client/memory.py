@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from tensord_client.datatypes import typestr
-from tensord_client.errors import Cancelled, InvalidArgument, Unavailable
+from tensord_client.errors import CLOSED, InvalidArgument, Unavailable
 from tensord_client.wire import Place
 
 #: Alignment in bytes that XLA on a CPU needs to use an array without copying it.
@@ -174,7 +174,7 @@ class Memory:
         """Returns a C-contiguous array in shared memory, aligned to 64 bytes, with any content.
 
         Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is impossible.  Unavailable:
-          there is no room for the array now.  Cancelled: ``close`` was called.
+          there is no room for the array now, or ``close`` was called.
         """
         dtype = np.dtype(dtype)
         if dtype.hasobject:
@@ -216,7 +216,7 @@ class Memory:
     def _allocate(self, byte_size: int) -> Block:
         with self._lock:
             if self._is_closed:
-                raise Cancelled("the connection was closed")
+                raise Unavailable(CLOSED)
             self._collect()
             for segment in self.segments.values():
                 offset = segment.take(byte_size)

@@ -23,17 +23,17 @@ from tensord_client.answer_memory import Lease
 from tensord_client.call import Call
 from tensord_client.datatypes import decode_strings, dtype_of, typestr
 from tensord_client.errors import (
+    CLOSED,
     Cancelled,
     DeadlineExceeded,
     Internal,
     NotFound,
     ServingError,
     Unavailable,
-    from_code,
 )
 from tensord_client.lane_socket import WaitEnded
 from tensord_client.placement import Placed, own_fields
-from tensord_client.results import Answer, Array
+from tensord_client.results import Answer, Array, check_place
 from tensord_client.wire import AnswerRecord, OutputTensor
 from tensord_client.worker_lane import WorkerLane
 
@@ -137,7 +137,7 @@ class Pending:
         ``left``: whether the request had been sent. ``error``: why the lane ended.
         """
         if self._connection.is_closed:
-            return Cancelled("the connection was closed")
+            return Cancelled(CLOSED)
         if self._given_up:
             return error
         if not left:
@@ -177,7 +177,8 @@ class Pending:
 
     def expire(self) -> None:
         """Ends the request with DeadlineExceeded, and tells the worker that nobody waits for its answer any more."""
-        self._give_up(DeadlineExceeded())
+        late = DeadlineExceeded()
+        self._give_up(late if self.lane is None else self.lane.answers.explained(late))
 
     def _give_up(self, error: ServingError) -> None:
         """Ends the request with an error for its caller.
@@ -274,7 +275,7 @@ class Pending:
 
     def _explained(self, error: ServingError) -> ServingError:
         """Returns the error to raise for one that ended a stream: whoever holds too many answers leaves no room for more."""
-        held = self._connection.too_many_held() if isinstance(error, (DeadlineExceeded, Unavailable)) else None
+        held = self._connection.held.too_many() if isinstance(error, (DeadlineExceeded, Unavailable)) else None
         return held or error
 
     def done(self) -> bool:
@@ -376,6 +377,8 @@ class Pending:
             self._taken += answer.byte_size
         try:
             return made_answer(answer, lease, self.call.places)
+        except ServingError as error:
+            return error
         except (LookupError, TypeError, ValueError) as error:
             return Internal(f"the worker's answer is malformed: {error}")
 
@@ -467,7 +470,7 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
       lease: the lease of the worker's memory, which the answer then holds; None: there is none.
       places: output name -> the array that the request named as the output's place.
 
-    Raises: ValueError, LookupError, TypeError: the record is malformed.
+    Raises: ValueError, LookupError, TypeError: the record is malformed.  InvalidArgument: an output differs from its place.
     """
     answer = Answer()
     prepared = record.prepared
@@ -480,10 +483,11 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
     if prepared.plan and arrays(answer, prepared.plan, record.contents):
         return answer
     contents = iter(record.contents)
-    leased = False
+    views: list[Array] = []
     for output in prepared.outputs:
         if output.placed:
-            answer[output.name] = in_place(places[output.name], output)
+            answer[output.name] = place = places[output.name]
+            check_place(output.name, output.shape, dtype_of(output.datatype), place)
             continue
         content = next(contents)
         if type(content) is bytes:
@@ -497,28 +501,11 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
             name, viewed = typestr(dtype)
             array = lease.view(content, output.shape, name, dtype)
             answer[output.name] = array.view(dtype) if viewed else array
-            leased = True
-    if leased and lease is not None:
-        lease.hold()
+            views.append(array)
+    if views and lease is not None:
+        lease.hold(sum([array.nbytes for array in views]))
         answer.lease = lease
     return answer
-
-
-def in_place(place: Array, output: OutputTensor) -> Array:
-    """Returns ``place``, the caller's array that ``output`` was written to, or the part that it fills, in the output's shape.
-
-    Raises: ValueError: the output does not fit the array, or is BYTES.
-    """
-    dtype = dtype_of(output.datatype)
-    if place.shape == output.shape and place.dtype == dtype:
-        return place
-    if not isinstance(place, np.ndarray):
-        raise ValueError(f"output '{output.name}' is {dtype}{list(output.shape)}, and its place {place!r}")
-    count = int(np.prod(output.shape, dtype=np.int64))
-    flat = place.reshape(-1).view(np.uint8)
-    if output.datatype == "BYTES":
-        raise ValueError(f"output '{output.name}' is BYTES, which have no place")
-    return flat[: count * dtype.itemsize].view(dtype).reshape(output.shape)
 
 
 def _array(content: bytes, output: OutputTensor) -> Array:
@@ -566,7 +553,7 @@ def _judged(lane: WorkerLane, answer: AnswerRecord) -> tuple[AnswerRecord, Lease
     except ValueError as failed:
         error = Internal(f"the worker's answer is malformed: {failed}")
     if answer.code:
-        error = from_code(answer.code, answer.message)
+        error = lane.answers.error(answer)
     return (answer, lease) if error is None else error
 
 

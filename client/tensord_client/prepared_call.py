@@ -21,6 +21,7 @@ from tensord_client import msgpack, wire
 from tensord_client.answer_memory import Lease
 from tensord_client.call import Call
 from tensord_client.errors import (
+    CLOSED,
     Cancelled,
     DeadlineExceeded,
     Internal,
@@ -28,7 +29,6 @@ from tensord_client.errors import (
     NotFound,
     ServingError,
     Unavailable,
-    from_code,
 )
 from tensord_client.lane_socket import Datagram, LaneEnded, WaitEnded
 from tensord_client.memory import Memory
@@ -66,6 +66,7 @@ class Bound:
         "learned",
         "model",
         "outputs",
+        "own_at",
         "tail",
         "tail_at",
         "until",
@@ -89,7 +90,8 @@ class Bound:
             pieces.append(bytes(size))
             ends.append(sum(map(len, pieces)))
         _, behind_id = msgpack.unpack_from(own, 0, len(own))
-        self.deadline_at = sum(map(len, pieces)) + behind_id + 1
+        self.own_at = sum(map(len, pieces))
+        self.deadline_at = self.own_at + behind_id + 1
         pieces.append(own)
         self.datagram = bytearray(b"".join(pieces))
         self.epoch = epoch
@@ -186,7 +188,7 @@ class PreparedCall:
         try:
             lease = lane.answers.lease(answer)
             if answer.code:
-                self._error = from_code(answer.code, answer.message)
+                self._error = lane.answers.error(answer)
                 self._astray = isinstance(self._error, (NotFound, Unavailable))
             else:
                 self._answer = answer, lease
@@ -203,7 +205,7 @@ class PreparedCall:
         """
         self._error = error
         if self._connection.is_closed:
-            self._error = Cancelled("the connection was closed")
+            self._error = Cancelled(CLOSED)
         elif not left or self._connection.is_pure(self._call):
             self._astray = True
         else:
@@ -237,7 +239,8 @@ class PreparedCall:
                 raise
             except WaitEnded:
                 self._cancel()
-                raise DeadlineExceeded() from None
+                late = DeadlineExceeded()
+                raise (late if self._lane is None else self._lane.answers.explained(late)) from None
             except BaseException:  # of a signal's handler
                 self._cancel()
                 raise
@@ -328,7 +331,10 @@ class PreparedCall:
             (record, lease), self._answer = self._answer, None
             try:
                 bound.outputs = made_answer(record, lease, self._call.places)
-            except (LookupError, TypeError, ValueError) as failed:
+            except (LookupError, TypeError, ValueError, ServingError) as failed:
+                bound.learned = -1
+                if isinstance(failed, ServingError):
+                    raise
                 raise Internal(f"the worker's answer is malformed: {failed}") from failed
         self._exchange = self._exchange_on(lane, bound)
         return bound.outputs
@@ -394,13 +400,29 @@ class PreparedCall:
                 self._lane = lane
                 self._answer, self._error, self._astray, self.waiting = None, None, False, True
                 request_id = lane.send_prepared(self, bound.datagram, bound.id_at, bound.epoch)
+                if not request_id and lane.is_full:
+                    request_id = self._queue(lane, bound)
             except LaneEnded:
                 self.waiting = False
                 continue
+            except ServingError:
+                self.waiting = False
+                raise
             if request_id:
                 self.request_id = request_id
                 connection.sent(self._call, lane)
                 return lane, bound
+
+    def _queue(self, lane: WorkerLane, bound: Bound) -> int:
+        """Sends the request as an ordinary one, which may wait for others: numbers may have other meanings when it is sent.
+
+        Returns its id. Raises: LaneEnded: it was not sent.  Unavailable: too many wait.
+        """
+        contents = [bytes(each) for each in bound.contents]
+        own = bytes(bound.datagram[bound.own_at :])
+        return lane.submit(
+            self, self._prepared, contents, own, self._segments, max_waiting=self._connection.max_waiting
+        )
 
     def _bind(self, lane: WorkerLane) -> Bound:
         for gone in [each for each in self._bound if each.ended]:

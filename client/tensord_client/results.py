@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Union
 import numpy as np
 
 from tensord_client.datatypes import dtype_of
+from tensord_client.errors import InvalidArgument
 from tensord_client.msgpack import unpack
 
 Parameter = Union[bool, int, float, str]
@@ -124,6 +125,13 @@ def tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
     return Tensors(Tensor(each["name"], each["datatype"], tuple(map(int, each["shape"]))) for each in described)
 
 
+def check_place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], place: Any) -> None:
+    """Raises InvalidArgument unless ``place``, the caller's array for an output, has the output's shape and dtype."""
+    if place.shape != shape or place.dtype != dtype:
+        given = f"{place.dtype}{list(place.shape)}"
+        raise InvalidArgument(f"output '{name}' is {dtype}{list(shape)}, and its place is {given}")
+
+
 def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str, Array]:
     """Copies outputs into the arrays that the caller gave for them (``places``).
 
@@ -131,15 +139,11 @@ def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str,
 
     Raises: InvalidArgument: an array has not the shape and dtype of its output.
     """
-    from tensord_client.errors import InvalidArgument
-
     for name, place in places.items():
         made = outputs.get(name)
         if made is None or made is place:
             continue
-        if place.shape != made.shape or place.dtype != made.dtype:
-            given = f"{place.dtype}{list(place.shape)}"
-            raise InvalidArgument(f"output '{name}' is {made.dtype}{list(made.shape)}, and its place is {given}")
+        check_place(name, made.shape, made.dtype, place)
         place[...] = made
         outputs[name] = place
     return outputs

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from tensord_client import wire
-from tensord_client.answer_memory import AnswerMemory
-from tensord_client.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
+from tensord_client.answer_memory import AnswerMemory, HeldResults
+from tensord_client.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable, too_many_waiting
 from tensord_client.lane_socket import AT_ONCE, LaneEnded, LaneSocket, WaitEnded
 from tensord_client.memory import Memory
 from tensord_client.msgpack import Malformed, integer
@@ -67,7 +67,7 @@ class WorkerLane:
         number: int,
         memory: Memory,
         ids: Iterator[int],
-        held: set[Any],
+        held: HeldResults,
         response_byte_size: int,
         most: int,
         spin_ns: int,
@@ -79,7 +79,7 @@ class WorkerLane:
           number: the lane's number at the daemon.
           memory: this process's shared memory, which requests name.
           ids: yields the ids of requests, from 2**32 on; all lanes of the connection share it.
-          held: the connection's set of leases that the program holds.
+          held: counts the answers that the program holds, over all lanes of the connection.
           response_byte_size: the most bytes of the worker's memory that answers on this lane may hold.
           most: the most requests that the worker takes at a time; further ones are queued here.
           spin_ns: how long a thread that waits for an answer polls before it sleeps, at most.
@@ -143,6 +143,11 @@ class WorkerLane:
         """Returns whether requests may be sent on this lane (socket to a worker): neither end has closed it."""
         return not (self.socket.closing or self.ended)
 
+    @property
+    def is_full(self) -> bool:
+        """Returns whether the next request has to wait in ``queued``: others do, or the worker has as many as it takes."""
+        return bool(self.queued) or len(self.in_flight) >= self._most
+
     def submit(
         self,
         request: Waiting,
@@ -151,6 +156,7 @@ class WorkerLane:
         own: bytes,
         segments: Sequence[int],
         loop: Any = None,
+        max_waiting: int | None = None,
     ) -> int:
         """Sends a request, now or when the worker has answered others. Returns its id.
 
@@ -162,15 +168,19 @@ class WorkerLane:
           segments: numbers of this process's segments that the request names.
           loop: the running event loop, or None. Small requests that a loop submits while others are in flight are sent together,
             when the loop's iteration ends.
+          max_waiting: the most requests that may wait already, if this one has to wait, too; None: any number.
 
-        Raises: LaneEnded: the request was not sent.  InvalidArgument: it is too large for one record.
+        Raises: LaneEnded: the request was not sent.  InvalidArgument: it is too large for one record.  Unavailable: as many wait
+          already.
         """
         with self.lock:
             if self.socket.closing:
                 raise LaneEnded
             if segments or self.memory.closures != self.known_closures:
                 self.announce(segments)
-            waits = bool(self.queued) or len(self.in_flight) >= self._most
+            waits = self.is_full
+            if waits and max_waiting is not None and len(self.queued) >= max_waiting:
+                raise too_many_waiting(len(self.queued), max_waiting)
             # What is queued may outlive its number.
             number = b"" if waits else self._number(prepared)
             request_id = next(self.ids)
@@ -300,7 +310,8 @@ class WorkerLane:
     def send_prepared(self, request: Waiting, datagram: bytearray, id_at: int, epoch: int) -> int:
         """Sends the encoded ``datagram`` of a prepared call, after writing a new request id into it at offset ``id_at``.
 
-        Returns the id; 0: nothing was sent, because the prepared request's number in the datagram is not valid any more.
+        Returns the id; 0: nothing was sent, because the prepared request's number in the datagram is not valid any more, or
+        because the request has to wait (``is_full``).
         ``epoch``: the lane's ``epoch`` (it grows when all numbers become invalid) when the datagram was encoded.
 
         Raises: LaneEnded: the datagram was not sent.
@@ -308,7 +319,7 @@ class WorkerLane:
         with self.lock:
             if self.socket.closing:
                 raise LaneEnded
-            if self.epoch != epoch:
+            if self.epoch != epoch or self.is_full:
                 return 0
             if self.answers.releases or self._outgoing or self.memory.closures != self.known_closures:
                 self.announce(())

@@ -102,7 +102,11 @@ def clients_socket(folder: Path) -> str:
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("lanes")
     write_models(folder / "models")
-    options = {"clients": {"socket": clients_socket(folder), "max_in_flight": 128}, "workers": {"cpu": 2}}
+    options = {
+        "clients": {"socket": clients_socket(folder), "max_in_flight": 128},
+        "workers": {"cpu": 2},
+        "arenas": {"byte_size": 1 << 20, "wait": 5.0},
+    }
     with DaemonProcess(folder, [folder / "models"], options) as started:
         started.wait_ready()
         yield started

@@ -392,6 +392,26 @@ def test_a_server_that_does_not_come_back(serve: Callable[..., Server]) -> None:
         serve()
 
 
+def test_so_many_requests_wait_for_a_connection_and_one_more_is_told(serve: Callable[..., Server]) -> None:
+    go = threading.Event()
+
+    def answer(path: str, connection: socket.socket) -> bytes | None:
+        if path.endswith("/infer"):
+            go.wait(PATIENCE)
+        return usual(path, connection)
+
+    connection = HttpConnection(serve(answer).address, limit=1, max_waiting=2)
+    text = "^2 requests wait in this process to be sent, at most 2 may: wait for answers first$"
+    with tensord_client.Client(connection) as client:
+        model = client.model("m")
+        futures = [model.submit({"x": [i]}) for i in range(3)]
+        for ask in (model, model.submit):
+            with pytest.raises(tensord_client.Unavailable, match=text):
+                ask({"x": [1]})
+        go.set()
+        assert [each.result(PATIENCE)["y"].tolist() for each in futures] == [[7]] * 3
+
+
 def test_connections_have_a_bound(serve: Callable[..., Server]) -> None:
     """Callers of every kind wait in line while all connections are in use; a cancelled one leaves the line."""
     go = threading.Event()

@@ -25,6 +25,7 @@ from tensord_client.errors import (
     NotFound,
     ResultsHeld,
     ServingError,
+    Unavailable,
 )
 from tensord_client.lane import Call, LaneConnection
 from tensord_client.memory import Memory
@@ -146,11 +147,16 @@ def test_nothing_is_copied_where_both_ends_look_at_the_same_memory(connection: L
     np.testing.assert_array_equal(viewed, given)
 
 
-def test_a_larger_place_is_written_as_far_as_the_output_goes(connection: LaneConnection) -> None:
-    place = connection.empty(5000, np.float32)
-    answer = connection.ask(identity(np.arange(3000, dtype=np.float32), places={"OUTPUT0": place})).result(_PATIENCE)
-    assert np.shares_memory(answer["OUTPUT0"], place)
-    np.testing.assert_array_equal(answer["OUTPUT0"], np.arange(3000))
+@pytest.mark.usefixtures("part")
+def test_a_larger_place_is_refused_each_time(connection: LaneConnection) -> None:
+    """Also where the answer's bytes are those of the answer before."""
+    given, place = connection.empty(3000, np.float32), connection.empty(5000, np.float32)
+    call = connection.prepare(identity(given, places={"OUTPUT0": place}))
+    for _ in range(3):
+        with pytest.raises(
+            InvalidArgument, match=r"^output 'OUTPUT0' is float32\[3000\], and its place is float32\[5000\]$"
+        ):
+            call(_PATIENCE)
 
 
 def test_places_are_memory_of_the_connection(connection: LaneConnection) -> None:
@@ -189,6 +195,27 @@ def test_held_results_are_bounded_and_given_back(connect: Callable[..., LaneConn
     gc.collect()
     with fresh:
         connection.ask(identity(values)).result(_PATIENCE).release()
+
+
+def test_results_that_fill_the_servers_memory_are_named(connection: LaneConnection) -> None:
+    """Where their bytes are too many before their number is: by the server's refusal, or the deadline that ends its wait."""
+    values, held = connection.empty(20 << 20, np.float32), []
+    text = r"^{} results of {} bytes are held in the server's memory: release them, or drop their arrays \({}\)$"
+    size, call = values.nbytes, connection.prepare(identity(values))
+
+    def fill() -> None:
+        while True:
+            held.append(call(_PATIENCE))
+
+    with pytest.raises(ResultsHeld) as full:
+        fill()
+    assert full.match(text.format(len(held), len(held) * size, "no room for an answer of .* are in use"))
+    assert full.value.held == len(held) < full.value.limit
+    with pytest.raises(ResultsHeld, match=text.format(len(held), len(held) * size, "Deadline Exceeded")):
+        connection.ask(identity(values)).result(0.5)
+    held.clear()
+    gc.collect()
+    assert connection.ask(identity(values)).result(_PATIENCE)["OUTPUT0"].nbytes == size
 
 
 def test_more_results_than_the_servers_memory_holds_at_once_come_one_after_the_other(
@@ -641,7 +668,7 @@ def test_what_is_in_flight_when_a_connection_is_closed_is_cancelled(connect: Cal
     with pytest.raises(Cancelled):
         done.get(timeout=_PATIENCE).result()
     kept[:] = 1
-    with pytest.raises(Cancelled):
+    with pytest.raises(Unavailable, match="the client was closed"):
         connection.ask(addsub(1))
     connection.close()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tensord_client.errors import Cancelled, DeadlineExceeded, ServingError
+from tensord_client.errors import Cancelled, DeadlineExceeded, ServingError, Unavailable
 from tensord_client.lane import Call, LaneConnection
 from tensord_client.pending import Pending
 
@@ -51,6 +52,58 @@ def test_what_waits_for_its_lane_is_cancelled_and_has_a_deadline(connection: Lan
     with pytest.raises(DeadlineExceeded):
         late.result(0.05)
     assert all(each.result(_PATIENCE)["y"].shape == (1,) for each in (*first, last))
+
+
+def test_prepared_calls_wait_as_others_do(connection: LaneConnection) -> None:
+    """Each has its own answer: of inputs in shared memory, inside the request, and copied; one that is late waits no more."""
+    connection.open("slow")
+    lies = connection.empty(1 << 14, np.float32)
+    arrays = [lies, np.zeros(8, np.float32), np.zeros(5000, np.float32)] * 4
+    calls = [connection.prepare(Call("identity", {"INPUT0": array})) for array in arrays]
+    late = connection.prepare(Call("identity", {"INPUT0": np.zeros(8, np.float32)}))
+    for call in (*calls, late):
+        call(_PATIENCE)
+    first = [connection.ask(slow(1.0 if at < 2 else 0.0)) for at in range(300)]
+    with pytest.raises(DeadlineExceeded):
+        late(0.05)
+    for at, array in enumerate(arrays):
+        array[:] = at % 3
+    got: dict[int, float] = {}
+
+    def ask(at: int) -> None:
+        got[at] = float(calls[at](_PATIENCE)["OUTPUT0"][-1])
+
+    threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = {at: float(arrays[at][-1]) for at in range(len(calls))}
+    assert got == expected
+    assert all(each.result(_PATIENCE)["y"].shape == (1,) for each in first)
+    for call in (*calls, late):
+        assert call(_PATIENCE)["OUTPUT0"].ndim == 1
+
+
+def test_so_many_requests_wait_and_one_more_is_told(connect: Callable[..., LaneConnection]) -> None:
+    """Two lanes take 128 each, and 5 wait for each: whoever asks, for itself or on a loop, is told both numbers."""
+    connection = connect(max_waiting=5)
+    connection.open("slow")
+    prepared = connection.prepare(slow(0.0))
+    asked = [connection.ask(slow(0.5 if at < 2 else 0.0)) for at in range(256 + 10)]
+    text = r"^5 requests wait in this process to be sent, at most 5 may: wait for answers first$"
+    with pytest.raises(Unavailable, match=text):
+        connection.ask(slow(0.0))
+    with pytest.raises(Unavailable, match=text):
+        prepared(_PATIENCE)
+
+    async def ask() -> None:
+        await connection.ask(slow(0.0))
+
+    with pytest.raises(Unavailable, match=text):
+        asyncio.run(ask())
+    assert all(each.result(_PATIENCE)["y"].shape == (1,) for each in asked)
+    assert prepared(_PATIENCE)["y"].tolist() == [1]
 
 
 def test_what_waits_for_its_lane_ends_with_the_connection(connect: Callable[..., LaneConnection]) -> None:

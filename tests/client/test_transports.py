@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
@@ -41,9 +42,9 @@ def daemon(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             yield daemon
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def client(request: pytest.FixtureRequest, repository: Path) -> Iterator[Any]:
-    way = request.param
+@contextlib.contextmanager
+def opened(way: str, request: pytest.FixtureRequest, repository: Path) -> Iterator[Any]:
+    """Yields a client of its own, over one of ``WAYS``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORD_EXECUTABLES_CACHE_DIRECTORY", run_folder.programs())
         if way in ("testing", "folder"):
@@ -70,6 +71,12 @@ def client(request: pytest.FixtureRequest, repository: Path) -> Iterator[Any]:
             return
         with tensord_client.connect(address) as made:
             yield made
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def client(request: pytest.FixtureRequest, repository: Path) -> Iterator[Any]:
+    with opened(request.param, request, repository) as made:
+        yield made
 
 
 def test_answers(client: Any) -> None:
@@ -525,6 +532,8 @@ def test_prepared_calls_and_places(client: Any) -> None:
     assert client.empty(model.inputs["x"]).shape == (1, 4)
     with pytest.raises((tensord_client.ServingError, testing.ServingError), match="'y'"):
         model.prepare({"x": x}, out={"y": client.empty((2, 4), np.float32)})()
+    with Raises("InvalidArgument", "output 'y' is float32[3, 4], and its place is float32[5, 4]"):
+        model.prepare({"x": x}, out={"y": client.empty((5, 4), np.float32)})()
     if isinstance(client, Loaded):
         return  # its arrays are numpy's own
     with Raises("InvalidArgument", "an array that is shared has a datatype of fixed size"):
@@ -551,6 +560,33 @@ def test_the_newest_answer(client: Any, tmp_path: Path) -> None:
             live.get(timeout=PATIENCE)
     with Raises("Cancelled", "it was closed"):
         live.put({"path": [str(tmp_path / "first")]})
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_closed_client(way: str, request: pytest.FixtureRequest, repository: Path, tmp_path: Path) -> None:
+    """What is under way is cancelled, and what is asked afterwards is refused. Models of this process end what they began."""
+
+    def waited(model: Any, inputs: Any) -> Any:
+        return model.submit(inputs).result(PATIENCE)
+
+    for kind in ("call", "submit", "prepare"):
+        path = tmp_path / kind
+        inputs = {"path": [str(path)]}
+        with opened(way, request, repository) as client, ThreadPoolExecutor() as threads:
+            model, scale = client.model("waits"), client.model("scale")
+            prepared, call = model.prepare(inputs), scale.prepare({"x": X})
+            if way != "folder":
+                begin = {"call": (model, inputs), "submit": (waited, model, inputs), "prepare": (prepared,)}
+                under_way = threads.submit(*begin[kind])
+                wait_until(path.with_suffix(".begun").exists, "the request to begin")
+                client.close()
+                with Raises("Cancelled", "the client was closed"):
+                    under_way.result(PATIENCE)
+            path.touch()
+            client.close()
+            for ask, *given in ((scale, {"x": X}), (scale.submit, {"x": X}), (call,), (client.model, "scale")):
+                with Raises("Unavailable", "the client was closed"):
+                    ask(*given)
 
 
 def test_a_closed_model(client: Any) -> None:
