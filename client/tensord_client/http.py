@@ -23,6 +23,7 @@ import numpy as np
 from tensord_client.call import Call
 from tensord_client.datatypes import datatype_of, decode, dtype_of
 from tensord_client.errors import (
+    CLOSED,
     MAX_WAITING,
     DeadlineExceeded,
     Internal,
@@ -289,7 +290,12 @@ class HttpConnection:
         return PreparedCall(self, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an ordinary numpy array: over HTTP the server shares no memory of the host with this process."""
+        """Makes an ordinary numpy array: over HTTP the server shares no memory of the host with this process.
+
+        Raises: Unavailable: ``close`` was called.
+        """
+        if self._pool.is_closed:
+            raise Unavailable(CLOSED)
         return np.empty(shape, dtype)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -493,13 +493,27 @@ class LaneConnection:
     def _is_due(known: OpenedModel, refusal: ServingError) -> bool:
         return refusal.message.startswith(_GONE) or time.monotonic() - known.opened_at > _REFUSED_AFTER
 
-    def find_again(self, call: Call, until: float | None, refusal: ServingError) -> bool:
+    def look_again(self, call: Call, ended: WorkerLane, until: float | None) -> None:
+        """Asks the daemon which workers are alive after ``ended``, the lane of one that had a request, unless it was asked since.
+
+        Other workers may be ending at the same time, with the daemon for example; the request is not to be lost with all of them.
+
+        ``until``: seconds of ``time.monotonic()``; None: no deadline.
+
+        Raises: ServingError: no worker serves the model.  WaitEnded: ``until`` has passed.
+        """
+        known = self.models.get((call.model, call.version))
+        if known is None or known.opened_at <= ended.ended_at:
+            self.find_lanes(call, until, anew=True)
+
+    def find_again(self, call: Call, until: float | None, refusal: ServingError, by: WorkerLane | None) -> bool:
         """Asks the daemon where a call's model is, after a worker refused the request.
 
         Returns whether the request is to be sent again: the model has other workers or another version now.
 
         Args:
           refusal: the worker's error.
+          by: the lane (socket) to this worker.
           until: seconds of ``time.monotonic()``; None: no deadline.
 
         Raises: ServingError: no worker serves the model.  WaitEnded: ``until`` has passed.
@@ -508,6 +522,8 @@ class LaneConnection:
         if before is None or before.choose() is None:
             self.find_lanes(call, until)
             return True
+        if by not in before.lanes:
+            return True  # the daemon has been asked since: for another request that was refused, or another daemon
         if not self._is_due(before, refusal):
             return any(not lane.usable for lane in before.lanes)
         try:
@@ -529,8 +545,11 @@ class LaneConnection:
         if not pending.claim():
             return
         refusal, pending.refusal = pending.refusal, None
-        if refusal is not None and not self.find_again(pending.call, until, refusal):
+        lane = pending.lane
+        if refusal is not None and not self.find_again(pending.call, until, refusal, lane):
             raise refusal
+        if refusal is None and pending.sent and lane is not None:
+            self.look_again(pending.call, lane, until)
         while not self._send(pending):
             if self.is_closed:
                 raise Cancelled(CLOSED)

@@ -115,7 +115,12 @@ class LocalConnection:
         return LocalPrepared(self, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an ordinary numpy array: models in this process need no shared memory."""
+        """Makes an ordinary numpy array: models in this process need no shared memory.
+
+        Raises: Unavailable: ``close`` was called.
+        """
+        if self._closed:
+            raise Unavailable(CLOSED)
         return np.empty(shape, dtype)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:

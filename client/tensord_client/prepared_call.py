@@ -321,8 +321,10 @@ class PreparedCall:
             error, self._error = self._error, None
             if error is not None:
                 again = self._astray and sending < _SENDINGS
-                # Where a lane has ended ``_send`` finds another one, or waits for it.
-                if again and (lane.ended or self._connection.find_again(self._call, until, error)):
+                if again and lane.ended:
+                    self._connection.look_again(self._call, lane, until)
+                    return None
+                if again and self._connection.find_again(self._call, until, error, lane):
                     return None
                 if self._astray and lane.ended:
                     raise Internal(f"the request was given up: {sending} worker processes ended while they had it")

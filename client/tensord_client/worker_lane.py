@@ -102,6 +102,8 @@ class WorkerLane:
         self.in_flight: dict[int, Waiting] = {}
         #: True: the lane has ended, and every request in flight has been notified.
         self.ended = False
+        #: When it ended, in seconds of ``time.monotonic()``; 0: it has not.
+        self.ended_at = 0.0
         self._why: ServingError | None = None
 
         self._numbers: dict[bytes, bytes] = {}
@@ -647,6 +649,7 @@ class WorkerLane:
             if self.ended:
                 return
             self.ended = self.socket.closing = True
+            self.ended_at = time.monotonic()
             error = self._why or error
             unsent = self.socket.take_unsent()
             unsent.update([request_id for _, request_id in self._outgoing])

@@ -584,7 +584,13 @@ def test_a_closed_client(way: str, request: pytest.FixtureRequest, repository: P
                     under_way.result(PATIENCE)
             path.touch()
             client.close()
-            for ask, *given in ((scale, {"x": X}), (scale.submit, {"x": X}), (call,), (client.model, "scale")):
+            for ask, *given in (
+                (scale, {"x": X}),
+                (scale.submit, {"x": X}),
+                (call,),
+                (client.model, "scale"),
+                (client.empty, 3, "f4"),
+            ):
                 with Raises("Unavailable", "the client was closed"):
                     ask(*given)
 
