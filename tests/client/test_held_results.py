@@ -1,0 +1,67 @@
+"""Answers that a program holds in workers' memory: how many, how large, and how their memory is given back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tensord_client.errors import ResultsHeld
+from tensord_client.lane import LaneConnection
+
+from tests.client.test_lane import identity
+
+_PATIENCE = 120.0
+
+
+def test_held_results_are_bounded_and_given_back(connect: Callable[..., LaneConnection]) -> None:
+    connection = connect(max_results=3)
+    values = np.zeros(5000, np.float32)
+    held = [connection.ask(identity(values + n)).result(_PATIENCE) for n in range(3)]
+    with pytest.raises(ResultsHeld, match="3 results are held"):
+        connection.ask(identity(values))
+    held[0].release()
+    assert held[0] == {}
+    part = held[1]["OUTPUT0"][10:20]
+    del held[1]
+    fresh = connection.ask(identity(values)).result(_PATIENCE)
+    # A view of an output holds it as the output does.
+    with pytest.raises(ResultsHeld):
+        connection.ask(identity(values))
+    assert part.tolist() == [1.0] * 10
+    del part
+    gc.collect()
+    with fresh:
+        connection.ask(identity(values)).result(_PATIENCE).release()
+
+
+def test_results_that_fill_the_servers_memory_are_named(connection: LaneConnection) -> None:
+    """Where their bytes are too many before their number is: by the server's refusal, or the deadline that ends its wait."""
+    values, held = connection.empty(20 << 20, np.float32), []
+    text = r"^{} results of {} bytes are held in the server's memory: release them, or drop their arrays \({}\)$"
+    size, call = values.nbytes, connection.prepare(identity(values))
+
+    def fill() -> None:
+        while True:
+            held.append(call(_PATIENCE))
+
+    with pytest.raises(ResultsHeld) as full:
+        fill()
+    assert full.match(text.format(len(held), len(held) * size, "no room for an answer of .* are in use"))
+    assert full.value.held == len(held) < full.value.limit
+    with pytest.raises(ResultsHeld, match=text.format(len(held), len(held) * size, "Deadline Exceeded")):
+        connection.ask(identity(values)).result(0.5)
+    held.clear()
+    gc.collect()
+    assert connection.ask(identity(values)).result(_PATIENCE)["OUTPUT0"].nbytes == size
+
+
+def test_more_results_than_the_servers_memory_holds_at_once_come_one_after_the_other(
+    connection: LaneConnection,
+) -> None:
+    """Memory that is given back reaches the worker: 40 times 16 MiB are more than it lends at once."""
+    values = connection.empty(4 << 20, np.float32)
+    for number in range(40):
+        values[0] = number
+        assert connection.ask(identity(values)).result(_PATIENCE)["OUTPUT0"][0] == number
