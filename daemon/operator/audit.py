@@ -1,4 +1,4 @@
-"""Logs who changed what: models, regions, settings. One line for each such operation that was carried out or refused.
+"""Logs who changed what: models, parameters, regions, settings. One line for each such operation that was carried out or refused.
 
 User and process are what the kernel says about clients on Unix sockets; of other clients the address is logged. Belongs to the
 supervisor's loop.
@@ -17,11 +17,14 @@ from tensord.shm.errors import ServingError
 from tensord.shm.operations import (
     ChangeLog,
     ChangeTrace,
+    DropParameters,
     LoadModel,
     Operation,
     Peer,
+    PushParameters,
     RegisterCudaRegion,
     RegisterSystemRegion,
+    RevertParameters,
     UnloadModel,
     UnregisterRegion,
 )
@@ -39,12 +42,15 @@ class Audit:
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._rate = LineRate(_MAX_LINES, clock)
 
-    def note(self, operation: Operation, peer: Peer | None, error: ServingError | None = None) -> None:
+    def note(
+        self, operation: Operation, peer: Peer | None, error: ServingError | None = None, result: bytes = b""
+    ) -> None:
         """Logs an operation that was carried out or refused, if it can change anything.
 
         Args:
           peer: the client that asked; None: a model asked.
           error: why the operation was refused; None: it was carried out.
+          result: what was replied to it, JSON or empty.
         """
         what = _described(operation)
         if not what:
@@ -53,7 +59,8 @@ class Audit:
         if left_out is None:
             return
         refused = f", refused: {error.message[:_MAX_TEXT]}" if error is not None else ""
-        _log.info("audit: %s by %s%s%s", what, _named(peer), refused, left_out)
+        now = _in_force(operation, result) if error is None else ""
+        _log.info("audit: %s by %s%s%s%s", what, _named(peer), now, refused, left_out)
 
 
 def _described(operation: Operation) -> str:
@@ -64,6 +71,12 @@ def _described(operation: Operation) -> str:
             return f"load of model '{name[:_MAX_TEXT]}'{given}{f' and {len(files)} files' if files else ''}"
         case UnloadModel(name):
             return f"unload of model '{name[:_MAX_TEXT]}'"
+        case PushParameters():
+            return f"push of {_parameters(operation)}"
+        case RevertParameters():
+            return f"roll-back of {_parameters(operation)}"
+        case DropParameters():
+            return f"drop of {_parameters(operation)}"
         case RegisterSystemRegion(name, key, offset, byte_size):
             place = f"{byte_size} bytes of '{key[:_MAX_TEXT]}' from {offset}"
             return f"registration of region '{name[:_MAX_TEXT]}' ({place})"
@@ -83,6 +96,19 @@ def _described(operation: Operation) -> str:
             listed = ", ".join(f"{field}={value!r}" for field, value in changed.items())
             return f"change of {kind} ({listed[:_MAX_TEXT]})"
     return ""
+
+
+def _parameters(operation: PushParameters | RevertParameters | DropParameters) -> str:
+    version = f" version {operation.version}" if operation.version else ""
+    return f"parameter set '{operation.set[:_MAX_TEXT]}' of model '{operation.model[:_MAX_TEXT]}'{version}"
+
+
+def _in_force(operation: Operation, result: bytes) -> str:
+    """Returns which parameters are in force after a push or a roll-back; "": the operation is another one."""
+    if not isinstance(operation, PushParameters | RevertParameters):
+        return ""
+    put = msgspec.json.decode(result)
+    return f": number {put['number']} of version {put['version']}, {put['byte_size']} bytes"
 
 
 def _traced(model: str) -> str:

@@ -123,7 +123,7 @@ class Operations:
             # A load that failed has changed something, too.
             await self._fronts.settled()
             raise
-        self._audit.note(operation, None if by_model else peer)
+        self._audit.note(operation, None if by_model else peer, result=result)
         await self._fronts.settled()
         return result
 

@@ -30,7 +30,7 @@ import msgspec
 from tensord.config.options import Options
 from tensord.daemon.models.versions import IndexState
 from tensord.daemon.parameters import push_checks
-from tensord.daemon.parameters.pushed_sets import Content, PushedSet, PushedSets, VersionKey, words_of
+from tensord.daemon.parameters.pushed_sets import Content, PushedSet, PushedSets, VersionKey
 from tensord.shm import descriptors
 from tensord.shm.control_records import Load, Loaded, ServeLoaded, Unload
 from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound, Replaced, ServingError, Unavailable
@@ -116,7 +116,6 @@ class Parameters:
         push_checks.check_owner(self._owners, peer)
         push_checks.check(wanted, memory, self._options.max_parameter_byte_size)
         key = wanted.model, self._resolved(wanted.model, wanted.version, lacking=True)
-        what = f"set '{wanted.set}' of model '{key[0]}' version {key[1]}, pushed by {words_of(peer)}"
         byte_size = os.fstat(memory).st_size if memory >= 0 else 0
         try:
             if self._coming_byte_size and self._coming_byte_size + byte_size > self.sets.limit:
@@ -134,10 +133,8 @@ class Parameters:
                     del self._claimed[key, wanted.set]
         except ServingError as error:
             self.outcomes[key[0], "overtaken" if isinstance(error, Replaced) else "refused"] += 1
-            _log.info("%s: refused: %s", what, error.message)
             raise
         self.outcomes[key[0], "pushed"] += 1
-        _log.info("%s: number %d, %d bytes", what, content.number, content.byte_size)
         if self._lacking.pop(key, None):
             self._models.fill(*key)
         return _answer(key, wanted.set, content)
@@ -170,7 +167,6 @@ class Parameters:
 
         content = await self._in_turn(key, go_back)
         self.outcomes[key[0], "reverted"] += 1
-        _log.info("%s is back at number %d, by %s", what, content.number, words_of(peer))
         return _answer(key, name, content)
 
     async def drop(self, wanted: DropParameters, peer: Peer) -> bytes:
@@ -188,7 +184,6 @@ class Parameters:
             dropped = DropParameters(*key, wanted.set)
             await asyncio.gather(*(self._obeyed(worker, dropped) for worker in self._serving(key)))
         self.outcomes[key[0], "dropped"] += 1
-        _log.info("set '%s' of model '%s' version %d is dropped, by %s", wanted.set, *key, words_of(peer))
         return b""
 
     def listed(self, wanted: ListParameters) -> bytes:

@@ -87,9 +87,9 @@ def test_what_is_asked_of_sets_and_refused(start: Callable[..., FakeDaemon]) -> 
     assert daemon.tensorctl("drop", name="good", set="a") == {"result": None}
     assert daemon.status()["parameters"]["versions"] == [{"model": "good", "version": 1, "sets": 1, "number": 17}]
     for line in (
-        "pushed by operator: refused: it always is",
-        "pushed by operator: number 17, 18 bytes",
-        "is dropped, by operator",
+        "audit: push of parameter set 'bad' of model 'good' by tensorctl, refused: it always is",
+        "audit: push of parameter set 'main' of model 'good' by tensorctl: number 17 of version 1, 18 bytes",
+        "audit: drop of parameter set 'a' of model 'good' by tensorctl",
     ):
         daemon.wait_log(line)
 
