@@ -491,7 +491,7 @@ _of_set = click.option("--set", "name", default="main", show_default=True, help=
 @click.pass_obj
 def parameters_list(daemon: _Daemon, model: str, watch: float | None) -> None:
     """List every parameter set: the number of its last push, its bytes, when and by whom it was pushed, where it is kept."""
-    daemon.show(watch, lambda rows: tables.show(_PARAMETER_COLUMNS, rows), "parameters", name=model)
+    daemon.show(watch, lambda rows: tables.show(_PARAMETER_COLUMNS, tables.parameters(rows)), "parameters", name=model)
 
 
 @parameters.command("push")

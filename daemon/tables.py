@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -43,6 +44,16 @@ def scaled(number: float, step: int, unit: str) -> str:
         number /= step
     name = f"{prefix.upper()}i" if step == 1024 and prefix else prefix
     return f"{number:.3g} {name}{unit}"
+
+
+def parameters(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Makes a table row for each parameter set, with the time of its push as text."""
+    return [
+        {**row, "pushed_at": datetime.fromtimestamp(row["pushed_at"], UTC).isoformat(timespec="seconds")}
+        if row.get("pushed_at")
+        else dict(row)
+        for row in sets
+    ]
 
 
 def statistics(answer: Mapping[str, Any]) -> list[dict[str, Any]]:

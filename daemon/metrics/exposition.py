@@ -350,7 +350,7 @@ def _workers(snapshot: MetricsSnapshot) -> Iterator[Family]:
     yield restarts.fill([(of, slot.restarts) for of, slot in workers])
     deaths = Counter(
         "tensord_process_deaths_total",
-        "Processes that died and were to be replaced, by cause: memory, hung, the signal, or exit",
+        "Processes that died and were to be replaced, by cause: memory, hung, version, the signal, or exit",
         labels=["process", "cause"],
     )
     yield deaths.fill(list(snapshot.deaths.items()))

@@ -53,6 +53,9 @@ def test_models(daemon: FakeDaemon) -> None:
         dict(zip(columns, row, strict=False)).items()
         >= {"name": "good", "version": "1", "inferences": "3", "request_us": "2"}.items()
     )
+    assert tensorctl(daemon.control, "parameters", "push", "good", "params.npz").returncode == 0
+    listed = tensorctl(daemon.control, "parameters", "list", "good").stdout
+    assert re.search(r" \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00  operator$", listed, re.M), listed
     shown = tensorctl(daemon.control, "models", "show", "good")
     assert shown.stdout.startswith("good version 1: READY\n")
     assert "    workers: worker-0\n" in shown.stdout
