@@ -97,7 +97,11 @@ class Infer:
             asked = self._ask_known(call, walked, known, sampled)
             if asked is not None:
                 return asked
-        understood = self._prepared.read(message, start, end, walked, known)
+        try:
+            understood = self._prepared.read(message, start, end, walked, known)
+        except RefusedRequest as refused:
+            self._trace_refused(refused, call, waited_ns, read_ns, sampled)
+            raise
         return self._ask_read(call, understood, waited_ns, read_ns, sampled)
 
     def _ask_known(
@@ -144,9 +148,10 @@ class Infer:
           The memory of its tensors is given back then.
         """
         head, client_id, contents, lease = message.take()
+        sampled = None
         try:
             walked = walk(head, 0, len(head), 0)
-            known, sampled = None if walked is None else self._prepared[walked[0]], None
+            known = None if walked is None else self._prepared[walked[0]]
             if (
                 known is not None
                 and walked is not None
@@ -162,8 +167,10 @@ class Infer:
                         text = client_id.decode()
                         return self._send(call, known, client_id, text, scheduling, contents, (lease,), sampled)
             understood = self._prepared.understand(head, client_id, contents, walked, known)
-        except BaseException:
+        except BaseException as error:
             self.submitter.give_back(lease)
+            if isinstance(error, RefusedRequest):
+                self._trace_refused(error, call, waited_ns, read_ns, sampled)
             raise
         understood[1].lease = lease
         return self._ask_read(call, understood, waited_ns, read_ns, sampled)
@@ -209,7 +216,7 @@ class Infer:
             try:
                 submitter.send(asked)
             except ServingError as error:
-                raise RefusedRequest(error, text, trace) from None
+                raise RefusedRequest(error, text, trace, known.decoded.model) from None
             return asked
         submitter.send(asked)
         return asked
@@ -268,7 +275,20 @@ class Infer:
             if not isinstance(error, ServingError):
                 _log.exception("a request of %s met a defect of the server", stream.head.path)
                 error = Internal(DEFECT)
-            raise RefusedRequest(error, request.id, request.trace) from None
+            raise RefusedRequest(error, request.id, request.trace, request.model) from None
+
+    def _trace_refused(
+        self, refused: RefusedRequest, call: InferCall, waited_ns: int, read_ns: int, sampled: Trace | None
+    ) -> None:
+        """Gives a request that was refused while it was decoded its trace, if it is sampled and names a model.
+
+        The arguments are those of ``_ask_read``.
+        """
+        if sampled is None and waited_ns and refused.model:
+            sampled = self._sample(refused.model, call.stream.head, waited_ns, read_ns)
+        if sampled is not None:
+            sampled.client_id = refused.client_id
+            refused.trace = sampled
 
     def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
         """Decides whether a request is traced. Returns its new trace; None: it is not traced.
@@ -305,6 +325,15 @@ class CallRequest(InFlight):
     loading: bool = False
     scheduling: Scheduling = UNSCHEDULED
     trace: Trace | None = None
+
+    @classmethod
+    def refused(cls, call: InferCall, refused: RefusedRequest) -> CallRequest | None:
+        """Makes an object that says in logs which request was refused, and is never sent. None: its model is not known."""
+        if not refused.model:
+            return None
+        context = None if refused.trace is None else refused.trace.context
+        account = call.stream.connection.account
+        return cls(call, DecodedHead(refused.model, 0), refused.client_id, False, context=context, account=account)
 
     @property
     def names(self) -> tuple[str, str]:

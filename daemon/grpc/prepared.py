@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tensord.daemon.front.bounded_cache import BoundedCache
-from tensord.daemon.grpc.request_codec import DecodedHead, decode_head, decode_scheduling
+from tensord.daemon.grpc.request_codec import DecodedHead, decode_head, decode_scheduling, model_of
 from tensord.daemon.grpc.request_fields import RefusedRequest, split
 from tensord.daemon.grpc.response_codec import AnswerLayout
 from tensord.daemon.grpc.walk import Walked
@@ -171,7 +171,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
                 state = self._table.expect(decoded.model, decoded.version)
             request = decoded.request(text, raws, scheduling)
         except ServingError as error:
-            raise RefusedRequest(error, text) from None
+            raise RefusedRequest(error, text, model=model_of(head)) from None
         if known is None and walked is not None and state.metadata:
             self._learn(walked, decoded, bool(raws))
         return decoded, request, state

@@ -15,6 +15,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from tensord.daemon.grpc import counts, packed_numbers
+from tensord.daemon.grpc.walk import fields
 from tensord.daemon.submit.model_states import ModelStates, parse_version
 from tensord.daemon.submit.placement import InputContent, UnsentRequest
 from tensord.daemon.submit.scheduling import KEYS, UNSCHEDULED, Scheduling
@@ -26,6 +27,8 @@ from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput, checked_set_name
 
 _INT64 = (1 << 63) - 1
+#: Tag byte of the field ``model_name``.
+_MODEL_NAME = 0x0A
 #: Datatype of a contents field, and the datatypes that may come in it.
 _CONTENTS = {
     "bool_contents": ("BOOL", ("BOOL",)),
@@ -122,6 +125,15 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
         [_requested(entry) if entry.parameters else RequestedOutput(entry.name) for entry in request.outputs]
     )
     return decoded, state
+
+
+def model_of(head: bytes) -> str:
+    """Returns the model that an encoded ModelInferRequest names, also if other fields break the protocol; "": it names none."""
+    name = b""
+    for tag, _, begin, size in fields(head, len(head)):
+        if tag == _MODEL_NAME:
+            name = head[begin : begin + size]
+    return name.decode(errors="replace")
 
 
 def read_version(model: str, text: str) -> int:

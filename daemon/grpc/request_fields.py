@@ -27,13 +27,14 @@ _CUT_SHORT = "failed to parse the request message: it is cut short"
 
 
 class RefusedRequest(Exception):
-    """Raised when a request message is refused; carries the error, the request's id if known, and its trace if it has one."""
+    """Raised when a request message is refused; carries the error, and the request's id, trace and model if they are known."""
 
-    def __init__(self, error: ServingError, client_id: str = "", trace: Trace | None = None) -> None:
+    def __init__(self, error: ServingError, client_id: str = "", trace: Trace | None = None, model: str = "") -> None:
         super().__init__(error.message)
         self.error = error
         self.client_id = client_id
         self.trace = trace
+        self.model = model
 
 
 def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:

@@ -111,7 +111,7 @@ class StreamInfer(InferCall):
                 else self.infer.ask(self, message, start, end, waited_ns, read_ns)
             )
         except RefusedRequest as refused:
-            self._not_sent(refused.error, refused.client_id, refused.trace)
+            self._not_sent(refused.error, refused.client_id, refused.trace, CallRequest.refused(self, refused))
             return
         except Exception as error:
             known = message.client_id if isinstance(message, ArrivingMessage) else client_id_of(message[start:end])
@@ -121,17 +121,21 @@ class StreamInfer(InferCall):
         if asked.waits_for_room:
             self._placing = self.stream.held = True
 
-    def _not_sent(self, error: Exception, client_id: str, trace: Trace | None = None) -> None:
+    def _not_sent(
+        self, error: Exception, client_id: str, trace: Trace | None = None, asked: CallRequest | None = None
+    ) -> None:
         """Sends the client an error for a request that could not be sent to a worker; the stream's other requests go on.
 
-        ``trace``: the request's trace, which ends once the error is written; None: the request is not traced.
+        Args:
+          trace: the request's trace, which ends once the error is written; None: the request is not traced.
+          asked: says in logs which request it was; None: that is not known.
         """
         sent = None
         if trace is not None:
             trace.error = error.message if isinstance(error, ServingError) else DEFECT
             sent = Sent(trace, None)
         if isinstance(error, ServingError):
-            self._refused(number(error), error.message, client_id, sent=sent)
+            self._refused(number(error), error.message, client_id, sent=sent, asked=asked)
         else:
             _log.error("a request of a stream met a defect of the server", exc_info=error)
             self._refused(INTERNAL, DEFECT, client_id, sent=sent)

@@ -139,6 +139,7 @@ class UnaryInfer(InferCall):
                 else infer.ask(self, message, 0, len(message), waited_ns)
             )
         except RefusedRequest as refused:
+            self._asked = CallRequest.refused(self, refused)
             self._refuse(refused.error, refused.trace)
             return
         except ServingError as error:

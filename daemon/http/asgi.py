@@ -10,10 +10,13 @@ Source: ASGI 3.0, "HTTP & WebSocket ASGI Message Format"; RFC 9112.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tensord.daemon.http.response_codec import CLOSE, error_response, status_line
 from tensord.daemon.http.serving import HttpServing
@@ -31,6 +34,12 @@ _PROBED = ("/ready", "/live")
 _BODILESS = (204, 304)
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+
+
+class _Error(msgspec.Struct):
+    """The body of an answer that is an error."""
+
+    error: str
 
 
 class AsgiRequest:
@@ -62,6 +71,8 @@ class AsgiRequest:
         self._head = b""
         self._begun = self._answered = False
         self._status = 0
+        #: The first bytes of the body of an answer that is an error.
+        self._said = b""
         #: Bytes that the answer still owes; None: it is sent in chunks.
         self._owed: int | None = 0
 
@@ -177,6 +188,8 @@ class AsgiRequest:
 
         Raises: RuntimeError: the body is longer or shorter than the answer's Content-Length.
         """
+        if self._status >= 400:
+            self._said = self._said or body
         if self._scope["method"] == "HEAD":
             body = b""
         if self._owed is None:
@@ -203,6 +216,13 @@ class AsgiRequest:
             self._serving.answered.managed(str(self._status))
         else:
             scope = self._scope
-            what = f"{scope['method']} {scope['path']}"
+            what = f"{scope['method']} {scope['path']}{_sentence(self._said)}"
             self._serving.answered.failed(str(self._status), what, account=self._order.account)
         self._order.answered()
+
+
+def _sentence(body: bytes) -> str:
+    """Returns a colon and the sentence in the body of an error; "": the body has none."""
+    with contextlib.suppress(msgspec.DecodeError):
+        return f": {msgspec.json.decode(body, type=_Error).error}"
+    return ""

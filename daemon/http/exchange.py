@@ -126,7 +126,13 @@ class Exchange(InFlight):
             reception.refuse(error)
 
     def _admit(self) -> None:
-        """Checks that requests over HTTP may go to the model, and begins a trace if the request is sampled.
+        """Begins a trace if the request is sampled, and checks that it may go to its model. Raises as ``_check``."""
+        # First: what is refused is traced as well.
+        self._sample()
+        self._check()
+
+    def _check(self) -> None:
+        """Checks that requests over HTTP may go to the model.
 
         Raises NotFound: no such model version serves or is being loaded; Unsupported: the model gives several responses to a
           request; or the ``error`` that was found in the request's head.
@@ -140,7 +146,6 @@ class Exchange(InFlight):
             if table.expect(head.model, head.version).streams:
                 raise Unsupported(DECOUPLED)
             head.edition = table.edition
-        self._sample()
 
     def _sample(self) -> None:
         """Begins a trace of the request, if the tracer's sampling selects it."""
@@ -253,7 +258,8 @@ class Exchange(InFlight):
             body = reception.begin_now()
             if body is None:
                 return None
-            self._admit()
+            self._check()
+            self._sample()
         except ServingError:
             reception.drop()
             return None

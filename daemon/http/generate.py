@@ -182,16 +182,16 @@ class Generation(InFlight):
         self._go_on()
 
     def _admit(self) -> ModelState:
-        """Returns the state of the model that the request names, and begins a trace if the request is sampled.
+        """Begins a trace if the request is sampled, and returns the state of the model that the request names.
 
         Raises NotFound: no such model version serves requests; InvalidArgument: the body is compressed.
         """
         head, table = self._head, self._serving.table
-        state = table.find(head.model, head.version)
         trace = self._trace = self._serving.tracer.sample(head.model, head.trace_parent)
         if trace is not None:
             self.context = trace.context
             trace.stamp(trace_stamps.HTTP_RECV_START)
+        state = table.find(head.model, head.version)
         if head.coding:
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         return state

@@ -132,7 +132,7 @@ def test_the_access_log(serve: Callable[..., DaemonProcess]) -> None:
                 "input_bytes": 32,
                 "client": "tcp 127.0.0.1",
             }
-        assert (bad["code"], bad["client"]) == ("NOT_FOUND", "tcp 127.0.0.1")
+        assert (bad["code"], bad["client"], bad["model"]) == ("NOT_FOUND", "tcp 127.0.0.1", "nobody")
         assert "nobody" in bad["error"]
         daemon.config.write_text(daemon.config.read_text().replace("access = 5", "access = 0"))
         daemon.signal(signal.SIGHUP)
@@ -141,6 +141,14 @@ def test_the_access_log(serve: Callable[..., DaemonProcess]) -> None:
             client.infer("scale", [given])
         assert daemon.request("GET", "/v2/health/live")[0] == 200
         assert len(lines(daemon)) == 5
+
+
+def test_what_else_is_refused_is_logged_with_its_sentence(serve: Callable[..., DaemonProcess]) -> None:
+    daemon = serve(access=5)
+    status, body = daemon.request("GET", "/v2/models/nobody")[:2]
+    assert status == 404
+    wait_until(lambda: lines(daemon), "a line", daemon)
+    assert lines(daemon)[0]["error"] == f"GET /v2/models/nobody: {json.loads(body)['error']}"
 
 
 def test_who_changed_something(serve: Callable[..., DaemonProcess], tmp_path: Path) -> None:

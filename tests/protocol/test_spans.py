@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,6 +103,32 @@ def test_a_refused_request_is_a_span_with_its_error(daemon: DaemonProcess, colle
         infer(daemon, kind, "scale", SAMPLED % trace_id, (1, 5))
     (own,) = (span for span in collector.of(trace_id, 1) if span.name == "infer scale")
     assert (own.status.code, own.status.message) == (2, refused.value.message())
+
+
+@KINDS
+def test_a_request_for_a_model_that_is_not_there_is_a_span_too(
+    daemon: DaemonProcess, collector: Collector, kind: Any
+) -> None:
+    trace_id = f"{10:031x}{int(kind is grpcclient):x}"
+    with pytest.raises(InferenceServerException) as refused:
+        infer(daemon, kind, "nobody", SAMPLED % trace_id)
+    (own,) = (span for span in collector.of(trace_id, 1) if span.name == "infer nobody")
+    assert (own.parent_span_id.hex(), own.status.code, own.status.message) == (PARENT, 2, refused.value.message())
+
+
+@pytest.mark.parametrize("path", ["generate", "generate_stream"])
+def test_a_generation_by_a_model_that_is_not_there_is_a_span_too(
+    daemon: DaemonProcess, collector: Collector, path: str
+) -> None:
+    trace_id = f"{11:031x}{len(path) % 16:x}"
+    asked = urllib.request.Request(
+        f"http://{daemon.url}/v2/models/nobody/{path}", b"{}", {"traceparent": SAMPLED % trace_id}
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(asked, timeout=PATIENCE)
+    refused.value.close()
+    (own,) = (span for span in collector.of(trace_id, 1) if span.name == "infer nobody")
+    assert own.status.code == 2
 
 
 def test_a_first_response_has_an_exemplar(daemon: DaemonProcess, collector: Collector) -> None:
