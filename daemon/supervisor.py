@@ -298,8 +298,7 @@ class Supervisor:
 
         A worker of an isolated model may still be missing.
         """
-        workers = [worker for worker in self.workers if worker.ready or not worker.model]
-        return self.fronts.up() and all(worker.ready and not worker.owed for worker in workers)
+        return self.fronts.up() and self.workers.up()
 
     def _summary(self) -> str:
         return model_list.summary(self._models, (worker.device for worker in self.workers.ready()))

@@ -197,6 +197,16 @@ class WorkerPool:
         )
         return msgspec.structs.replace(options, response_cache=cache)
 
+    def up(self) -> bool:
+        """Returns whether there is a ready worker in every slot that models share, and no ready worker has models to load.
+
+        A dead worker, whose replacement has yet to start, is none.
+        """
+        ready = [worker for worker in self if worker.ready]
+        return self._shared_slots.keys() <= {worker.name for worker in ready} and not any(
+            worker.owed for worker in ready
+        )
+
     def ready(self) -> list[WorkerProcess]:
         """Returns the workers that are ready to answer calls now."""
         return [worker for worker in self if worker.ready and worker.alive]
