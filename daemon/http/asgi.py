@@ -50,9 +50,6 @@ class AsgiRequest:
       expects_continue: whether the client sends the body only after a ``100 Continue``.
     """
 
-    #: Nobody measures how fast its body comes.
-    received = -1
-
     def __init__(
         self, serving: HttpServing, scope: dict[str, Any], order: AnswerOrder, keep_alive: bool, expects_continue: bool
     ) -> None:
@@ -61,7 +58,8 @@ class AsgiRequest:
         self._order = order
         self.keep_alive = keep_alive
         self._expects_continue = expects_continue
-        #: What came of its body and was not taken; whether there is more to come.
+        #: Bytes of its body that came; which of them were not taken; whether there are more to come.
+        self._received = 0
         self._body = bytearray()
         self._more_body = True
         #: Something happened that ``_receive`` waits for.
@@ -78,8 +76,14 @@ class AsgiRequest:
 
     # ------------------------------------------------------------------------------------------- the connection's side
 
+    @property
+    def received(self) -> int:
+        """Returns how many bytes of the body have been received; -1: the client was not told yet to send it."""
+        return -1 if self._expects_continue else self._received
+
     def receive(self, chunk: bytes) -> None:
         """Receives a piece of the request's body for the application, or discards it if the answer is already complete."""
+        self._received += len(chunk)
         if not self._answered:
             self._body += chunk
             if len(self._body) > _MAX_WAITING:
