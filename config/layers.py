@@ -232,6 +232,8 @@ def variable(key: str) -> str:
     return PREFIX + key.replace(".", "_").upper()
 
 
+#: Keys whose values have secrets in them.
+_SECRET = ("http.restricted_api", "grpc.restricted_protocol")
 #: Keys that may be "auto", with what gives their value then.
 _PARTS_OF_THE_HOST: Mapping[str, Callable[[], int]] = {
     "arenas.max_byte_size": host_memory.arena_byte_size,
@@ -434,6 +436,12 @@ def value_of(options: Options, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+def shown_value_of(options: Options, key: str) -> Any:
+    """Returns what a table may show of the value of a key: all of it but the secrets that clients are to know."""
+    value = value_of(options, key)
+    return restrictions.without_values(value) if key in _SECRET else value
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -63,3 +63,8 @@ def parse(entries: Iterable[str]) -> dict[str, Restriction]:
     if waiting:
         raise ValueError(f"{_FORM}, given {','.join(waiting)!r}")
     return found
+
+
+def without_values(entries: Iterable[str]) -> tuple[str, ...]:
+    """Returns entries as they may be shown to anybody: ``...`` stands for the VALUE of each, which is a secret."""
+    return tuple(re.sub(r"(:[^=]*=).*", r"\1...", entry, flags=re.DOTALL) for entry in entries)

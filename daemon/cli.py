@@ -386,7 +386,7 @@ def print_config(ctx: click.Context, config: Path | None, short: bool) -> None:
     configured = layers.read(config, os.environ, flags.settings(ctx))
     if short:
         rows = [
-            {"key": key, "value": json.dumps(layers.value_of(configured.options, key)), "source": source}
+            {"key": key, "value": json.dumps(layers.shown_value_of(configured.options, key)), "source": source}
             for key, source in configured.sources.items()
         ]
         tables.show(("key", "value", "source"), rows)

@@ -80,7 +80,7 @@ class Configuration:
         self.options = msgspec.structs.replace(self.options, log=new)
 
     async def described(self) -> dict[str, Any]:
-        """Describes every key: its value in force, its source, and what the files say now if that differs.
+        """Describes every key: its value in force (without secrets), its source, and what the files say now if that differs.
 
         Returns ``keys``, a list of {key, value, source, next?, waits?}, where ``waits`` is "reload" or "restart", and ``error``,
         a sentence about files that a reload would refuse, or "".
@@ -93,10 +93,12 @@ class Configuration:
         rows: list[dict[str, Any]] = []
         for key in layers.known_keys():
             value = layers.value_of(self.options, key)
-            row = {"key": key, "value": value, "source": self._sources.get(key, _DEFAULT)}
+            shown = layers.shown_value_of(self.options, key)
+            row = {"key": key, "value": shown, "source": self._sources.get(key, _DEFAULT)}
             if key.startswith("log.") and value != layers.value_of(self._accepted.options, key):
                 row["source"] = _CHANGED
-            if (coming := layers.value_of(new.options, key)) != value:
+            if layers.value_of(new.options, key) != value:
+                coming = layers.shown_value_of(new.options, key)
                 row |= {"next": coming, "waits": "reload" if _is_reloadable(key) else "restart"}
             rows.append(row)
         return {"keys": rows, "error": error}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tensord.config import layers
 from tensord.config.layers import ConfigurationError, Setting
-from tensord.config.restrictions import GROUPS, Restriction, parse
+from tensord.config.restrictions import GROUPS, Restriction, parse, without_values
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,8 @@ def test_a_variable() -> None:
 
 def test_the_value_is_not_shown() -> None:
     assert "sesame" not in repr(parse(["health:k=sesame"]))
+    entries = ["health,trace:k=sesame", "logging:key=open=:sesame\nsesame", "metadata"]
+    assert without_values(entries) == ("health,trace:k=...", "logging:key=...", "metadata")
 
 
 @given(st.lists(st.text(max_size=12) | st.sampled_from(GROUPS) | st.just("health:k=v"), max_size=4))

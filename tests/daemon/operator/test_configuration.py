@@ -71,6 +71,13 @@ async def test_what_is_in_force_and_what_waits() -> None:
     assert (await found())["log.verbose"]["source"] == "changed while running"
 
 
+async def test_secrets_are_not_described() -> None:
+    secret, other = (Options(http=Http(restricted_api=(f"trace:k={value}",))) for value in ("sesame", "simsim"))
+    rows = (await Configuration(Configured(secret, {}), lambda: Configured(other, {})).described())["keys"]
+    (row,) = (row for row in rows if "waits" in row)
+    assert (row["key"], row["value"], row["next"]) == ("http.restricted_api", ("trace:k=...",), ("trace:k=...",))
+
+
 async def test_a_file_that_a_reload_would_refuse_is_said() -> None:
     def wrong() -> Configured:
         raise ConfigurationError("tensord.toml: http.port: expected int")
