@@ -70,8 +70,8 @@ def report(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Waits for a process to end and returns the JSON object in its last line. Raises SystemExit: it failed."""
     assert process.stdout is not None
     text = process.stdout.read()
-    if process.wait():
-        raise SystemExit(f"{process.args} ended with {process.returncode}")
+    if process.wait() or not text:
+        raise SystemExit(f"{process.args} ended with {process.returncode} and said {text[-200:]!r}")
     said = json.loads(text.splitlines()[-1])
     assert isinstance(said, dict)
     return said

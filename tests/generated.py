@@ -12,4 +12,4 @@ def examples(count: int) -> int:
 
 def times(release: int, ordinary: int) -> int:
     """Returns how often a test repeats something: ``release`` times with ``--hypothesis-profile=search``, else ``ordinary``."""
-    return release if examples(release) == release else ordinary
+    return release if settings.default.max_examples >= 100 else ordinary

@@ -148,7 +148,13 @@ def is_forked(pid: int) -> bool:
 def run(words: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Runs ``python -m WORDS`` to its end by a fork; returns its exit status and outputs."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        status = start(words, environment=environment, output=output.fileno(), errors=errors.fileno()).wait()
+        process = start(words, environment=environment, output=output.fileno(), errors=errors.fileno())
+        try:
+            status = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
         output.seek(0)
         errors.seek(0)
         return subprocess.CompletedProcess(words, status, output.read(), errors.read())

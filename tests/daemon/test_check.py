@@ -330,6 +330,7 @@ def test_what_models_take(tmp_path: Path) -> None:
     scale_model(tmp_path)
     write_model(tmp_path, "host", DECLARED + "host = True\n" + GOOD)
     done = prepared.run(["tensord", "check", f"--model-repository={tmp_path}", "--device=cpu", "--load"])
+    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [lines[0], lines[2]] == ["host: version 1", "scale: version 1"]
     assert re.fullmatch(r"    version 1: [\d.]+ s", lines[1])

@@ -435,9 +435,11 @@ def test_clients_that_are_killed(daemon: DaemonProcess, path: Path, workers: set
             said, output = os.pipe()
             victim = prepared.start(["-c", VICTIM, str(path), str(1000 * number)], output=output)
             os.close(output)
-            with os.fdopen(said) as reader:
-                assert reader.readline() == "begun\n"
-                time.sleep(chance.random() * 0.2)
+            try:
+                with os.fdopen(said) as reader:
+                    assert reader.readline() == "begun\n"
+                    time.sleep(chance.random() * 0.2)
+            finally:
                 victim.kill()
                 victim.wait()
         wait_until(lambda: _mappings(workers) == 1, "end of the mappings")

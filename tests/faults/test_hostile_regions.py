@@ -26,6 +26,7 @@ from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
 from tests.faults.load import CheckedLoad
+from tests.generated import times
 from tests.on_stub import daemon_on
 
 pytestmark = pytest.mark.skipif(not guard.available, reason="the C extension was not built")
@@ -268,7 +269,7 @@ def test_a_full_dev_shm(tmp_path: Path, access: str) -> None:
 
 def test_rounds_leave_nothing(daemon: DaemonProcess) -> None:
     """
-    1. A region is registered, used both ways, unregistered, a hundred times after forty to warm up.
+    1. A region is registered, used both ways, unregistered, many times after some to warm up.
     Result: as many descriptors and mappings as before; resident memory within what the allocators keep.
     """
     (worker,) = daemon.workers
@@ -291,9 +292,9 @@ def test_rounds_leave_nothing(daemon: DaemonProcess) -> None:
             maps = [len(process.memory_maps(grouped=False)) for process in family]
             return [process.num_fds() for process in family], maps, worker.memory_info().rss
 
-        rounds(40)
+        rounds(times(100, 40))
         fds, maps, resident = held()
-        rounds(100)
+        rounds(times(300, 100))
         # Threads and connections come and go by themselves; so many regions would be so many.
         wait_until(
             lambda: all(after - before <= 16 for before, after in zip(fds, held()[0], strict=True)),

@@ -20,9 +20,10 @@ import tritonclient.http as httpclient
 
 from tests import repositories
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.generated import times
 
 #: Each of which would wake a front that were asked.
-SCRAPES = 300
+SCRAPES = times(1000, 300)
 ACCEPTS = ("", "application/openmetrics-text;version=1.0.0")
 
 

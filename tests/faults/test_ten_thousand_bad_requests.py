@@ -6,7 +6,8 @@
 4. Nothing answers 5xx but what says so on purpose; nobody dies, nobody else gets a wrong answer.
 5. In the end descriptors, memory and the request arena are what they were.
 
-TENSORD_BAD_REQUESTS=N makes N of them instead of four thousand (ten before a release); TENSORD_BAD_REQUESTS_SEED another series.
+TENSORD_BAD_REQUESTS=N makes N of them instead of four thousand (ten thousand before a release);
+TENSORD_BAD_REQUESTS_SEED another series.
 """
 
 from __future__ import annotations

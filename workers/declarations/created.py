@@ -13,10 +13,13 @@ from tensord.workers.declarations.request_inputs import RequestInputs
 from tensord.workers.tensors.signature import Signature
 from tensord.workers.tensors.tensor_trees import is_tree, taking_trees
 
+#: What ``create`` of a model.py returned: a function, its parameters, and the initial state or None.
+Created = tuple[Callable[..., Any], Any, object]
+
 
 def created(
     module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None, indexed: bool = False
-) -> tuple[Callable[..., Any], Any, object]:
+) -> Created:
     """Returns the function, the parameters and the initial state (or None) that ``create`` returned.
 
     Args:

@@ -355,8 +355,10 @@ class FastPath(Poller):
         """
         (request,) = execution.requests
         preparation, lane, executable = request.preparation, request.submitter.lane, execution.executable
-        run = self._single_run(version, model, execution)
-        if run is None or preparation is None or not isinstance(executable, Executable):
+        if preparation is None or not isinstance(executable, Executable):
+            return
+        run = self._single_run(version, model, execution, preparation, executable)
+        if run is None:
             return
         fd, number = lane.fileno(), preparation.number
         key = shapes_of(request.key)
@@ -380,18 +382,25 @@ class FastPath(Poller):
             return
         self._numbers.setdefault(fd, set()).add(number)
 
-    def _single_run(self, version: ModelVersion, model: JaxModel, execution: Execution) -> SingleRun | None:
+    def _single_run(
+        self,
+        version: ModelVersion,
+        model: JaxModel,
+        execution: Execution,
+        preparation: Preparation,
+        executable: Executable,
+    ) -> SingleRun | None:
         """Returns what runs repeats of a large request, which was the only one of its run; None: C cannot answer such."""
         (request,) = execution.requests
-        preparation, submitter, executable = request.preparation, request.submitter, execution.executable
-        if preparation is None or preparation.checked is None:
+        submitter = request.submitter
+        if preparation.checked is None:
             return None
         prepared = preparation.prepared
         places = [tensor.region for tensor in prepared.inputs] + [output.region for output in prepared.outputs]
         regions = self._found(places, submitter)
         if regions is None:
             return None
-        if submitter.closed or not isinstance(executable, Executable) or not preparation.checked.plain:
+        if submitter.closed or not preparation.checked.plain:
             return None
         if not _says_what_holds(request, execution):
             return None

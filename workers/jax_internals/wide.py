@@ -20,12 +20,12 @@ def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]
 
 
 def precisions(wide: bool) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Returns what makes contexts in which JAX has 64-bit elements if a model does (``wide``); others change nothing."""
+    """Returns a function that makes contexts with JAX's 64-bit mode on (``wide``), or contexts that change nothing."""
     return enable_x64 if wide else contextlib.nullcontext
 
 
 def precision(wide: bool) -> contextlib.AbstractContextManager[object]:
-    """Returns one such context; what runs again and again keeps ``precisions`` and does not ask what the model has each time."""
+    """Returns a context in which JAX's 64-bit mode is on if a model needs it (``wide``); otherwise it changes nothing."""
     return precisions(wide)()
 
 

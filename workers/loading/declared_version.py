@@ -36,7 +36,7 @@ from tensord.workers.tensors.state import declare_state, state_specs
 
 @dataclass(slots=True)
 class VersionLoad:
-    """One load (loading) of a model version: its Load record, its configuration, its code, and the progress of the load."""
+    """Holds what is known of a model version while it is being loaded: record, configuration, code and progress."""
 
     record: Load
     #: The configuration, to which ``declared_version`` adds what model.py declares.
@@ -67,7 +67,7 @@ class VersionLoad:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredVersion:
-    """What a version's model.py and configuration declare: tensors, sequences, inputs that the worker makes, devices."""
+    """Holds what a version's model.py and configuration declare: tensors, sequences, inputs that the worker makes, devices."""
 
     #: The tensors that clients send and get.
     signature: Signature

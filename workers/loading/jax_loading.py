@@ -12,6 +12,7 @@ import jax
 
 from tensord.shm.errors import Unsupported
 from tensord.workers.declarations import artifact
+from tensord.workers.declarations.created import Created
 from tensord.workers.declarations.device_choice import given_devices
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.imports.model_imports import python_source
@@ -70,7 +71,7 @@ def indexed(apply: Callable[..., Any]) -> Apply:
 
 @dataclass(frozen=True, slots=True)
 class InstancePlan:
-    """How the instances of a JAX model run: on which devices, and in threads of their own or as one program in the loop."""
+    """Says how the instances of a JAX model run: on which devices, and in threads of their own or as one program in the loop."""
 
     #: The device or devices that ``create`` gets.
     given: jax.Device | tuple[jax.Device, ...]
@@ -114,7 +115,7 @@ def jitted_model(
     load: VersionLoad,
     declared: DeclaredVersion,
     buckets: Buckets,
-    created: tuple[Apply, Any, object],
+    created: Created,
     plan: InstancePlan,
     target: LoadTarget,
 ) -> JaxModel:

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import msgspec
 
@@ -28,7 +27,7 @@ from tensord.shm.status_page import StatusPage
 from tensord.workers.calls.caller import CallServer, ModelPort
 from tensord.workers.calls.metric_registry import MetricRegistry
 from tensord.workers.declarations import artifact
-from tensord.workers.declarations.created import create, created, is_generator
+from tensord.workers.declarations.created import Created, create, created, is_generator
 from tensord.workers.declarations.declaration import (
     batch_rules,
     check_size,
@@ -70,13 +69,11 @@ from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.turns import Turns
 
 _log = logging.getLogger(__name__)
-#: What ``create`` of a model.py returned: a function, its parameters, and the initial state or None.
-Function = tuple[Callable[..., Any], Any, object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Runnable:
-    """What runs the requests of a loaded version: a model in the worker's loop, or instances with threads of their own."""
+    """Holds what runs the requests of a loaded version: a model in the worker's loop, or instances with threads of their own."""
 
     jitted: JaxModel | None = None
     stepped: SteppedModel | None = None
@@ -85,7 +82,7 @@ class _Runnable:
     maker: InstanceMaker | None = None
     #: None: the model has no parameters that the server knows.
     sets: ParameterSets | None = None
-    #: Of a model that says itself whether it is ready.
+    #: Calls ``is_ready`` of the model's code; None: it has none.
     is_ready_calls: IsReadyCalls | None = None
 
 
@@ -162,7 +159,7 @@ class Loader:
         except BaseException as error:
             imports.forget()
             what = f"loading model '{record.name}' version {record.version}"
-            raise self._failure(record, what, error, progress.cancellation) from error
+            raise self._failure(record, what, error, progress.cancellation) from None
 
     def _module(self, record: Load, message: ModelConfig, imports: ModelImports, flags: OwnFlags) -> ModuleType:
         """Runs a version's model.py and returns its module; or makes one from files of exported programs."""
@@ -175,7 +172,7 @@ class Loader:
             return imports.run(folder / file)
 
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
-        """Returns the error that a load (loading of a version) fails with because of ``error``, which is logged if need be.
+        """Returns the error that loading a version fails with because of ``error``, which is logged if need be.
 
         Args:
           what: names what has failed in the log.
@@ -244,10 +241,20 @@ class Loader:
             raise InvalidArgument(f"model '{message.name}': class TritonPythonModel has no function execute(requests)")
         readiness = IsReadyCalls.of(module, load.record.name, self._starting.inbox)
         folder, kind = load.record.model_path, "CPU" if self._target.gpu is None else "GPU"
-        of = load.record.version, folder, kind, load.imports.port, declared.sequences, readiness
 
         def made(configuration: ModelConfig, _: JaxModel | None) -> Callable[[str], Instantiated]:
-            return functools.partial(PythonModel, PythonVersion(module, configuration, described, *of))
+            version = PythonVersion(
+                module,
+                configuration,
+                described,
+                version=load.record.version,
+                repository=folder,
+                kind=kind,
+                port=load.imports.port,
+                sequences=declared.sequences,
+                readiness=readiness,
+            )
+            return functools.partial(PythonModel, version)
 
         samples = load.samples(described, declared.made_inputs)
         maker = InstanceMaker(made, samples, load.flags.code, load.imports, declared.gpus)
@@ -283,7 +290,7 @@ class Loader:
             buckets = _buckets(load, declared.taken)
         return self._jitted(load, declared, buckets, function, plan)
 
-    def _generator(self, load: VersionLoad, declared: DeclaredVersion, function: Function) -> _Runnable:
+    def _generator(self, load: VersionLoad, declared: DeclaredVersion, function: Created) -> _Runnable:
         if declared.mixed is not None or declared.on_demand:
             what = "batch_sets" if declared.mixed is not None else "memory_policy 'on_demand'"
             raise Unsupported(f"model '{load.message.name}': {what} is for jitted functions, a generator is none")
@@ -295,7 +302,7 @@ class Loader:
         kind: type[GeneratorModel] | type[HostModel],
         load: VersionLoad,
         declared: DeclaredVersion,
-        function: Function,
+        function: Created,
     ) -> _Runnable:
         """Starts the instances of a function that is not compiled; they share function and parameters."""
         apply, parameters, _ = function
@@ -312,7 +319,7 @@ class Loader:
         load: VersionLoad,
         declared: DeclaredVersion,
         buckets: Buckets,
-        function: Function,
+        function: Created,
         plan: InstancePlan,
     ) -> _Runnable:
         """Compiles a jitted model's programs, runs each warmup sample, and starts the instances if they have threads."""

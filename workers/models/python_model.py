@@ -73,13 +73,14 @@ def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> 
 
 @dataclass(frozen=True, slots=True)
 class PythonVersion:
-    """What the instances of one version of a Triton Python model share: code, configuration, and what they are told."""
+    """Holds what the instances of one version of a Triton Python model share: code, configuration, and what they are told."""
 
     module: ModuleType
     message: ModelConfig
     signature: Signature
-    #: The number of the version, and the model's folder.
+    #: The number of the version.
     version: int
+    #: The model's folder.
     repository: str
     #: "CPU" or "GPU", which ``initialize`` is given.
     kind: str

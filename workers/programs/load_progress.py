@@ -28,7 +28,7 @@ def nobody(number: int, total: int, compiled: int) -> None:
 
 
 class LoadProgress:
-    """Reports the progress of one model's load, and sums up number, bytes and time of its programs.
+    """Makes the programs of one model's load, reports its progress, and sums up number, bytes and time of its programs.
 
     Used by the loading thread only.
     """
@@ -62,8 +62,8 @@ class LoadProgress:
     ) -> Iterator[tuple[T, CompiledProgram, bool]]:
         """Makes the programs of ``wanted`` (``ahead``); yields each with its program, and whether that had to be compiled.
 
-        Reports each before it is waited for, and logs a summary at the end. Raises Cancelled: the load was given up; or what
-        ``make`` raises.
+        Reports each before it is waited for, and logs a summary at the end. ``threads``: how many make programs at the same time.
+        Raises Cancelled: the load was given up; or what ``make`` raises.
         """
         made = ahead(make, wanted, threads)
         self._total, started_ns = len(wanted), time.monotonic_ns()
