@@ -14,6 +14,8 @@ from tensord_client.errors import InvalidArgument
 from tensord_client.results import Array, Parameter
 
 SequenceId = Union[int, str]
+#: The most requests that wait in this process for a worker, or for an HTTP connection, beyond those that are sent.
+MAX_WAITING = 1 << 16
 #: The most bytes of a sequence's id that is a text.
 _MAX_SEQUENCE_ID = 128
 #: Seconds (31 years) from which on a timeout is no limit.

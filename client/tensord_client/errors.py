@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-#: What a client says that was closed.
+#: The message of errors raised by a client that was closed.
 CLOSED = "the client was closed"
-#: The most requests that wait in this process for a worker, or for an HTTP connection, beyond those that are sent.
-MAX_WAITING = 1 << 16
 
 
 class ServingError(Exception):

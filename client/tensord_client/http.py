@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from tensord_client.call import Call
+from tensord_client.call import MAX_WAITING, Call
 from tensord_client.datatypes import datatype_of, decode, dtype_of
 from tensord_client.errors import (
     CLOSED,
-    MAX_WAITING,
     DeadlineExceeded,
     Internal,
     InvalidArgument,

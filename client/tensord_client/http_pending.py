@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tensord_client.call import MAX_WAITING
 from tensord_client.errors import (
     CLOSED,
-    MAX_WAITING,
     Cancelled,
     DeadlineExceeded,
     ServingError,

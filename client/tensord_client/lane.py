@@ -23,11 +23,10 @@ from typing import Any
 
 from tensord_client import wire
 from tensord_client.answer_memory import HeldResults
-from tensord_client.call import Call
+from tensord_client.call import MAX_WAITING, Call
 from tensord_client.clients_socket import ClientsSocket
 from tensord_client.errors import (
     CLOSED,
-    MAX_WAITING,
     Cancelled,
     Internal,
     ServingError,
