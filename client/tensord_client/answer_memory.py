@@ -25,7 +25,7 @@ from tensord_client.wire import AnswerRecord
 #: The segment, offset and generation of a lease.
 LeaseKey = tuple[int, int, int]
 _RELEASES, _RELEASED_PART = 16, 8
-#: An answer that a worker had no room for is an error that begins so.
+#: How a worker's error begins when its response memory had no room for an answer.
 _NO_ROOM = "no room for an answer of "
 
 
@@ -35,31 +35,32 @@ class HeldResults:
     def __init__(self, most: int) -> None:
         """Begins with none. ``most``: the most answers that may be held."""
         self.most = most
-        #: The bytes of each answer, by the number of its lane and the key of its lease.
-        self._sizes: dict[tuple[int, LeaseKey], int] = {}
+        #: The bytes of each answer, by the memory of its lane and the key of its lease.
+        self._sizes: dict[tuple[AnswerMemory, LeaseKey], int] = {}
 
-    def add(self, lane: int, key: LeaseKey, byte_size: int) -> None:
+    def add(self, memory: AnswerMemory, key: LeaseKey, byte_size: int) -> None:
         """Counts an answer whose outputs have ``byte_size`` bytes, until ``discard``."""
-        self._sizes[lane, key] = byte_size
+        self._sizes[memory, key] = byte_size
 
-    def discard(self, lane: int, key: LeaseKey) -> None:
+    def discard(self, memory: AnswerMemory, key: LeaseKey) -> None:
         """Counts an answer no more, if it was counted."""
-        self._sizes.pop((lane, key), None)
+        self._sizes.pop((memory, key), None)
 
     def too_many(self) -> ResultsHeld | None:
         """Returns the error of a program that holds as many answers as it may; None: it holds fewer."""
         held = len(self._sizes)
         return ResultsHeld(held, self.most) if held >= self.most else None
 
-    def explained(self, error: ServingError, lane: int, room: int) -> ServingError:
+    def explained(self, error: ServingError, memory: AnswerMemory, room: int) -> ServingError:
         """Returns the error to raise for ``error``: ResultsHeld if the answers that the program holds leave no room for another.
 
         Args:
           error: how a request ended: a worker's error, or a deadline, which ends a wait for room, too.
-          lane, room: the lane's number, and the bytes that answers on it may hold.
+          memory, room: the memory of the request's lane, and the bytes that answers in it may hold.
         """
-        held = list(self._sizes.items())
-        here = [size for (number, _), size in held if number == lane]
+        # A copy: before Python 3.12 a garbage collection may begin inside a loop over the items, and end a lease that is counted.
+        held = self._sizes.copy().items()
+        here = [size for (each, _), size in held if each is memory]
         is_full = isinstance(error, DeadlineExceeded) and here and sum(here) + max(here) > room
         if not (held and (is_full or error.message.startswith(_NO_ROOM))):
             return error
@@ -81,7 +82,7 @@ class Lease:
     def hold(self, byte_size: int) -> None:
         """Counts this lease, of an answer of ``byte_size`` bytes, until ``release`` among those that the program holds."""
         for key in self._key:
-            self._memory.held.add(self._memory.number, key, byte_size)
+            self._memory.held.add(self._memory, key, byte_size)
 
     def release(self) -> None:
         """Gives the memory back to the worker. Idempotent."""
@@ -89,7 +90,7 @@ class Lease:
             key = self._key.pop()
         except IndexError:
             return
-        self._memory.held.discard(self._memory.number, key)
+        self._memory.held.discard(self._memory, key)
         self._memory.give_back(key, self._segment.byte_size if key[0] else 0)
 
     __del__ = release
@@ -145,17 +146,15 @@ class ResponseSegment:
 class AnswerMemory:
     """The segments that answers on one lane lie in, and the leases that are to be given back to the worker. Thread-safe."""
 
-    def __init__(self, number: int, held: HeldResults, byte_size: int, release: Callable[[], None]) -> None:
+    def __init__(self, held: HeldResults, byte_size: int, release: Callable[[], None]) -> None:
         """Begins without a segment.
 
         Args:
-          number: the lane's number at the daemon.
           held: counts the answers that the program holds, over all lanes of the connection.
           byte_size: the most bytes that answers on this lane may hold.
           release: a method of the lane, which is referred to weakly: sends what ``release_record`` returns to the worker. It may
             be called in any thread, also by the garbage collector.
         """
-        self.number = number
         self.held = held
         self._byte_size = byte_size
         self._release_at = max(1, byte_size // _RELEASED_PART)
@@ -218,7 +217,7 @@ class AnswerMemory:
 
     def explained(self, error: ServingError) -> ServingError:
         """Returns the error to raise for ``error``, of a request on this lane: ResultsHeld if the answers held are its cause."""
-        return self.held.explained(error, self.number, self._byte_size)
+        return self.held.explained(error, self, self._byte_size)
 
     def drop(self, answer: AnswerRecord) -> None:
         """Gives the lease back of an answer that nobody waits for."""

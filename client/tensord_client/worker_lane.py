@@ -94,7 +94,7 @@ class WorkerLane:
         self.memory = memory
         self.ids = ids
         #: The worker's memory that answers on this lane lie in.
-        self.answers = AnswerMemory(number, held, response_byte_size, self._release)
+        self.answers = AnswerMemory(held, response_byte_size, self._release)
         #: Guards what is sent: ids grow, and what a number stands for is said before it is used.
         self.lock = self.socket.lock
         #: Held by the thread or event loop that reads the socket.
@@ -648,8 +648,9 @@ class WorkerLane:
         with self.lock:
             if self.ended:
                 return
-            self.ended = self.socket.closing = True
+            # Whoever sees that the lane has ended may ask when.
             self.ended_at = time.monotonic()
+            self.ended = self.socket.closing = True
             error = self._why or error
             unsent = self.socket.take_unsent()
             unsent.update([request_id for _, request_id in self._outgoing])

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tensord_client.errors import ResultsHeld
+from tensord_client.answer_memory import AnswerMemory, HeldResults
+from tensord_client.errors import DeadlineExceeded, ResultsHeld
 from tensord_client.lane import LaneConnection
 
 from tests.client.test_lane import identity
@@ -55,6 +56,29 @@ def test_results_that_fill_the_servers_memory_are_named(connection: LaneConnecti
     held.clear()
     gc.collect()
     assert connection.ask(identity(values)).result(_PATIENCE)["OUTPUT0"].nbytes == size
+
+
+class Silent:
+    """Stands for a lane that is never told of leases."""
+
+    def release(self) -> None:
+        pass
+
+
+def test_leases_of_two_lanes_may_have_the_same_key() -> None:
+    """As those of a worker and of the one in its place have, which has the lane's number, too, after the daemon was replaced."""
+    held, lane, key = HeldResults(2), Silent(), (1, 0, 1)
+    former, present = (AnswerMemory(held, 100, lane.release) for _ in range(2))
+    held.add(former, key, 60)
+    held.add(present, key, 40)
+    assert held.too_many() is not None
+    late = DeadlineExceeded()
+    assert isinstance(former.explained(late), ResultsHeld)
+    assert present.explained(late) is late
+    held.discard(former, key)
+    assert former.explained(late) is late
+    held.add(present, (1, 64, 1), 40)
+    assert isinstance(present.explained(late), ResultsHeld)
 
 
 def test_more_results_than_the_servers_memory_holds_at_once_come_one_after_the_other(
