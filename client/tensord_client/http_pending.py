@@ -10,6 +10,7 @@ pure request is sent again once even after it has left. In all other cases the f
 from __future__ import annotations
 
 import collections
+import contextlib
 import select
 import threading
 import time
@@ -424,7 +425,11 @@ class HttpPending:
             if not came.done():
                 came.set_result(None)
 
-        self._wake = lambda: loop.call_soon_threadsafe(wake)
+        def wake_soon() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(wake)
+
+        self._wake = wake_soon
         wake_at = self.wake_at
         timer = None if wake_at is None else loop.call_later(max(0.0, wake_at - time.monotonic()) + 1e-3, wake)
         fd = self.fileno() if mask else -1
@@ -433,7 +438,8 @@ class HttpPending:
         if mask & select.POLLOUT:
             loop.add_writer(fd, wake)
         try:
-            if mask or not self._granted or self._again_at:
+            # Another thread may have ended it since ``step``, when there was nothing to wake yet.
+            if not self._over and (mask or not self._granted or self._again_at):
                 await came
         finally:
             self._wake = _nothing
