@@ -80,7 +80,8 @@ class LaneConnection:
           max_results: the most answers in workers' memory that the program may hold; while it does, ``ask`` raises ResultsHeld.
           timeout: seconds to wait for each answer on the clients' socket.
           patience: seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
-          max_waiting: the most requests that wait for a worker, beyond those that it takes; one more is refused (Unavailable).
+          max_waiting: the most requests that wait for a worker, beyond those that it takes, and as many that wait because there
+            is no worker, of all models; one more is refused (Unavailable).
 
         Raises: Unavailable: no daemon answers there.
         """
@@ -117,6 +118,10 @@ class LaneConnection:
         #: Requests that are to be sent again and that no thread waits for, by model; each has a thread while there are any.
         self._astray: dict[tuple[str, int], deque[Pending]] = {}
         self._astray_lock = threading.Lock()
+        #: All requests that have no lane and that no thread is sending now, until nobody refers to them. The lock is only held by
+        #: who compares their number with the limit: a garbage collection, which may begin in there, may give a request up.
+        self.laneless: weakref.WeakSet[Pending] = weakref.WeakSet()
+        self._laneless_lock = threading.Lock()
         self._prepared: weakref.WeakSet[PreparedCall] = weakref.WeakSet()
 
     # ------------------------------------------------------------------------------------------------- the daemon
@@ -283,10 +288,11 @@ class LaneConnection:
         )
         pending = Pending(self, call, placed)
         if not self._send(pending, self.max_waiting):
-            waiting = len(self._astray.get((call.model, call.version), ()))
-            if waiting >= self.max_waiting:
-                raise too_many_waiting(waiting, self.max_waiting)
-            pending.astray = True
+            with self._laneless_lock:
+                waiting = len(self.laneless)
+                if waiting >= self.max_waiting:
+                    raise too_many_waiting(waiting, self.max_waiting)
+                pending.mark_astray()
         return pending
 
     def prepare(self, call: Call) -> PreparedCall:
@@ -543,6 +549,18 @@ class LaneConnection:
         """
         if not pending.claim():
             return
+        try:
+            self._send_claimed(pending, until)
+        except Unavailable:
+            if self.is_closed:
+                raise Cancelled(CLOSED) from None
+            raise
+
+    def _send_claimed(self, pending: Pending, until: float | None) -> None:
+        """Sends a request again that this thread has claimed, as soon as there is a lane (socket to a worker) for it.
+
+        Args and Raises: as ``send_again``.
+        """
         refusal, pending.refusal = pending.refusal, None
         lane = pending.lane
         if refusal is not None and not self.find_again(pending.call, until, refusal, lane):
@@ -550,8 +568,6 @@ class LaneConnection:
         if refusal is None and pending.sent and lane is not None:
             self.look_again(pending.call, lane, until)
         while not self._send(pending):
-            if self.is_closed:
-                raise Cancelled(CLOSED)
             self.find_lanes(pending.call, until)
         pending.watch_again()
 

@@ -153,7 +153,7 @@ class Pending:
 
     def _stray(self) -> None:
         """Has the request sent again: by the thread that waits for its answer, or else by a thread of the connection's."""
-        self.astray = True
+        self.mark_astray()
         if self.lane is not None:
             self.lane.watched.discard(self.request_id)
         with self._lock:
@@ -163,11 +163,19 @@ class Pending:
         else:
             self._notify()
 
+    def mark_astray(self) -> None:
+        """Notes that the request has no lane (socket to a worker): whoever waits for its answer has to send it."""
+        # In this order, so that whoever claims it counts it no more.
+        self._connection.laneless.add(self)
+        self.astray = True
+
     def claim(self) -> bool:
         """Returns True, to one thread only, if the request must be sent again: this thread then has to send it."""
         with self._lock:
             astray, self.astray = self.astray, False
-            return astray
+        if astray:
+            self._connection.laneless.discard(self)
+        return astray
 
     def fail(self, error: ServingError) -> None:
         """Ends the request with an error. May be called in any thread."""
@@ -188,10 +196,12 @@ class Pending:
         with self._lock:
             if self._given_up or self._ended:
                 return
-            self.astray = False
+            astray, self.astray = self.astray, False
             self._drop()
             self._arrived.append(error)
             self._given_up = True
+        if astray:
+            self._connection.laneless.discard(self)
         lane = self.lane
         if lane is not None:
             lane.cancel(self.request_id)

@@ -229,12 +229,19 @@ class PreparedCall:
           timeout: seconds to wait; None: without limit.
 
         Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time. The next call then waits for the
-          end of this one first, so that two calls never write to the same places.
+          end of this one first, so that two calls never write to the same places.  InvalidArgument: the request has to wait for
+          others, and is too large to be sent as an ordinary one, as those that wait are.
         """
         until = None if timeout is None else time.monotonic() + timeout
+        was_closed = self._connection.is_closed
         with self._lock:
             try:
                 return self._called(until)
+            except Unavailable:
+                # A new call of a closed connection is refused; one that was under way then is cancelled.
+                if self._connection.is_closed and not was_closed:
+                    raise Cancelled(CLOSED) from None
+                raise
             except ServingError:
                 raise
             except WaitEnded:
@@ -333,10 +340,11 @@ class PreparedCall:
             (record, lease), self._answer = self._answer, None
             try:
                 bound.outputs = made_answer(record, lease, self._call.places)
-            except (LookupError, TypeError, ValueError, ServingError) as failed:
+            except ServingError:
                 bound.learned = -1
-                if isinstance(failed, ServingError):
-                    raise
+                raise
+            except (LookupError, TypeError, ValueError) as failed:
+                bound.learned = -1
                 raise Internal(f"the worker's answer is malformed: {failed}") from failed
         self._exchange = self._exchange_on(lane, bound)
         return bound.outputs
@@ -418,7 +426,8 @@ class PreparedCall:
     def _queue(self, lane: WorkerLane, bound: Bound) -> int:
         """Sends the request as an ordinary one, which may wait for others: numbers may have other meanings when it is sent.
 
-        Returns its id. Raises: LaneEnded: it was not sent.  Unavailable: too many wait.
+        Returns its id. Raises: LaneEnded: it was not sent.  Unavailable: too many wait.  InvalidArgument: with its constant part,
+        which a prepared call names by a number, it is too large for one record.
         """
         contents = [bytes(each) for each in bound.contents]
         own = bytes(bound.datagram[bound.own_at :])

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tensord_client.answer_memory import HeldResults
-from tensord_client.errors import Internal, ServingError, Unavailable
+from tensord_client.errors import Cancelled, Internal, ServingError, Unavailable
 from tensord_client.lane import Call, LaneConnection
 from tensord_client.lane_socket import LaneEnded
 from tensord_client.memory import Memory
@@ -52,11 +52,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., DaemonProcess]]:
 
 
 @pytest.fixture
-def connect(tmp_path: Path) -> Iterator[Callable[[], LaneConnection]]:
+def connect(tmp_path: Path) -> Iterator[Callable[..., LaneConnection]]:
     opened: list[LaneConnection] = []
 
-    def begin() -> LaneConnection:
-        opened.append(LaneConnection(clients_socket(tmp_path)))
+    def begin(**arguments: int) -> LaneConnection:
+        opened.append(LaneConnection(clients_socket(tmp_path), **arguments))
         return opened[-1]
 
     yield begin
@@ -235,6 +235,70 @@ def test_requests_wait_for_a_daemon_that_is_restarted(
     for thread in threads:
         thread.join()
     assert failed == []
+
+
+@pytest.mark.parametrize("way", ["thread", "callback", "prepared"])
+def test_what_waits_for_a_daemon_is_cancelled_by_close(
+    way: str,
+    start: Callable[..., DaemonProcess],
+    connect: Callable[[], LaneConnection],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A caller that is told Unavailable would ask again. What is asked afterwards is told so."""
+    daemon, connection = start(), connect()
+    given, _, call = prepared(connection, True)
+    given[:] = 4
+    check(call(_PATIENCE), 4)
+    daemon.stop()
+    waits = threading.Event()
+    find_lanes = connection.find_lanes
+
+    def found(*arguments: Any) -> None:
+        waits.set()
+        find_lanes(*arguments)
+
+    monkeypatch.setattr(connection, "find_lanes", found)
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            call(_PATIENCE) if way == "prepared" else connection.ask(addsub(1)).result(_PATIENCE)
+        except ServingError as error:
+            ended.put(error)
+
+    if way == "callback":
+        connection.ask(addsub(1)).add_done_callback(ended.put)
+    else:
+        threading.Thread(target=ask).start()
+    assert waits.wait(_PATIENCE)
+    connection.close()
+    over = ended.get(timeout=_PATIENCE)
+    with pytest.raises(Cancelled, match=r"^the client was closed$"):
+        raise over if isinstance(over, ServingError) else over.result()
+    for again in (call, lambda _: connection.ask(addsub(1))):
+        with pytest.raises(Unavailable, match=r"^the client was closed$"):
+            again(_PATIENCE)
+
+
+def test_so_many_requests_wait_for_a_daemon(
+    start: Callable[..., DaemonProcess], connect: Callable[..., LaneConnection]
+) -> None:
+    """Whoever waits for them, or nobody yet; what is given up, or was dropped by its caller, waits no more."""
+    daemon, connection = start(), connect(max_waiting=3)
+    check(connection.ask(addsub(1)).result(_PATIENCE), 1)
+    daemon.stop()
+    text = r"^3 requests wait in this process to be sent, at most 3 may: wait for answers first$"
+    asked = [connection.ask(addsub(number)) for number in range(3)]
+    with pytest.raises(Unavailable, match=text):
+        connection.ask(addsub(3))
+    asked.pop().cancel()
+    del asked[0]
+    asked += [connection.ask(addsub(number)) for number in (2, 3)]
+    with pytest.raises(Unavailable, match=text):
+        connection.ask(addsub(4))
+    start()
+    for number, each in enumerate(asked, 1):
+        check(each.result(_PATIENCE), number)
 
 
 def test_a_worker_that_is_gone_before_the_first_record() -> None:
