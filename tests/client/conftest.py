@@ -37,6 +37,27 @@ def write_models(repository: Path) -> None:
     )
     write_model(
         repository,
+        "waits",
+        """
+        import pathlib, time
+        import numpy as np
+
+        inputs = {"path": "BYTES[1]"}
+        outputs = {"y": "INT32[1]"}
+        host = True
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                until = pathlib.Path(inputs["path"][0].decode())
+                while not until.exists():
+                    time.sleep(0.01)
+                return {"y": np.ones(1, np.int32)}
+
+            return apply, {}
+        """,
+    )
+    write_model(
+        repository,
         "strings",
         """
         inputs = {"x": "BYTES[n]"}
