@@ -36,6 +36,7 @@ from tensord.daemon.metrics.endpoint import Endpoint
 from tensord.daemon.models.changes import Models
 from tensord.daemon.models.polling import Polling
 from tensord.daemon.operator import model_list, process_list
+from tensord.daemon.operator.audit import Audit
 from tensord.daemon.operator.configuration import Configuration
 from tensord.daemon.operator.control_socket import ControlSocket
 from tensord.daemon.operator.drain import Drain, DrainPhase
@@ -135,7 +136,10 @@ class Supervisor:
         each = options.workers.devices_per_worker
         self._regions = RegionRegistry(options.regions, self.workers, self.fronts, each)
         self._lanes = ClientLanes(options, self)
-        self._clients = ClientSocket(options, environment, self._regions, self.fronts, self._lanes, self.parameters)
+        audit = Audit()
+        self._clients = ClientSocket(
+            options, environment, self._regions, self.fronts, self._lanes, self.parameters, audit
+        )
         self._log_settings = LogSettings(options.log, self._log_changed)
         self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self.fronts.publish)
         #: Sends spans to a collector; None: none are sent.
@@ -149,6 +153,7 @@ class Supervisor:
             self._trace_settings,
             self.workers,
             self.fronts,
+            audit,
         )
         self._gpus = GpuWatcher()
         collection = Collection(

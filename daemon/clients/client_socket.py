@@ -31,6 +31,7 @@ from tensord.daemon.clients.client_messages import (
     ClientQuestion,
     HelloAnswer,
     OpenLanes,
+    ParameterSetNames,
     Register,
 )
 from tensord.daemon.control import runtime_directory, unix_socket
@@ -45,6 +46,7 @@ from tensord.shm.operations import (
     DropParameters,
     ListParameters,
     Peer,
+    PushParameters,
     RegisterSystemRegion,
     RevertParameters,
     UnregisterRegion,
@@ -52,6 +54,7 @@ from tensord.shm.operations import (
 from tensord.shm.regions import check_sealed
 
 if TYPE_CHECKING:
+    from tensord.daemon.operator.audit import Audit
     from tensord.daemon.parameters.pushes import Parameters
     from tensord.daemon.processes.fronts import Fronts
     from tensord.daemon.regions.region_registry import RegionRegistry
@@ -88,6 +91,7 @@ class ClientSocket:
         fronts: Fronts,
         lanes: ClientLanes,
         parameters: Parameters,
+        audit: Audit,
     ) -> None:
         self.path = unix_socket.path(options.clients.socket, NAME, environment)
         self._options = options
@@ -96,6 +100,7 @@ class ClientSocket:
         self._fronts = fronts
         self._lanes = lanes
         self._parameters = parameters
+        self._audit = audit
         self._restricted = "parameters" in restrictions.parse(options.http.restricted_api)
         self._listener: socket.socket | None = None
         self._clients: set[asyncio.Task[None]] = set()
@@ -262,6 +267,10 @@ class ClientSocket:
                     await self._register(question.register, fds, connection.peer, closed)
             elif question.unregister is not None:
                 await self._registry.unregister(UnregisterRegion("system", question.unregister.name), connection.peer)
+            elif self._restricted:
+                raise Unsupported("parameters need a key on this server (http.restricted_api): ask over HTTP")
+            elif question.parameters is not None:
+                return self._list_parameters(question.parameters), []
             else:
                 return await self._change_parameters(question, fds, connection.peer), []
             await self._fronts.settled()
@@ -277,30 +286,34 @@ class ClientSocket:
         return {}, []
 
     async def _change_parameters(self, question: ClientQuestion, fds: list[int], peer: Peer) -> Any:
-        """Carries out a question about parameter sets: push, revert, drop or list. Returns the answer.
+        """Pushes, reverts or drops a parameter set, and notes in the audit who did, or why not. Returns the answer.
 
         ``fds``: for a push, the memfd with the parameters, if it came with the question; the caller must close it.
 
         Raises ServingError: the question was refused.
         """
-        if self._restricted:
-            raise Unsupported("parameters need a key on this server (http.restricted_api): ask over HTTP")
-        if (push := question.push) is not None:
-            if len(fds) > 1:
-                raise InvalidArgument(f"{len(fds)} descriptors came with a push of parameters, 1 is expected at most")
-            memory = fds[0] if fds else -1
-            wanted = push.operation(push.model, push.version, push.set, os.fstat(memory).st_size if fds else -1)
-            with descriptors.needed(f"parameters of model '{push.model[:255]}'"):
-                return msgspec.Raw(await self._parameters.push(wanted, peer, memory))
-        if (named := question.revert) is not None:
-            return msgspec.Raw(
-                await self._parameters.revert(RevertParameters(named.model, named.version, named.set), peer)
-            )
-        if (named := question.drop) is not None:
-            await self._parameters.drop(DropParameters(named.model, named.version, named.set), peer)
-            return {}
-        assert question.parameters is not None
-        names = question.parameters
+        operation = _parameters_operation(question, fds)
+        try:
+            result = await self._carry_out(operation, fds[0] if fds else -1, peer)
+        except ServingError as error:
+            self._audit.note(operation, peer, error)
+            raise
+        self._audit.note(operation, peer, result=result)
+        return msgspec.Raw(result) if result else {}
+
+    async def _carry_out(
+        self, operation: PushParameters | RevertParameters | DropParameters, memory: int, peer: Peer
+    ) -> bytes:
+        match operation:
+            case PushParameters(model):
+                with descriptors.needed(f"parameters of model '{model[:255]}'"):
+                    return await self._parameters.push(operation, peer, memory)
+            case RevertParameters():
+                return await self._parameters.revert(operation, peer)
+            case DropParameters():
+                return await self._parameters.drop(operation, peer)
+
+    def _list_parameters(self, names: ParameterSetNames) -> Any:
         found = self._parameters.listed(ListParameters(names.model, names.version, names.set))
         if len(found) > MAX_ANSWER - _BESIDE_LIST:
             raise Unsupported(
@@ -341,6 +354,24 @@ class ClientSocket:
                 self._said.clear()
             self._said[peer.owner] = now
             _log.warning("%s is refused to %s (process %d): %s", what, peer.owner, peer.pid, error.message)
+
+
+def _parameters_operation(
+    question: ClientQuestion, fds: list[int]
+) -> PushParameters | RevertParameters | DropParameters:
+    """Returns the operation that a question asks for. ``fds``: the descriptors that came with it.
+
+    Raises InvalidArgument: the question of a push does not say where its parameters are, or too many descriptors came.
+    """
+    if (push := question.push) is not None:
+        if len(fds) > 1:
+            raise InvalidArgument(f"{len(fds)} descriptors came with a push of parameters, 1 is expected at most")
+        return push.operation(push.model, push.version, push.set, os.fstat(fds[0]).st_size if fds else -1)
+    if (named := question.revert) is not None:
+        return RevertParameters(named.model, named.version, named.set)
+    named = question.drop
+    assert named is not None
+    return DropParameters(named.model, named.version, named.set)
 
 
 def _refuse(client: socket.socket, error: ServingError) -> None:

@@ -67,6 +67,7 @@ class Operations:
         traces: TraceSettings,
         workers: WorkerPool,
         fronts: Fronts,
+        audit: Audit,
     ) -> None:
         self._models = models
         self._parameters = parameters
@@ -76,7 +77,7 @@ class Operations:
         self._workers = workers
         self._readiness_query = ReadinessQuery(models.lifecycle, workers)
         self._fronts = fronts
-        self._audit = Audit()
+        self._audit = audit
 
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
         """Carries out a call and returns its reply record; every failure becomes an error code and a sentence.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,32 @@ def test_what_is_asked_of_sets_and_refused(start: Callable[..., FakeDaemon]) -> 
         "audit: push of parameter set 'bad' of model 'good' by tensorctl, refused: it always is",
         "audit: push of parameter set 'main' of model 'good' by tensorctl: number 17 of version 1, 18 bytes",
         "audit: drop of parameter set 'a' of model 'good' by tensorctl",
+    ):
+        daemon.wait_log(line)
+
+
+def test_the_audit_has_what_comes_over_the_clients_socket(start: Callable[..., FakeDaemon], tmp_path: Path) -> None:
+    daemon = start()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.connect(str(tmp_path / "clients.sock"))
+
+        def ask(**question: Any) -> Any:
+            client.sendall(json.dumps(question).encode())
+            return json.loads(client.recv(1 << 16))
+
+        for number in (17, 18):
+            assert ask(push={"model": "good", "set": "a", "file": "params.npz", "number": number})["number"] == number
+        assert ask(push={"model": "good", "set": "a", "file": "params.npz", "number": 16})["code"] == "REPLACED"
+        assert ask(revert={"model": "good", "set": "a"})["number"] == 17
+        assert ask(drop={"model": "good", "set": "a"}) == {}
+        assert "has no parameter set 'a'" in ask(drop={"model": "good", "set": "a"})["error"]
+    what, by = "parameter set 'a' of model 'good'", f"by uid {os.getuid()}, pid {os.getpid()}"
+    for line in (
+        f"audit: push of {what} {by}: number 18 of version 1, 18 bytes",
+        f"audit: push of {what} {by}, refused: number 16 of set 'a' of model 'good' is not newer than 18",
+        f"audit: roll-back of {what} {by}: number 17 of version 1, 18 bytes",
+        f"audit: drop of {what} {by}",
+        f"audit: drop of {what} {by}, refused: ",
     ):
         daemon.wait_log(line)
 

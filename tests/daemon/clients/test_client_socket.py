@@ -22,6 +22,7 @@ from tensord.config.options import ClientsOptions, Http, Options, RegionsOptions
 from tensord.daemon.clients.client_lanes import ClientLanes
 from tensord.daemon.clients.client_messages import OpenLanes
 from tensord.daemon.clients.client_socket import ClientSocket
+from tensord.daemon.operator.audit import Audit
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.shm import descriptors
 from tensord.shm.control_records import LaneClosed, LaneOpened, ModelState
@@ -119,11 +120,11 @@ class Pushes:
             raise Replaced("number 16 of set 'main' of model 'm' is not newer than 17")
         if memory >= 0:
             self.contents.append(os.pread(memory, 100, 0))
-        return b'{"number": 17}'
+        return b'{"number": 17, "version": 1, "byte_size": 12}'
 
     async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
         self.asked.append(wanted)
-        return b'{"number": 16}'
+        return b'{"number": 16, "version": 1, "byte_size": 12}'
 
     async def drop(self, wanted: DropParameters, peer: Peer) -> bytes:
         self.asked.append(wanted)
@@ -144,7 +145,8 @@ def listening(
     """Returns a clients' socket that serves, of a daemon with these workers."""
     fronts: Any = NoFronts()
     parameters: Any = pushes or Pushes()
-    served = ClientSocket(options, environment or {}, registry, fronts, lanes_of(options, *workers), parameters)
+    lanes = lanes_of(options, *workers)
+    served = ClientSocket(options, environment or {}, registry, fronts, lanes, parameters, Audit())
     served.listen()
     served.serve()
     return served
@@ -488,11 +490,11 @@ async def test_parameters_are_pushed_listed_reverted_and_dropped(tmp_path: Path)
             ({"drop": {"model": "m", "version": 1, "set": "a"}}, []),
         )
         assert answers == [
-            {"number": 17},
-            {"number": 17},
+            {"number": 17, "version": 1, "byte_size": 12},
+            {"number": 17, "version": 1, "byte_size": 12},
             {"error": "number 16 of set 'main' of model 'm' is not newer than 17", "code": "REPLACED"},
             {"parameters": []},
-            {"number": 16},
+            {"number": 16, "version": 1, "byte_size": 12},
             {},
         ]
         assert pushes.asked == [
