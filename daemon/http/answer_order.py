@@ -176,7 +176,7 @@ class AnswerOrder:
         following: HttpRequest | None = self.requests[0]
         self._next = following
         if following is self.receiving and self.expects_continue:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.ask_for_body()
         self._steer_reading()
         if self._turning:
             return
@@ -255,10 +255,25 @@ class AnswerOrder:
         elif isinstance(self.receiving, Exchange | Generation) or not self.requests:
             self.flow.resume_reading()
 
+    def ask_for_body(self) -> None:
+        """Tells a client that waits for ``100 Continue`` to send the body of its request; its time for that begins now."""
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.times.held_up(monotonic())
+
+    @property
+    def holds_up(self) -> bool:
+        """Returns whether the server, not the client, holds the arriving request up: it reads nothing, or wants no body yet."""
+        return self.flow.read_paused or (self.receiving is not None and self.received < 0)
+
     @property
     def received(self) -> int:
-        """Returns how many bytes of the arriving body were received; -1: none is arriving, or the server does not read it."""
+        """Returns how many bytes of the arriving body were received.
+
+        -1: none is arriving, the server does not read it, or the client was not told yet to send it.
+        """
         if self.receiving is None or self._body_waits_since:
+            return -1
+        if self.expects_continue and self.requests and self.receiving is not self.requests[0]:
             return -1
         direct = self.reader.byte_size if self.reader is not None and self.reader.reads_body else 0
         return self.receiving.received + direct

@@ -129,7 +129,7 @@ class AsgiRequest:
     async def _receive(self) -> dict[str, Any]:
         if self._expects_continue:
             self._expects_continue = False
-            self._order.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._order.ask_for_body()
         if not (self._gone or self._answered):
             self._order.flow.resume_reading()
             await self._news.wait()

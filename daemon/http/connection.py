@@ -263,7 +263,7 @@ class Http1Connection(asyncio.Protocol):
           now: in monotonic seconds.
         """
         http, order = self._serving.options.http, self.order
-        if order.flow.read_paused:
+        if order.holds_up:
             order.times.held_up(now)
         late = order.times.late(http, now, self.transport.get_write_buffer_size(), order.received, order.closing)
         if late in _REFUSED:

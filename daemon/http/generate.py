@@ -61,9 +61,9 @@ class Generation(InFlight):
     _head: InferHead
     _order: AnswerOrder
     _expects_continue: bool
-    #: Nobody measures how fast its body comes.
-    received: ClassVar[int] = -1
     keep_alive: bool = True
+    #: Bytes of the body that have come, counted here from when ``_reception`` ends.
+    _received: int = 0
     _my_turn: bool = False
     _gone: bool = False
     _answered: bool = False
@@ -112,6 +112,15 @@ class Generation(InFlight):
         """Receives a piece of the body, or discards it if the request is already submitted or refused."""
         if self._reception is not None:
             self._reception.receive(chunk)
+        else:
+            self._received += len(chunk)
+
+    @property
+    def received(self) -> int:
+        """Returns how many bytes of the body have been received; -1: the client was not told yet to send it."""
+        if self._expects_continue:
+            return -1
+        return self._received if self._reception is None else self._reception.received
 
     @property
     def body(self) -> Body | None:
@@ -167,7 +176,7 @@ class Generation(InFlight):
                 self._submit(reception, self._state)
             elif self._expects_continue:
                 self._expects_continue = False
-                self._order.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self._order.ask_for_body()
         except ServingError as error:
             self._refuse(http_status(error), error.message)
         except Exception:
@@ -346,6 +355,7 @@ class Generation(InFlight):
         else:
             self._serving.answered.failed(str(status), said[:_MAX_SAID].decode(errors="replace"), self)
         self._decided = self._answered = True
+        self._expects_continue = False
         self._let_go()
         self._order.answered()
 
@@ -361,6 +371,7 @@ class Generation(InFlight):
     def _drop_body(self) -> None:
         reception, self._reception = self._reception, None
         if reception is not None:
+            self._received = reception.received
             reception.drop()
 
 

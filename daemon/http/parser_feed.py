@@ -216,7 +216,7 @@ class Messages:
             order.receiving = None
             exchange.complete()
         elif order.expects_continue and len(order.requests) == 1:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            order.ask_for_body()
         if len(order.requests) == 1:
             exchange.take_turn()
 

@@ -156,8 +156,22 @@ def test_grpc_messages_that_are_not_finished(daemon: DaemonProcess, path: str, p
         b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nabc",
         b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc",
         b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc",
+        b"POST /v2/models/scale/generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc",
+        b"POST /v2/models/scale/generate_stream HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc",
+        b"POST /v2/models/scale/infer_stream HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nabc",
+        b"POST /v2/models/none/generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc",
     ],
-    ids=["head", "small body", "large body", "chunks", "index"],
+    ids=[
+        "head",
+        "small body",
+        "large body",
+        "chunks",
+        "index",
+        "generate",
+        "generate_stream",
+        "infer_stream",
+        "refused",
+    ],
 )
 def test_http_requests_that_are_not_finished(daemon: DaemonProcess, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", daemon.port), PATIENCE) as connection:

@@ -161,6 +161,37 @@ def test_expect_continue_behind_another_request(client: Client, worker: EchoWork
     assert client.answer().values == b"\1\2\3"
 
 
+def test_who_waits_for_100_continue_is_not_late() -> None:
+    """
+    1. Three clients each send a request and, behind it, the head of one whose body waits for 100 Continue.
+    2. Another client sends half a body, and is refused after ``body_timeout``: so long the others have waited, too.
+    Result: their time begins when they are told to send.
+    """
+    lines = "HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 7\r\n\r\n"
+    follow = [
+        (post(JSON, "Expect: 100-continue")[: -len(JSON)], JSON, 200),
+        (f"POST /v2/models/echo/generate {lines}".encode(), b'{"x":1}', 200),
+        (f"POST /v2/repository/index {lines}".encode(), b"no JSON", 400),
+    ]
+    with serving(http={"port": 0, "body_timeout": 2.0}) as (front, (worker,)), contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(front.client()) for _ in follow]
+        for client, (head, _, _) in zip(clients, follow, strict=True):
+            client.send(json_request(b"\1") + head)
+        slow = [worker.next() for _ in follow]
+        with front.client() as late:
+            late.send(post(JSON)[:-1])
+            assert late.answer().status == 408
+        for request in slow:
+            worker.echo(request)
+        for client, (_, body, status) in zip(clients, follow, strict=True):
+            assert client.answer().values == b"\1"
+            assert client.answer().status == 100
+            client.send(body)
+            if status == 200:
+                worker.answer(worker.next(), b"\1")
+            assert client.answer().status == status
+
+
 def test_http_10_and_close(front: FrontProcess, worker: EchoWorker) -> None:
     for request in (
         json_request(b"\1").replace(b"HTTP/1.1", b"HTTP/1.0"),
