@@ -80,6 +80,8 @@ from tensord.shm.progress import Loading, Readiness
 _log = logging.getLogger(__name__)
 #: Seconds that workers get at least to exit once the fronts are done.
 _WORKER_GRACE = 2.0
+#: Seconds between two messages to the service manager while the start waits for processes.
+_TOLD_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +286,7 @@ class Supervisor:
             _log.critical("stopping: a model failed to load at start, and repository.exit_on_error is set")
             self._shutdown.fail()
             return
-        while self.phase is DaemonPhase.STARTING and not self._all_up():
-            await asyncio.sleep(0.05)
+        await self._all_up()
         if self.phase is not DaemonPhase.STARTING:
             return
         self.phase = DaemonPhase.SERVING
@@ -298,12 +299,27 @@ class Supervisor:
         if url and served and not self.options.log.file and sys.stderr.isatty():
             _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
 
-    def _all_up(self) -> bool:
-        """Returns whether every front and worker process is ready, and every worker has loaded its models.
+    async def _all_up(self) -> None:
+        """Waits until every front and worker process is ready, and every worker has loaded its models, or the daemon stops.
 
-        A worker of an isolated model may still be missing.
+        Meanwhile the service manager is told which are missing, and to wait.
         """
-        return self.fronts.up() and self.workers.up()
+        told = 0.0
+        while self.phase is DaemonPhase.STARTING and (missing := self._missing()):
+            if time.monotonic() - told >= _TOLD_SECONDS:
+                told = time.monotonic()
+                self._notifier.extend_timeout(30.0)
+                self._notifier.status(f"waiting for {', '.join(missing)}")
+            await asyncio.sleep(0.05)
+
+    def _missing(self) -> list[str]:
+        """Returns the names of the fronts and workers that a start waits for.
+
+        It waits for no worker in a slot that had one and whose device cannot be used any more: the others serve without it.
+        """
+        usable, slots = self.workers.usable, self.workers.slots
+        lost = {name for name, device in slots.items() if device not in usable and self._slots.was_filled(name)}
+        return self.fronts.missing() + [name for name in self.workers.missing() if name not in lost]
 
     def _summary(self) -> str:
         return model_list.summary(self._models, (worker.device for worker in self.workers.ready()))

@@ -234,9 +234,9 @@ class Fronts:
 
     # ------------------------------------------------------------------------------------------------------------ others
 
-    def up(self) -> bool:
-        """Returns whether there is a ready front in every slot; a dead front, whose replacement has yet to start, is none."""
-        return {front.name for front in self if front.ready} == self.slots().keys()
+    def missing(self) -> list[str]:
+        """Returns the names of the slots whose front is not ready, or died and is not replaced yet."""
+        return sorted(self.slots().keys() - {front.name for front in self if front.ready})
 
     def __iter__(self) -> Iterator[FrontProcess]:
         return iter(self.by_incarnation.values())

@@ -77,7 +77,7 @@ class ProcessSlots:
         #: Name of a slot and ``Child.cause`` -> processes that died there so and were to be replaced.
         self._deaths: Counter[tuple[str, str]] = Counter()
         self._memory = MemoryKills.own()
-        #: The names of slots in which a process was ready.
+        #: The names of slots in which a process died that had been ready.
         self._filled: set[str] = set()
 
     def deaths(self, name: str) -> int:
@@ -91,6 +91,10 @@ class ProcessSlots:
     def restarts(self, name: str) -> int:
         """Returns how often a dead process in the slot of this name has been replaced."""
         return self._restarts[name]
+
+    def was_filled(self, name: str) -> bool:
+        """Returns whether a process that was ready has died in the slot of this name."""
+        return name in self._filled
 
     def deaths_by_cause(self) -> dict[tuple[str, str], int]:
         """Returns how many processes have died while they were needed, by their slot's name and the cause (``Child.cause``)."""

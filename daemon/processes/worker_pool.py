@@ -197,15 +197,14 @@ class WorkerPool:
         )
         return msgspec.structs.replace(options, response_cache=cache)
 
-    def up(self) -> bool:
-        """Returns whether there is a ready worker in every slot that models share, and no ready worker has models to load.
+    def missing(self) -> list[str]:
+        """Returns the names of the slots whose worker is not ready, or is ready and has models to load.
 
-        A dead worker, whose replacement has yet to start, is none.
+        A slot whose worker died and is not replaced yet is not ready. The worker of an isolated model is not missed before it is.
         """
         ready = [worker for worker in self if worker.ready]
-        return self._shared_slots.keys() <= {worker.name for worker in ready} and not any(
-            worker.owed for worker in ready
-        )
+        loading = {worker.name for worker in ready if worker.owed}
+        return sorted(loading | self._shared_slots.keys() - {worker.name for worker in ready})
 
     def ready(self) -> list[WorkerProcess]:
         """Returns the workers that are ready to answer calls now."""

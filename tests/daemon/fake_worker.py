@@ -3,6 +3,7 @@
 It answers what comes on a client's lane with the lane's number and its client's pid. ``end`` ends the lane; after ``hold`` the
 supervisor is not told of the lane's end.
 ``fails`` does not load; ``dies`` kills the process that loads it, ``dies_once`` the first that does; ``never`` is never answered.
+``breaks`` kills the first that loads it, too, and no other process can use that device.
 Parameters are made of a file's name. Where they are to be staged or committed and a file ``dies-at-StageParameters`` (or so) lies
 in the model's folder, the process removes the file and dies. A set called ``bad`` is refused.
 """
@@ -15,6 +16,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ import msgspec
 from tensord.daemon.control.channel import ControlChannel
 from tensord.shm import stack_report
 from tensord.shm.channel import Channel
-from tensord.shm.child_process import die_with_parent
+from tensord.shm.child_process import NO_DEVICE, die_with_parent
 from tensord.shm.control_records import (
     ChildReady,
     ControlCall,
@@ -63,7 +65,8 @@ from tensord.shm.status_page import StatusPage, WorkerState
 class FakeWorker:
     """The fake worker of one process."""
 
-    def __init__(self, control_fd: int) -> None:
+    def __init__(self, control_fd: int, device: str) -> None:
+        self.device = device
         self.page = StatusPage.create()
         self.sequences = SequencePage.create(1)
         self.done = asyncio.Event()
@@ -150,6 +153,11 @@ class FakeWorker:
         if name == "dies" or (name == "dies_once" and not marker.exists()):
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if name == "breaks":
+            with contextlib.suppress(FileExistsError):
+                marker.touch(exist_ok=False)
+                _broken(self.device).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
         if name == "never":
             return
         if name == "fails":
@@ -224,6 +232,10 @@ class FakeWorker:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _broken(device: str) -> Path:
+    return Path(os.environ["XDG_RUNTIME_DIR"], f"broken-{device}")
+
+
 def main() -> None:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -232,9 +244,11 @@ def main() -> None:
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--device", required=True)
     arguments = parser.parse_args()
+    if _broken(arguments.device).exists():
+        sys.exit(NO_DEVICE)
 
     async def run() -> None:
-        await FakeWorker(arguments.control_fd).run()
+        await FakeWorker(arguments.control_fd, arguments.device).run()
 
     asyncio.run(run())
 

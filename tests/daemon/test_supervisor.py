@@ -495,6 +495,28 @@ def test_service_manager(start: Start, tmp_path: Path) -> None:
         wait_for("STOPPING=1")
 
 
+def test_a_start_goes_on_without_a_device_that_broke(start: Start, repository: Path, tmp_path: Path) -> None:
+    """
+    1. Loading a model kills the first of two workers, and its device cannot be used any more.
+    Result: the service manager is told who is missing; the daemon serves the model with the other worker.
+    """
+    write_model(repository, "breaks")
+    address = f"\0tensord-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(address)
+        manager.settimeout(PATIENCE)
+        # The fake workers note there which device is broken: not beside those of other tests.
+        variables = {"NOTIFY_SOCKET": "@" + address[1:], "XDG_RUNTIME_DIR": str(tmp_path)}
+        daemon = start(variables, workers={"cpu": 2})
+        seen: list[str] = []
+        while not seen or "READY=1" not in seen[-1]:
+            seen.append(manager.recv(4096).decode())
+    assert "EXTEND_TIMEOUT_USEC=30000000" in seen
+    assert any(re.fullmatch("STATUS=waiting for .*worker-[01].*", line) for line in seen)
+    daemon.wait(lambda: len(daemon.state("breaks")["workers"]) == 1, "the other worker")
+    assert "stopping: " not in daemon.log
+
+
 def test_text_a_control_socket_takes(start: Start, repository: Path) -> None:
     daemon = start(repository={"control_mode": "explicit"})
     daemon.wait_ready()

@@ -82,16 +82,16 @@ async def test_they_know_before_they_serve(owner: Owner) -> None:
         assert (await owner.known(front))["m/1"]["state"] == "READY"
 
 
-async def test_they_are_up_when_each_place_has_one_that_is_ready(owner: Owner) -> None:
-    assert not owner.fronts.up()
+async def test_each_place_misses_one_until_it_is_ready(owner: Owner) -> None:
+    assert owner.fronts.missing() == ["http-0", "http-1"]
     _, second = await owner.all_ready(2)
-    assert owner.fronts.up()
+    assert owner.fronts.missing() == []
     second.kill()
     assert await owner.died.get() is second
-    assert not owner.fronts.up()
+    assert owner.fronts.missing() == ["http-1"]
     owner.fronts.start("http", 1)
     await owner.all_ready(2)
-    assert owner.fronts.up()
+    assert owner.fronts.missing() == []
 
 
 async def test_settled_waits_for_all_that_serve(owner: Owner) -> None:

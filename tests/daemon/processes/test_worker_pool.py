@@ -55,14 +55,15 @@ async def test_life_of_two() -> None:
     owner = Owner()
     worker_pool = owner.worker_pool
     worker_pool.start_all([(device, spawn_worker(FAKE, device)) for device in DEVICES])
-    assert (worker_pool.devices, worker_pool.ready(), worker_pool.up()) == (["cpu:0", "cpu:1"], [], False)
+    assert (worker_pool.devices, worker_pool.ready()) == (["cpu:0", "cpu:1"], [])
+    assert worker_pool.missing() == ["worker-0", "worker-1"]
     assert worker_pool.slots == {"worker-0": "cpu:0", "worker-1": "cpu:1"}
     assert await owner.hear(2) == [("joined", "worker-0", "cpu:0"), ("joined", "worker-1", "cpu:1")]
     first, second = worker_pool.ready()
-    assert worker_pool.up()
+    assert worker_pool.missing() == []
     assert all(worker.page is not None for worker in (first, second))
     first.send(Load("good", 1, "/models/good", "/models/good/1", b""))
-    assert (len(first.owed), worker_pool.up()) == (1, False)
+    assert (len(first.owed), worker_pool.missing()) == (1, ["worker-0"])
     ((name, loaded),) = await owner.hear(1)
     assert (name, type(loaded), loaded.name, len(first.owed)) == ("worker-0", Loaded, "good", 0)
     first.send(Unload("good", 1))
@@ -70,7 +71,7 @@ async def test_life_of_two() -> None:
     second.kill()
     assert await owner.hear(1) == [("died", "worker-1", "cpu:1")]
     # Its slot counts while nobody is in it, too.
-    assert (worker_pool.ready(), worker_pool.up()) == ([first], False)
+    assert (worker_pool.ready(), worker_pool.missing()) == ([first], ["worker-1"])
     # Those that die before they are ready cannot use their device; three in a row say that nobody can.
     for _ in range(3):
         assert worker_pool.usable == ["cpu:0", "cpu:1"]
