@@ -27,6 +27,8 @@ from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput, checked_set_name
 
 _INT64 = (1 << 63) - 1
+#: Bytes of a model's name in logs and traces of a refused request.
+_MAX_NAME = 300
 #: Tag byte of the field ``model_name``.
 _MODEL_NAME = 0x0A
 #: Datatype of a contents field, and the datatypes that may come in it.
@@ -128,11 +130,14 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
 
 
 def model_of(head: bytes) -> str:
-    """Returns the model that an encoded ModelInferRequest names, also if other fields break the protocol; "": it names none."""
+    """Returns the model that an encoded ModelInferRequest names, also if other fields break the protocol; "": it names none.
+
+    The name is only for logs and traces, and cut: it may be as long as the message.
+    """
     name = b""
     for tag, _, begin, size in fields(head, len(head)):
         if tag == _MODEL_NAME:
-            name = head[begin : begin + size]
+            name = head[begin : begin + min(size, _MAX_NAME)]
     return name.decode(errors="replace")
 
 

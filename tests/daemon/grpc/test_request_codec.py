@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
 from tensord.daemon.grpc.prepared import PreparedMessages, Understood
+from tensord.daemon.grpc.request_codec import model_of
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.walk import walk
 from tensord.daemon.submit.model_states import ModelStates
@@ -177,6 +179,13 @@ def test_what_is_refused(content: bytes, text: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- properties
+
+
+def test_the_model_of_a_refused_request() -> None:
+    """Whatever else is wrong; who sends a name of a megabyte fills no log with it."""
+    for name, said in (("m", "m"), ("", ""), ("n" * 1_000_000, "n" * 300)):
+        message = service_pb2.ModelInferRequest(model_name=name, model_version="x", id="i")
+        assert model_of(message.SerializeToString()) == said
 
 
 @given(REQUESTS)
