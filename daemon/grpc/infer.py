@@ -345,7 +345,7 @@ class CallRequest(InFlight):
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         if self.loading and (not prepared.final or is_mark(prepared, own)):
             self.decoupled = True
-        trace, submitter = self.trace, self.call.infer.submitter
+        trace = self.trace
         if trace is not None:
             if prepared.final:
                 trace.error = own.message if own.code else ""
@@ -353,24 +353,32 @@ class CallRequest(InFlight):
                     trace.completed(prepared.version, own.trace)
             else:
                 trace.responded(prepared.version)
-        sent: Callable[[], None] | None = None
-        if lane is not None and not prepared.final:
-            sent = partial(submitter.taken, lane, own)
-        else:
-            if lane is not None and own.lease is not None:
-                sent = partial(submitter.release, lane, own.lease)
-            if trace is not None:
-                sent = Sent(trace, sent)
+        sent = self._when_sent(prepared, own, lane)
         parts: list[Buffer] = []
         if not own.code and lane is not None and (prepared.final or self.call.streams):
             try:
                 parts = self._written(prepared, own, lane)
             except Exception:
                 _log.exception("an answer of model '%s' could not be written", self.head.model)
+                # It is the front's error, and no version's.
+                prepared = msgspec.structs.replace(prepared, version=0)
                 own = msgspec.structs.replace(own, code=Internal.code, message=DEFECT)
                 if trace is not None:
                     trace.error = DEFECT
         self.call.completed(self, prepared, own, parts, sent)
+
+    def _when_sent(
+        self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
+    ) -> Callable[[], None] | None:
+        """Returns what must be called once an answer was written to the client: it gives its memory back and ends the trace.
+
+        None: nothing is to be done then. The arguments are those of ``completed``.
+        """
+        submitter = self.call.infer.submitter
+        if lane is not None and not prepared.final:
+            return partial(submitter.taken, lane, own)
+        sent = None if lane is None or own.lease is None else partial(submitter.release, lane, own.lease)
+        return sent if self.trace is None else Sent(self.trace, sent)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
         """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the response arena are not copied.

@@ -82,6 +82,22 @@ def test_a_trace_ends_with_the_last_of_many_answers(
     until(lambda: traces(file) == {"a": BEGIN + END})
 
 
+def test_an_answer_that_cannot_be_written(served: tuple[GrpcFrontProcess, EchoWorker, FrameClient]) -> None:
+    """It is an error of the front, and counts as such: no version is named with it. The model goes on."""
+    front, worker, client = served
+    stream = client.open(STREAM)
+    client.data(stream, prefixed(request(model="many", id="a")), end=True)
+    submitted = worker.next()
+    worker.complete(submitted.request_id, outputs=(Tensor("y", "UINT8", (1 << 63,), b"a"),), final=False)
+    answer(worker, submitted.request_id, b"b", True)
+    failed, good = client.answer(stream).streamed()
+    assert failed.error_message == "internal error; the server's log has the details"
+    assert (failed.infer_response.id, failed.infer_response.model_name) == ("a", "")
+    assert not failed.infer_response.parameters
+    assert good.infer_response.raw_output_contents == [b"b"]
+    assert front.counters.answers(0, "grpc")["INTERNAL"] == 1
+
+
 def test_an_error_that_ends_the_stream(served: tuple[GrpcFrontProcess, EchoWorker, FrameClient], file: Path) -> None:
     _, worker, client = served
     block = client.block(STREAM) + b"\0\x11triton_grpc_error\4true"
