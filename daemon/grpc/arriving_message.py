@@ -9,6 +9,13 @@
 
     lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place
 
+    message  | arrived ................ | left .................... |
+    tensor           | arrived ........ | rest ...... |                    rest: its place in the lease
+
+Bytes of a tensor arrive in one of two ways, and either moves ``left`` and the start of ``rest`` by as many: ``feed`` copies them
+to ``rest``; or the connection reads them from its socket into ``rest``, and its stream reports them later by ``advance``. Until
+then neither moves, nor is the message fed.
+
 A message's length is known from its first five bytes. Each tensor's length comes just before the tensor, and fields of the head
 may follow the tensors. Until a message is placed in the arena its pieces are buffered as well: a message without tensors, or with
 too many bytes before the first one, is never placed.
@@ -51,7 +58,8 @@ read_prefix = PREFIX.unpack_from
 _PADDED_BYTE_SIZE = 64 << 10
 #: Longer heads hold data.
 _MAX_HEAD = 64 << 10
-_NOWHERE = memoryview(b"")
+#: Memory for no bytes.
+NOWHERE = memoryview(b"")
 
 
 class ArrivingMessage(Receiver):
@@ -70,7 +78,7 @@ class ArrivingMessage(Receiver):
     #: What still comes needs no ordinary memory: it goes into the lease, or is passed over.
     is_placed = False
     #: The arena memory of the current raw tensor's bytes that have not arrived; empty: the next bytes must go through ``feed``.
-    rest = _NOWHERE
+    rest = NOWHERE
     _content: memoryview | None = None
     #: Whether fields are being parsed one by one; before that the first bytes may be what all clients write.
     _is_parsing = False
@@ -98,7 +106,7 @@ class ArrivingMessage(Receiver):
     ) -> None:
         self.flag = flag
         self.byte_size = byte_size
-        #: How many bytes are still to come. Who reads some straight into ``rest`` takes them off both.
+        #: How many bytes are still to come.
         self.left = byte_size
         #: Nothing of it will be placed.
         self.is_declined = submitter is None
@@ -133,6 +141,11 @@ class ArrivingMessage(Receiver):
                 came = self.byte_size - self.left
                 self._content[came : came + len(piece)] = piece
         self.left -= len(piece)
+
+    def advance(self, byte_size: int) -> None:
+        """Counts ``byte_size`` bytes that were read straight into ``rest``."""
+        self.rest = self.rest[byte_size:]
+        self.left -= byte_size
 
     def _read_head(self, piece: memoryview) -> None:
         """Parses a piece up to the first raw tensor, and asks for arena memory once that tensor begins."""
@@ -260,7 +273,7 @@ class ArrivingMessage(Receiver):
     def _end(self, refused: RefusedRequest) -> None:
         """Refuses the message: ``take`` will raise its error. Gives back the lease; bytes that still arrive are dropped."""
         self.is_placed = True
-        self.rest = _NOWHERE
+        self.rest = NOWHERE
         # What it was raised through refers to this message, and would keep its bytes until garbage is collected.
         refused.error.__traceback__ = refused.__traceback__ = None
         refused.__context__ = refused.__cause__ = None
@@ -299,12 +312,12 @@ class ArrivingMessage(Receiver):
             ]
         )
         self._submitter.arrived(lease)
-        self._lease, self.rest = None, _NOWHERE
+        self._lease, self.rest = None, NOWHERE
         return bytes(self.head), bytes(self._id), raws, lease
 
     def drop(self) -> None:
         self._content = self._on_room = None
-        self.rest = _NOWHERE
+        self.rest = NOWHERE
         super().drop()
 
     def __repr__(self) -> str:

@@ -21,7 +21,9 @@ from typing import cast
 
 from tensord.daemon.front.connection_end import ConnectionEnd
 from tensord.daemon.front.drain_rate import DrainRate
+from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.arriving_message import NOWHERE
 from tensord.daemon.grpc.frames import Violation
 from tensord.daemon.grpc.http2 import CLOSED, ENDING, WRITE_BUFFER, ConnectionPhase, Http2
 from tensord.daemon.grpc.serving import GrpcServing
@@ -39,7 +41,6 @@ _DIRECT_BYTE_SIZE = 64 << 10
 #: After so many reads without anything large the connection uses the whole read buffer again.
 _READS_AFTER_LARGE = 16
 _PING = b"tensord\0"
-_NOWHERE = memoryview(b"")
 
 
 class Http2Connection(asyncio.BufferedProtocol):
@@ -178,7 +179,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             return
         stream = self.http2.data_stream
         arriving = None if stream is None else stream.arriving
-        place = _NOWHERE if arriving is None else arriving.rest[: self.http2.data_left]
+        place = NOWHERE if arriving is None else arriving.rest[: self.http2.data_left]
         if self.is_plain and len(place) >= _DIRECT_BYTE_SIZE:
             self._room, self._buffer, self._first_page_reads = place, self.serving.first_pages, _READS_AFTER_LARGE
         elif self._first_page_reads:
@@ -259,11 +260,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _written(self) -> None:
         """Calls those who waited for everything written to have left; an exception of one stops none of the others."""
         waiting, self.http2.on_written = self.http2.on_written, []
-        for on_written in waiting:
-            try:
-                on_written()
-            except Exception:
-                _log.exception("what follows an answer failed")
+        call_each(waiting, "what follows an answer")
 
     # ----------------------------------------------------------------------------------------------------------- ending
 

@@ -198,8 +198,7 @@ class Stream:
             return
         arriving = self.arriving
         assert arriving is not None
-        arriving.rest = arriving.rest[byte_size:]
-        arriving.left -= byte_size
+        arriving.advance(byte_size)
         if not arriving.left:
             try:
                 self._arrived(arriving)
