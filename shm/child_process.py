@@ -1,4 +1,4 @@
-"""What every child process of the daemon does at its start, and the exit statuses that tell the supervisor a reason.
+"""Makes the settings that each child process of the daemon needs at its start, and defines exit statuses that say why it ended.
 
 An upgrade replaces the files under a running daemon, so a child process started afterwards would run the new version. Such a
 child exits at once with the status ``OTHER_VERSION``, before it has sent or read anything; the supervisor logs what the operator

@@ -122,7 +122,7 @@ class Http2:
         self._floods = Floods(serving.options)
         # --- sending
         self.out: list[Buffer] = []
-        #: Called once all of that has left, so that its memory may be reused.
+        #: Callbacks for when everything in ``out`` has left, so that its memory may be reused.
         self.on_written: list[Callable[[], None]] = []
         #: How much a stream may put into it now.
         self.room = WRITE_BUFFER

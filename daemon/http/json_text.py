@@ -38,7 +38,7 @@ def whole(tensor: PreparedTensor, content: bytes | memoryview) -> bytes:
 
 
 def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
-    """Returns what writes the bytes of such a tensor as a JSON array; what does not depend on them is checked here, once.
+    """Returns a function that writes a tensor's bytes as a JSON array; datatype and shape are checked here, once.
 
     Raises InvalidArgument, also when it writes: JSON cannot express the tensor (FP16, BF16, strings that are not UTF-8).
     """
