@@ -280,6 +280,17 @@ class AnswerOrder:
 
     # ------------------------------------------------------------------------------------------------ the end
 
+    def stop_direct(self, request: HttpRequest) -> bool:
+        """Stops reading the body of a request that is refused straight into the body's memory, which is given back then.
+
+        Returns whether it was read so. Nobody finds the end of that body any more: the connection must end with the answer.
+        """
+        if self.receiving is not request or self.reader is None or not self.reader.reads_body:
+            return False
+        self.reader.stop()
+        self.receiving = None
+        return True
+
     def refuse(self, status: int, message: str) -> None:
         """Refuses the arriving request with an error response, after the answers to earlier requests; then closes the connection.
 

@@ -300,6 +300,8 @@ class Generation(InFlight):
 
     def _write_whole(self, status: int, body: bytes, media_type: bytes = _JSON) -> None:
         """Writes a complete HTTP response with a status and a body, and ends the request."""
+        if self._order.stop_direct(self):
+            self.keep_alive = False
         self._write(self._response_head(status, b"content-length: %d\r\n" % len(body), media_type) + body)
         self._finish(status, body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -167,3 +168,31 @@ def test_a_body_is_asked_for_once_its_model_is_known(client: Client, worker: Ech
     assert worker.content(request) == content
     worker.answer(request, b"x")
     assert [tail for _, tail in responses(client)[2]] == [b"x"]
+
+
+def test_the_rest_of_a_large_body_that_was_refused_meanwhile(served: tuple[FrontProcess, EchoWorker]) -> None:
+    """
+    1. Half of a large body has come when the load of its model fails, and the request is refused.
+    2. Another request gets the memory. 3. The rest of the first body comes.
+    Result: it is discarded, and its connection ends.
+    """
+    front, worker = served
+    size = 3 * MIB
+    front.model(name="late", state="LOADING")
+    with front.client() as client, front.client() as other:
+        whole = asked(bytes(size)).replace(b"/echo/", b"/late/")
+        client.send(whole[: -size // 2])
+        front.sync()
+        front.model(name="late", state="UNAVAILABLE", reason="it failed")
+        answer = client.answer()
+        assert (answer.status, answer.headers["connection"]) == (404, "close")
+        other.send(asked(b"\1" * size))
+        request = worker.next()
+        with contextlib.suppress(OSError):
+            client.sock.sendall(whole[-size // 2 :])
+        front.sync()
+        assert set(worker.content(request)) == {1}
+        assert client.ends()
+        one(worker, request.request_id, b"\2", True)
+        assert other.answer().status == 200
+    until(lambda: worker.leases == 0)
