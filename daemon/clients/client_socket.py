@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ from tensord.shm.operations import (
     FAILED,
     DropParameters,
     ListParameters,
+    Operation,
     Peer,
     PushParameters,
     RegisterSystemRegion,
@@ -266,7 +267,9 @@ class ClientSocket:
                 with end_of(client.fileno(), end, self._options.regions.reclaim) as closed:
                     await self._register(question.register, fds, connection.peer, closed)
             elif question.unregister is not None:
-                await self._registry.unregister(UnregisterRegion("system", question.unregister.name), connection.peer)
+                unregistration = UnregisterRegion("system", question.unregister.name)
+                with self._noted(unregistration, connection.peer):
+                    await self._registry.unregister(unregistration, connection.peer)
             elif self._restricted:
                 raise Unsupported("parameters need a key on this server (http.restricted_api): ask over HTTP")
             elif question.parameters is not None:
@@ -286,20 +289,27 @@ class ClientSocket:
         return {}, []
 
     async def _change_parameters(self, question: ClientQuestion, fds: list[int], peer: Peer) -> Any:
-        """Pushes, reverts or drops a parameter set, and notes in the audit who did, or why not. Returns the answer.
+        """Pushes, reverts or drops a parameter set. Returns the answer.
 
         ``fds``: for a push, the memfd with the parameters, if it came with the question; the caller must close it.
 
         Raises ServingError: the question was refused.
         """
         operation = _parameters_operation(question, fds)
+        with self._noted(operation, peer) as replied:
+            replied += await self._carry_out(operation, fds[0] if fds else -1, peer)
+        return msgspec.Raw(bytes(replied)) if replied else {}
+
+    @contextlib.contextmanager
+    def _noted(self, operation: Operation, peer: Peer) -> Iterator[bytearray]:
+        """Notes in the audit who changed something within the block, or why that was refused. The block adds what is replied."""
+        replied = bytearray()
         try:
-            result = await self._carry_out(operation, fds[0] if fds else -1, peer)
+            yield replied
         except ServingError as error:
             self._audit.note(operation, peer, error)
             raise
-        self._audit.note(operation, peer, result=result)
-        return msgspec.Raw(result) if result else {}
+        self._audit.note(operation, peer, result=bytes(replied))
 
     async def _carry_out(
         self, operation: PushParameters | RevertParameters | DropParameters, memory: int, peer: Peer
@@ -337,14 +347,15 @@ class ClientSocket:
             raise
 
     async def _register(self, wanted: Register, fds: list[int], peer: Peer, end: int) -> None:
-        if len(fds) != 1:
-            raise InvalidArgument(
-                f"failed to register shared memory region '{wanted.name[:255]}': "
-                f"{len(fds)} descriptors came with the request, 1 is expected"
-            )
-        check_sealed(wanted.name, fds[0])
         request = RegisterSystemRegion(wanted.name, "", wanted.offset, wanted.byte_size)
-        await self._registry.register(request, peer, end, sealed=fds[0])
+        with self._noted(request, peer):
+            if len(fds) != 1:
+                raise InvalidArgument(
+                    f"failed to register shared memory region '{wanted.name[:255]}': "
+                    f"{len(fds)} descriptors came with the request, 1 is expected"
+                )
+            check_sealed(wanted.name, fds[0])
+            await self._registry.register(request, peer, end, sealed=fds[0])
 
     def _say(self, peer: Peer, what: str, error: ServingError) -> None:
         """Logs that ``what``, such as a connection, was refused to a user, and why: at most once in 10 s for each user."""

@@ -30,8 +30,10 @@ from tensord.shm.operations import (
 )
 
 _log = logging.getLogger("tensord.audit")
-#: Lines in a second at most: who registers a region for each request shall not fill the log.
+#: Lines in a second at most, of regions and of all else: who registers a region for each request shall not fill the log, nor
+#: have a push left out of it.
 _MAX_LINES = 20
+_REGIONS = (RegisterSystemRegion, RegisterCudaRegion, UnregisterRegion)
 #: Characters of a name or an error in a line.
 _MAX_TEXT = 200
 
@@ -40,7 +42,7 @@ class Audit:
     """Logs each control operation that can change something, and which client asked for it, at a limited rate."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self._rate = LineRate(_MAX_LINES, clock)
+        self._regions, self._others = LineRate(_MAX_LINES, clock), LineRate(_MAX_LINES, clock)
 
     def note(
         self, operation: Operation, peer: Peer | None, error: ServingError | None = None, result: bytes = b""
@@ -55,7 +57,8 @@ class Audit:
         what = _described(operation)
         if not what:
             return
-        left_out = self._rate.admit()
+        rate = self._regions if isinstance(operation, _REGIONS) else self._others
+        left_out = rate.admit()
         if left_out is None:
             return
         refused = f", refused: {error.message[:_MAX_TEXT]}" if error is not None else ""
@@ -78,7 +81,8 @@ def _described(operation: Operation) -> str:
         case DropParameters():
             return f"drop of {_parameters(operation)}"
         case RegisterSystemRegion(name, key, offset, byte_size):
-            place = f"{byte_size} bytes of '{key[:_MAX_TEXT]}' from {offset}"
+            whose = f"'{key[:_MAX_TEXT]}'" if key else "a memfd"
+            place = f"{byte_size} bytes of {whose} from {offset}"
             return f"registration of region '{name[:_MAX_TEXT]}' ({place})"
         case RegisterCudaRegion(name, _, device, byte_size):
             return f"registration of region '{name[:_MAX_TEXT]}' ({byte_size} bytes of GPU {device})"

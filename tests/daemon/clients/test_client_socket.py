@@ -9,6 +9,7 @@ import fcntl
 import importlib.metadata
 import itertools
 import json
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -202,7 +203,10 @@ def register(name: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
     return {"register": {"name": name, "byte_size": byte_size, "offset": offset}}
 
 
-async def test_sealed_memory_is_registered_and_is_its_owners(registry: RegionRegistry, tmp_path: Path) -> None:
+async def test_sealed_memory_is_registered_and_is_its_owners(
+    registry: RegionRegistry, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     answers = await ask(
         tmp_path / "s", (register("a", 4096), [memory(4096)]), (register("b", 4096, 4096), [memory(8192)])
     )
@@ -218,6 +222,16 @@ async def test_sealed_memory_is_registered_and_is_its_owners(registry: RegionReg
         {},
     ]
     assert registry.status(RegionStatus("system", "")) == b"[]"
+    by = f"by uid {os.getuid()}, pid {os.getpid()}"
+    assert [
+        record.message.partition(", refused")[0] for record in caplog.records if record.name == "tensord.audit"
+    ] == [
+        f"audit: registration of region 'a' (4096 bytes of a memfd from 0) {by}",
+        f"audit: registration of region 'b' (4096 bytes of a memfd from 4096) {by}",
+        f"audit: registration of region 'c' (4096 bytes of a memfd from 0) {by}",
+        f"audit: unregistration of region 'a' {by}",
+        f"audit: unregistration of all system regions {by}",
+    ]
 
 
 @pytest.mark.parametrize(

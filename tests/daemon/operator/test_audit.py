@@ -45,6 +45,7 @@ UNIX, TCP = Peer("unix", "", 4711, 1000, 1000), Peer("tcp", "10.0.0.1:5000")
         (DropParameters("m", 0, "a"), TCP, "drop of parameter set 'a' of model 'm' by 10.0.0.1:5000"),
         (ListParameters("m"), TCP, ""),
         (RegisterSystemRegion("r", "/k", 5, 64), UNIX, "registration of region 'r' (64 bytes of '/k' from 5)" + BY),
+        (RegisterSystemRegion("r", "", 0, 64), UNIX, "registration of region 'r' (64 bytes of a memfd from 0)" + BY),
         (RegisterCudaRegion("r", b"secret", 1, 64), TCP, "registration of region 'r' (64 bytes of GPU 1) by 10.0.0.1:5000"),
         (UnregisterRegion("system", "r"), Peer("operator"), "unregistration of region 'r' by tensorctl"),
         (UnregisterRegion("cuda", ""), ANONYMOUS, "unregistration of all cuda regions by a client that is gone"),
@@ -83,6 +84,10 @@ def test_a_flood_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     now = [10**12]
     audit = Audit(lambda: now[0])
+    for _ in range(100):
+        audit.note(UnregisterRegion("system", "r"), TCP)
+    assert len(caplog.records) == 20
+    caplog.clear()
     for _ in range(100):
         audit.note(UnloadModel("m"), TCP)
     assert len(caplog.records) == 20
