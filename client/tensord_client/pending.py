@@ -84,7 +84,8 @@ class Pending:
         self.call = call
         self.placed = placed
         self.own = own_fields(call)
-        self._lock = threading.Lock()
+        # The garbage collector may end a stream of this request in a thread that has the lock.
+        self._lock = threading.RLock()
 
     # ------------------------------------------------------------------------------------------- from whoever reads
 

@@ -10,6 +10,7 @@ event loops read for themselves, in the same way:
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import heapq
 import os
@@ -369,6 +370,14 @@ class WorkerLane:
 
     def cancel(self, request_id: int) -> None:
         """Tells the worker that nobody waits for a request's answer any more; the worker still sends a last answer."""
+        # The garbage collector ends streams that were left in a cycle, also in a thread that has the lock and sends just now.
+        if self.lock.acquire(False):
+            self.lock.release()
+            self._cancel(request_id)
+        else:
+            _thread.start_new_thread(self._cancel, (request_id,))
+
+    def _cancel(self, request_id: int) -> None:
         with self.lock:
             request = None if self.queued.pop(request_id, None) is None else self.in_flight.pop(request_id, None)
         if request is None:

@@ -313,6 +313,24 @@ def test_a_stream_that_is_left_early_is_cancelled(connection: LaneConnection) ->
     assert [answer["value"][0] for answer in connection.ask(repeat(2)).responses(_PATIENCE)] == [0, 1]
 
 
+def test_a_stream_is_collected_in_a_thread_that_sends(connection: LaneConnection) -> None:
+    """
+    1. A stream is left in a reference cycle. 2. The garbage collector finds it in a thread that has the lane's lock.
+    Result: the thread goes on, and the request is cancelled.
+    """
+    pending = connection.ask(repeat(1 << 30))
+    cycle: list[object] = [pending.responses(_PATIENCE)]
+    assert next(cycle[0])["value"][0] == 0  # type: ignore[call-overload]
+    cycle.append(cycle)
+    lane = pending.lane
+    assert lane is not None
+    with lane.lock:
+        del cycle
+        gc.collect()
+        assert pending.done()
+    assert [answer["value"][0] for answer in connection.ask(repeat(2)).responses(_PATIENCE)] == [0, 1]
+
+
 def test_sequences_stay_on_the_lane_where_they_began(connection: LaneConnection) -> None:
     """Two workers, eight sequences, whose steps take turns."""
     totals = dict.fromkeys(range(1, 9), 0.0)
