@@ -49,7 +49,8 @@ class Pool:
         self.is_closed = False
         self._limit = limit
         self._max_waiting = max_waiting
-        self._lock = threading.Lock()
+        # The garbage collector may end a stream, and so give its channel back, in a thread that has the lock.
+        self._lock = threading.RLock()
         self._idle: list[tuple[Channel, float]] = []
         self._count = 0
         self._line: collections.deque[HttpPending] = collections.deque()
@@ -75,7 +76,11 @@ class Pool:
                 if len(self._line) >= self._max_waiting:
                     raise too_many_waiting(len(self._line), self._max_waiting)
                 self._line.append(pending)
-                return
+                if self._idle:  # given back by this very thread, since it looked
+                    self._grant(self._line.popleft(), self._idle.pop()[0])
+                if self._count >= self._limit or not self._line:
+                    return
+                pending = self._line.popleft()
             self._count += 1
             self._grant(pending, None)
 
@@ -476,8 +481,8 @@ class Waiter:
     def __init__(self) -> None:
         import os
 
-        self._lock = threading.Lock()
-        self._new: list[tuple[HttpPending, Callable[[HttpPending], object]]] = []
+        #: Without a lock, which the garbage collector may find this very thread to have when it ends a stream.
+        self._new: collections.deque[tuple[HttpPending, Callable[[HttpPending], object]]] = collections.deque()
         self._wakes, self._wake_end = os.pipe()
         os.set_blocking(self._wakes, False)
         os.set_blocking(self._wake_end, False)
@@ -489,14 +494,12 @@ class Waiter:
     def add(self, pending: HttpPending, called: Callable[[HttpPending], object]) -> None:
         """Has the thread wait for a request's answer from now on, and call ``called`` with the request when it has come."""
         pending._wake = self._wake
-        with self._lock:
-            self._new.append((pending, called))
+        self._new.append((pending, called))
         self._wake()
 
     def cancel(self, pending: HttpPending) -> None:
         """Has the thread cancel a request that was given to ``add``."""
-        with self._lock:
-            self._new.append((pending, HttpPending.cancel))
+        self._new.append((pending, HttpPending.cancel))
         self._wake()
 
     @property
@@ -527,9 +530,8 @@ class Waiter:
 
         under_way: dict[HttpPending, Callable[[HttpPending], object]] = {}
         while under_way or self._new or not self._closed:
-            with self._lock:
-                new, self._new = self._new, []
-            for pending, called in new:
+            while self._new:
+                pending, called = self._new.popleft()
                 if called is HttpPending.cancel:
                     pending.cancel()
                 else:

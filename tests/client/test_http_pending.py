@@ -1,8 +1,11 @@
-"""Requests over HTTP that wait for a connection on an event loop, when the client is closed in another thread."""
+"""Requests over HTTP that wait for a connection, while others are closed, by other threads or by the garbage collector."""
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import gc
+from collections.abc import Iterator
 
 import pytest
 from tensord_client.errors import Cancelled
@@ -51,3 +54,38 @@ def test_a_close_just_before_a_task_sleeps_wakes_it(pool: Pool) -> None:
         loop.close()
     with pytest.raises(Cancelled, match=r"^the client was closed$"):
         pending.waited()
+
+
+def test_a_stream_is_collected_in_a_thread_that_has_the_lock() -> None:
+    """The garbage collector ends a stream while its thread gives out connections: the thread goes on, the connection is free."""
+    pool = Pool(Address("none"), limit=1)
+    first = queued(pool)
+
+    def stream() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            first.cancel()
+
+    cycle: list[object] = [stream()]
+    next(cycle[0])  # type: ignore[call-overload]
+    cycle.append(cycle)
+    with pool._lock:
+        del cycle
+        gc.collect()
+    assert queued(pool)._granted
+
+
+def test_a_connection_that_is_given_back_before_a_request_is_in_the_queue_is_its_own() -> None:
+    pool = Pool(Address("none"), limit=1)
+    first = queued(pool)
+
+    class Line(collections.deque[HttpPending]):
+        """Ends the first request before another one is in the queue, as the garbage collector may."""
+
+        def append(self, pending: HttpPending) -> None:
+            first.cancel()
+            super().append(pending)
+
+    pool._line = Line()
+    assert queued(pool)._granted
