@@ -75,12 +75,12 @@ class ArrivingMessage(Receiver):
 
     #: The client was told that all of it may come.
     is_granted = False
-    #: What still comes needs no ordinary memory: it goes into the lease, or is passed over.
+    #: Whether bytes that arrive from now on need no ordinary memory, because they go into the lease or are dropped.
     is_placed = False
     #: The arena memory of the current raw tensor's bytes that have not arrived; empty: the next bytes must go through ``feed``.
     rest = NOWHERE
     _content: memoryview | None = None
-    #: Whether fields are being parsed one by one; before that the first bytes may be what all clients write.
+    #: Whether fields are parsed one by one; False until the first piece, which ``walk_beginning`` may understand as a whole.
     _is_parsing = False
     #: Bytes of the message before the first raw tensor's.
     _taken = 0
@@ -113,8 +113,8 @@ class ArrivingMessage(Receiver):
         if submitter is not None:
             self._submitter, self._account = submitter, account
         self._on_room = on_room
-        #: What has arrived of all fields except the id and the raw tensors, and of the id.
-        self.head, self._id = bytearray(), bytearray()
+        #: The bytes that have arrived of the id, and of all other fields except the raw tensors.
+        self._id, self.head = bytearray(), bytearray()
         #: Bytes of the message that were not parsed and belong to no raw tensor that has begun.
         self._unread = byte_size
         #: Begin and size of each raw tensor in the lease.

@@ -315,13 +315,13 @@ class CallRequest(InFlight):
     head: DecodedHead
     #: The request's id as the client gave it, or one that was made here.
     client_id: str
-    #: Whether a last, empty response is to be told from others.
+    #: Whether the model may give several responses, so that an empty last one only marks their end.
     decoupled: bool
     #: The cached part of the message, which others of its kind have in common; None: the message was decoded as a whole.
     message: PreparedMessage | None = None
     #: The id's bytes as they came, if ``message`` is not None.
     id: bytes = b""
-    #: Whether the model is still being loaded: only its answers then show whether it is ``decoupled``.
+    #: Whether the model was being loaded when this was sent, so that its answers alone show whether it is ``decoupled``.
     loading: bool = False
     scheduling: Scheduling = UNSCHEDULED
     trace: Trace | None = None

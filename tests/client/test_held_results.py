@@ -66,7 +66,7 @@ class Silent:
 
 
 def test_leases_of_two_lanes_may_have_the_same_key() -> None:
-    """As those of a worker and of the one in its place have, which has the lane's number, too, after the daemon was replaced."""
+    """Leases of two lanes have the same number, as after a restart of the daemon: each is counted and released by itself."""
     held, lane, key = HeldResults(2), Silent(), (1, 0, 1)
     former, present = (AnswerMemory(held, 100, lane.release) for _ in range(2))
     held.add(former, key, 60)

@@ -564,7 +564,7 @@ def test_the_newest_answer(client: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_a_closed_client(way: str, request: pytest.FixtureRequest, repository: Path, tmp_path: Path) -> None:
-    """What is under way is cancelled, and what is asked afterwards is refused. Models of this process end what they began."""
+    """``close`` cancels requests under way, except in this process, where models end them; later requests are refused."""
 
     def waited(model: Any, inputs: Any) -> Any:
         return model.submit(inputs).result(PATIENCE)

@@ -22,7 +22,7 @@ from tests.faults.load import CheckedLoad
 
 #: Of the attacker and the honest clients together: all are on one host.
 _QUOTA = 64
-#: What ``regions.access`` may say.
+#: All values of the key ``regions.access``.
 ACCESS = ("guarded", "snapshot")
 
 

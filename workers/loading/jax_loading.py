@@ -81,7 +81,7 @@ class InstancePlan:
     threads: bool
     #: How many threads execute the model.
     count: int
-    #: Whether the instances take turns with one program, and so have no threads.
+    #: Whether all instances use one program in turn; none of them has a thread then.
     turns: bool
     #: Requests that cannot share a batch share no call of a program either, however many instances there are.
     alone: bool

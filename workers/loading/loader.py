@@ -177,7 +177,7 @@ class Loader:
         Args:
           what: names what has failed in the log.
         Raises: Cancelled: nobody wants the load any more, so it ends as cancelled whatever else went wrong.  DeviceLost: the
-        device has failed.
+          device has failed.
         """
         cancellation.check()
         if isinstance(error, (Internal, InvalidArgument, Unsupported)):

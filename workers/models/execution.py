@@ -72,7 +72,7 @@ class Execution:
         self.requests = requests
         #: The batch that this run is a part of, if that is run again request by request; None: it is part of no other.
         self.whole: Execution | None = None
-        #: Whether the run has failed and the state of all sequences of its instance is lost with it.
+        #: Whether the run has failed, and with it the state of all sequences of its instance is lost.
         self.lost = False
         #: Whether no sequence has gone on by the run, if it fails without ``lost``.
         self.intact = False

@@ -83,7 +83,7 @@ def test_a_trace_ends_with_the_last_of_many_answers(
 
 
 def test_an_answer_that_cannot_be_written(served: tuple[GrpcFrontProcess, EchoWorker, FrameClient]) -> None:
-    """It is an error of the front, and counts as such: no version is named with it. The model goes on."""
+    """A gRPC answer that cannot be written is an error of the front: it names no model version, and the model goes on."""
     front, worker, client = served
     stream = client.open(STREAM)
     client.data(stream, prefixed(request(model="many", id="a")), end=True)
