@@ -18,7 +18,8 @@ mixed     a model with ``batch_sets``, a base of 64 MiB and adapters of 128 KiB:
           processor the product of 16 rows with the base alone takes three to four times as long as that of one row.
 narrow    like mixed, with a base of 1 MiB and adapters of 16 KiB, whose product takes less than all else of a request.
 
-Every answer is compared with what its set holds. Exit status 1: an answer was wrong. Times are medians of the rounds.
+Daemon and this process compute on the processor, or with ``--device cuda`` on the first GPU. Every answer is compared with what
+its set holds. Exit status 1: an answer was wrong. Times are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -54,8 +55,18 @@ _LARGE, _SMALL = 100, 1
 _SETS, _ROOM = 1000, 100
 #: Requests of one kind before those of the other, each on a connection of its own.
 _TURN = 10
-#: MiB of the models with ``batch_sets``, which count as well.
-_STACKS = 5
+#: MiB that are enough for 16 adapters of a model with ``batch_sets``, side by side.
+_STACK = 8
+#: The share of a GPU's memory that JAX takes.
+_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+#: The models of each row, and MiB of their pushed sets on the device: a GPU has the new one beside the old until the exchange.
+_ROWS_MODELS = {
+    "push": (["large"], 2 * _LARGE),
+    "while": (["small"], 4 * _SMALL),
+    "sets": (["small"], _ROOM),
+    "mixed": (["mixed", "mixed-single"], 2 * _STACK),
+    "narrow": (["narrow", "narrow-single"], 2 * _STACK),
+}
 #: Pushes a second, connections and seconds of the row that asks meanwhile.
 _PUSHES, _CONNECTIONS, _SECONDS = 10, 4, 3.0
 _MODEL = """
@@ -411,48 +422,66 @@ ROWS: dict[str, Callable[[int, tensord_client.Client], int]] = {
 }
 
 
+def compute_on(device: str) -> None:
+    """Lets JAX in this process compute on the processor, or on the first GPU, of whose memory it leaves most to the daemon."""
+    jax.config.update("jax_platforms", device)
+    os.environ[_MEMORY] = "0.1"
+    jax.devices()
+    del os.environ[_MEMORY]
+
+
+@contextlib.contextmanager
+def daemon(folder: Path, device: str, row: str) -> Iterator[tensord_client.Client]:
+    """Serves a row's models within the block; yields a client that is connected over a lane."""
+    models, mib = _ROWS_MODELS[row]
+    configuration = folder / f"{row}.toml"
+    configuration.write_text(
+        f"""
+        [repository]
+        paths = ["{folder / "models"}"]
+        control_mode = "explicit"
+        load = {json.dumps(models)}
+        [http]
+        port = {_ADDRESS.partition(":")[2]}
+        [grpc]
+        enabled = false
+        [metrics]
+        port = {_METRICS.partition(":")[2]}
+        [workers]
+        device = "{device}"
+        parameter_byte_size = {mib * _MIB}
+        [clients]
+        socket = "{folder / "clients.sock"}"
+        [supervisor]
+        control_socket = "{folder / "control.sock"}"
+        [executables]
+        cache_directory = "{folder / "cache"}"
+        """
+    )
+    command = [sys.executable, "-m", "tensord", "serve", "--config", str(configuration)]
+    with serving(command, _ADDRESS, folder / f"{row}.log"), tensord_client.connect(folder / "clients.sock") as client:
+        yield client
+
+
 def main() -> int:
-    """Serves the models, measures the rows and prints them."""
+    """Serves each row's models, measures the row and prints it."""
     parser = argparse.ArgumentParser(
         prog="bench.parameters", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", default=",".join(ROWS), help="of push, while, sets, mixed and narrow")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="what daemon and this process compute on"
+    )
     arguments = parser.parse_args()
+    compute_on(arguments.device)
     wrong = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_models(folder / "models")
-        (folder / "serve.toml").write_text(
-            f"""
-            [repository]
-            paths = ["{folder / "models"}"]
-            control_mode = "explicit"
-            load = ["*"]
-            [http]
-            port = {_ADDRESS.partition(":")[2]}
-            [grpc]
-            enabled = false
-            [metrics]
-            port = {_METRICS.partition(":")[2]}
-            [workers]
-            device = "cpu"
-            parameter_byte_size = {(_ROOM + _STACKS) * _MIB}
-            [clients]
-            socket = "{folder / "clients.sock"}"
-            [supervisor]
-            control_socket = "{folder / "control.sock"}"
-            [executables]
-            cache_directory = "{folder / "cache"}"
-            """
-        )
         (folder / "cache").mkdir(mode=0o700)
-        command = [sys.executable, "-m", "tensord", "serve", "--config", str(folder / "serve.toml")]
-        with (
-            serving(command, _ADDRESS, folder / "log"),
-            tensord_client.connect(folder / "clients.sock") as client,
-        ):
-            for row in arguments.rows.split(","):
+        for row in arguments.rows.split(","):
+            with daemon(folder, arguments.device, row) as client:
                 wrong += ROWS[row](arguments.rounds, client)
     if wrong:
         print(f"{wrong} answers were wrong")
