@@ -193,6 +193,8 @@ class Worker:
         self._supervised = True
         #: Lines about ended lanes of clients in the log: since when they are counted, how many, and how many were left out.
         self._window_ns = self._lines = self._left_out = 0
+        #: Whether a model version has gone in this iteration.
+        self._gone = False
 
     def run(self, incarnation: int) -> None:
         """Serves requests until the supervisor says stop, or is gone.
@@ -210,7 +212,8 @@ class Worker:
         gc.freeze()
         gc.enable()
         while self.iterate():
-            pass
+            if self._gone:
+                self._free_gone()
 
     def iterate(self) -> bool:
         """Waits for events, receives and runs requests, and sends answers. Returns False if this was the last iteration.
@@ -227,7 +230,7 @@ class Worker:
         if self._regions.leaving:
             self._regions.settle()
         if self._models.draining:
-            self._models.settle()
+            self._gone = self._models.settle()
         if self._sequences.changed:
             self._sequences.tell()
         if self._unflushed:
@@ -243,6 +246,17 @@ class Worker:
             raise DeviceLost(f"the GPU failed ({self._driver.lost}), and no call on it can succeed any more")
         ends = self._stop_ns and (self._finished() or time.monotonic_ns() >= self._stop_ns)
         return self._supervised and not ends
+
+    def _free_gone(self) -> None:
+        """Frees the memory of model versions that have gone, on the device above all: the next model may need it at once.
+
+        It is in cycles of references, as each module and its functions are one, and Python would not look for them while the
+        worker has nothing to do.
+        """
+        self._gone = False
+        self._poller.forget_gone()
+        self._dispatcher.ensembles.pipelines.forget_gone()
+        gc.collect()
 
     def _rests(self) -> bool:
         at_once = self._next_ns is not None and self._next_ns <= time.monotonic_ns()

@@ -8,10 +8,18 @@ import json
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.daemon_process import PATIENCE, DaemonProcess
-from tests.repositories import scale_model, write_model
+import numpy as np
+import pytest
+import tensord_client
+
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.protocol.sequence_models import all_models
+from tests.protocol.stepped_models import Steps, write_stepped_models
+from tests.protocol.streaming_models import Stream, write_streaming_models
+from tests.repositories import ensemble, scale_model, write_model
 
 #: As large as what XLA and the allocator may keep of what has been, whatever the number of loads.
 _SLACK = 12 << 20
@@ -93,3 +101,110 @@ def test_loads_beside_requests(tmp_path: Path) -> None:
     assert set(seen) == {200}
     assert seen[200] > 60
     assert sizes[1] - sizes[0] < _SLACK
+
+
+#: Notes beside a model's file that nothing refers to the module any more.
+_NOTED = """
+import pathlib, weakref
+
+class Held:
+    pass
+
+held = Held()
+weakref.finalize(held, pathlib.Path(__file__).with_name("gone").touch).atexit = False
+"""
+
+
+def _ask_scale(daemon: DaemonProcess, model: str) -> None:
+    """Asks over a lane and over HTTP, one by one and all at once, until the C part has learned what it can."""
+    x = np.ones((1, 4), np.float32)
+    with tensord_client.connect(daemon.folder / "clients.sock") as client:
+        lane = client.model(model)
+        for _ in range(20):
+            assert (lane({"x": x})["y"] == 4).all()
+        for answer in [lane.submit({"x": x}) for _ in range(32)]:
+            assert (answer.result()["y"] == 4).all()
+    given = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 1, 1, 1]}
+    for _ in range(20):
+        assert daemon.infer(model, [given])[0] == 200
+
+
+def _ask_sequence(daemon: DaemonProcess, model: str) -> None:
+    given = {"name": "x", "shape": [1, 1], "datatype": "INT32", "data": [1]}
+    for number in range(20):
+        told = {"sequence_id": 7, "sequence_start": number == 0, "sequence_end": number == 19}
+        assert daemon.infer(model, [given], parameters=told)[0] == 200
+
+
+def _ask_stepped(daemon: DaemonProcess, model: str) -> None:
+    with Steps(daemon.grpc_url) as steps:
+        assert len(steps.answers([1, 2], model)) > 1
+
+
+def _ask_stream(daemon: DaemonProcess, model: str) -> None:
+    with Stream(daemon.grpc_url) as stream:
+        assert stream.answers(model, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "ask"),
+    [
+        ("scale", _ask_scale),
+        ("twice", _ask_scale),
+        ("oldest", _ask_sequence),
+        ("jax", _ask_sequence),
+        ("counts", _ask_stepped),
+        ("wide", _ask_stream),
+        ("talks", _ask_stream),
+    ],
+)
+def test_a_worker_that_rests_keeps_nothing_of_an_unloaded_model(
+    resting: DaemonProcess, model: str, ask: Callable[[DaemonProcess, str], None]
+) -> None:
+    """On a device the next model may need the memory, and a worker that has nothing to do collects no garbage by itself."""
+    named = ["twice", "scale"] if model == "twice" else [model]
+    for each in named:
+        assert resting.request("POST", f"/v2/repository/models/{each}/load", b"{}")[0] == 200
+    ask(resting, model)
+    for each in named:
+        assert resting.request("POST", f"/v2/repository/models/{each}/unload", b"{}")[0] == 200
+    _wait_gone(resting, named[-1])
+
+
+def test_a_worker_that_rests_keeps_nothing_of_a_load_before(resting: DaemonProcess) -> None:
+    source = resting.folder / "models/scale/1/model.py"
+    for number in range(1, 4):
+        os.utime(source, (number, number))
+        assert resting.request("POST", "/v2/repository/models/scale/load", b"{}")[0] == 200
+        if number > 1:
+            _wait_gone(resting, "scale")
+        _ask_scale(resting, "scale")
+    assert resting.request("POST", "/v2/repository/models/scale/unload", b"{}")[0] == 200
+    _wait_gone(resting, "scale")
+
+
+def _wait_gone(daemon: DaemonProcess, model: str) -> None:
+    gone = daemon.folder / "models" / model / "1" / "gone"
+    wait_until(gone.exists, f"nothing of {model} is kept", daemon)
+    gone.unlink()
+
+
+@pytest.fixture(scope="module")
+def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A daemon whose models note when nothing refers to them any more."""
+    folder = tmp_path_factory.mktemp("resting")
+    models = folder / "models"
+    for part in (all_models, write_streaming_models, write_stepped_models):
+        part(models)
+    scale_model(models)
+    ensemble(models, "twice", ["x FP32 4"], ["y FP32 4"], [("scale", {"x": "x"}, {"y": "y"})], 8)
+    for model in models.glob("*/1/model.py"):
+        with model.open("a") as file:
+            file.write(_NOTED)
+    options = {
+        "repository": {"paths": [str(models)], "control_mode": "explicit", "load": []},
+        "clients": {"socket": str(folder / "clients.sock")},
+    }
+    with DaemonProcess(folder, (models,), options) as daemon:
+        daemon.wait_ready()
+        yield daemon

@@ -256,6 +256,9 @@ class FastPath(Poller):
         for number in list(self._numbers.get(submitter.lane.fileno(), ())):
             self.forget(submitter, number)
 
+    def forget_gone(self) -> None:
+        self._forget()
+
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         # A sequence may live in the load before this one, while that has not ended.
         if not version.native or (version.sequences is not None and self._models.draining):

@@ -62,6 +62,9 @@ class Poller:
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
         """Drops everything that ``learn`` has stored for a submitter's requests, so that it is learned anew."""
 
+    def forget_gone(self) -> None:
+        """Drops everything that ``learn`` has stored, because some of it belongs to model versions that have gone."""
+
     @property
     def lane_requests(self) -> int:
         """How many requests of directly connected clients (not through a front) ``wait`` itself has answered so far."""

@@ -189,8 +189,7 @@ class EnsemblePipelines:
         if version.loaded.streams or any(tensor not in requests[0].arrays for tensor in version.signature.inputs):
             return None
         if self._changes != self._models.changes or len(self._known) >= _LIMIT:
-            self._known.clear()
-            self._changes = self._models.changes
+            self.forget_gone()
         if any(needs_steps(request) for request in requests):
             return None
         first = requests[0].outputs
@@ -205,6 +204,11 @@ class EnsemblePipelines:
                 return None
         program = pipeline.program(sum([request.rows for request in requests]))
         return None if program is None or not pipeline.free or not program.takes(requests) else (pipeline, program)
+
+    def forget_gone(self) -> None:
+        """Drops all pipelines, those of models that have gone among them; what is needed is found again."""
+        self._known.clear()
+        self._changes = self._models.changes
 
     def __repr__(self) -> str:
         return f"<EnsemblePipelines {len(self._known)}>"

@@ -113,9 +113,14 @@ class ModelTable:
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 
-    def settle(self) -> None:
-        """Closes draining versions that have finished their requests; called in each iteration of the loop while any drain."""
+    def settle(self) -> bool:
+        """Closes draining versions that have finished their requests; called in each iteration of the loop while any drain.
+
+        Returns whether one has gone: nothing here refers to it any more.
+        """
+        drained = len(self.draining)
         self.draining = [version for version in self.draining if not version.settle()]
+        return len(self.draining) < drained
 
     def _drain(self, version: ModelVersion, done: Callable[[], None]) -> None:
         version.drain(done)
