@@ -135,7 +135,6 @@ class ParameterPushes:
         sets.check_count(operation.set, self._most)
         what = f"number {operation.number} of set '{operation.set}'"
         kept = None if fds else sets.kept(operation.set, operation.number)
-        former = sets.newest(operation.set)
         fd = fds.pop() if fds else -1
         self._staged.setdefault(operation.push, [])
         #: Nobody evicts it while it is placed.
@@ -147,9 +146,6 @@ class ParameterPushes:
                 if kept is None:
                     staged.fill(self._checked(fd, sets, operation, what))
                 staged.prepare()
-                if former is not None and former is not staged and sets.room.may_keep(former):
-                    # Before it leaves the device.
-                    former.hosted()
                 return staged
             finally:
                 if fd >= 0:
@@ -202,7 +198,10 @@ class ParameterPushes:
             if not self._is_here(version):
                 sets.staged.discard(parameters)
                 continue
-            self._let_go(version.commit(parameters, operation.move_sequences))
+            replaced = version.commit(parameters, operation.move_sequences)
+            self._let_go(replaced.unused)
+            if replaced.leaves is not None:
+                self._leave(sets, replaced.leaves)
             if parameters.name == MAIN_SET:
                 # What the C part has learned of answers and of timelines names the parameters before.
                 self._models.changes += 1
@@ -218,6 +217,24 @@ class ParameterPushes:
         sets.staged.discard(parameters)
         if not parameters.is_newest:
             self._let_go([parameters.leave()])
+
+    def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
+        """Has the thread for parameters copy a version that was replaced to host memory, and then remove it from the device.
+
+        The push is answered meanwhile, and the next one is staged behind it: there is room for that by then.
+        """
+
+        def leave() -> None:
+            if sets.room.may_keep(former):
+                former.hosted()
+            former.leave()
+
+        def done(outcome: Exception | None) -> None:
+            if outcome is not None:
+                _log.error("%s is not kept", former, exc_info=outcome)
+                sets.forget_before(former)
+
+        self._thread.do(leave, done)
 
     def _let_go(self, unused: list[object]) -> None:
         """Has the thread for parameters free objects that are not used any more, because that takes long.

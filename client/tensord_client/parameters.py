@@ -211,7 +211,7 @@ def sealed(pieces: Sequence[Buffer]) -> int:
     except OSError as error:
         raise Unavailable(f"no descriptor is left for {byte_size} bytes of parameters: {error.strerror}") from error
     try:
-        os.posix_fallocate(fd, 0, byte_size)
+        # Nothing is allocated before: the kernel would clear those pages first.
         for piece in pieces:
             rest = memoryview(piece)
             while len(rest):

@@ -159,8 +159,9 @@ def own_fields(
       parameter_set: the set that the answer is computed with; "": ``main``.
     """
     scheduled = priority or timeout_us or sequence_id or sequence_start or sequence_end or replace_key
-    if not (client_id or scheduled or parameter_set):
-        return _BARE if not deadline_ns else b"".join((_BARE[:2], deadline_ns.to_bytes(8, "big"), _BARE[10:]))
+    if not (client_id or scheduled):
+        named = msgpack.text(parameter_set) if parameter_set else b"\xa0"
+        return b"".join((_BARE[:2], deadline_ns.to_bytes(8, "big"), _BARE[10:-1], named))
     return b"".join(
         (
             msgpack.text(client_id),

@@ -261,6 +261,13 @@ def test_a_prepared_request_is_what_the_server_means(
     assert wire.prepare(number, encoded) == encoder.encode(Prepare(number, expected))
 
 
+@given(_NUMBERS, _NAMES)
+def test_fields_are_the_same_whether_or_not_others_are_given(deadline_ns: int, parameter_set: str) -> None:
+    """Requests that say nothing else are encoded in a shorter way."""
+    given = {"deadline_ns": deadline_ns, "parameter_set": parameter_set}
+    assert wire.own_fields(**given) == b"\xa0" + wire.own_fields("a", **given)[2:]
+
+
 @given(
     st.integers(0, (1 << 64) - 1),
     st.lists(st.binary(max_size=5000), max_size=20),

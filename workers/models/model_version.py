@@ -23,7 +23,7 @@ from tensord.workers.models.instance import Instance
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.sequence_register import RegisteredSequences, SequenceRegister
 from tensord.workers.models.statistics import VersionStatistics
-from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets
+from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets, Replaced
 from tensord.workers.requests.prepared import CheckedInputs
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
@@ -209,10 +209,8 @@ class ModelVersion:
             sequences.restore(others, now_ns)
         return [request for request in batch if request.chosen is batch[0].chosen]
 
-    def commit(self, parameters: ParameterSet, moves: bool) -> list[object]:
-        """Puts parameters that were staged (checked, and placed on the device) into use.
-
-        Returns objects that are not used any more, to be freed.
+    def commit(self, parameters: ParameterSet, moves: bool) -> Replaced:
+        """Puts parameters that were staged (checked, and placed on the device) into use. Returns what they have replaced.
 
         ``moves``: begun sequences and begun requests of a stepped model use them too, instead of those that they began with.
         """

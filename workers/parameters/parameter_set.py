@@ -14,7 +14,7 @@ one up. In the code "number" is the version of a set.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -259,6 +259,15 @@ class ParameterSet:
         return f"<ParameterSet {self.name!r} {self.number} of {self.sets.leaves.model!r}>"
 
 
+class Replaced(NamedTuple):
+    """What a new version of a set has replaced."""
+
+    #: Objects that only runs that have begun still use: their memory is freed when the list is emptied.
+    unused: list[object]
+    #: The version before, which is to leave the device once it is in host memory; None: there is none, or it stays.
+    leaves: ParameterSet | None = None
+
+
 class ParameterSets:
     """All parameter sets of one loaded model version. Requests that name no set get ``main``."""
 
@@ -376,10 +385,8 @@ class ParameterSets:
                 f"model '{self.leaves.model}' has {len(names)} parameter sets, workers.max_parameter_sets allows {limit}"
             )
 
-    def commit(self, parameters: ParameterSet, stays: bool = False) -> list[object]:
+    def commit(self, parameters: ParameterSet, stays: bool = False) -> Replaced:
         """Puts a set on which ``prepare`` was called into use, in place of its version before, which is kept for a roll-back.
-
-        Returns objects that only runs that have begun still use: their memory is freed when the caller drops them.
 
         ``stays``: whether the version before stays on the device, because requests that have begun continue with it.
         """
@@ -396,14 +403,12 @@ class ParameterSets:
         self.staged.discard(parameters)
         self.pushes += 1
         if former is None or former is parameters:
-            return []
+            return Replaced([])
         unused: list[object] = [self._before.get(parameters.name)]
         self.forget_before(self._before.get(parameters.name))
         self._before[parameters.name] = former
-        if not stays:
-            unused.append(former.leave())
         self.room.keep(former)
-        return unused
+        return Replaced(unused, None if stays else former)
 
     def drop(self, name: str) -> list[object]:
         """Forgets the set with a name, and the version before. Returns objects whose memory is freed when the caller drops them.

@@ -62,8 +62,10 @@ def push(model: JaxModel, number: int, name: str = "main") -> None:
     made = ParameterSet(model.sets, name, number, model.sets.leaves.fitted(numbered(number), "these"))
     model.sets.staged.add(made)
     made.prepare()
-    model.sets.main.hosted()
-    model.sets.commit(made)
+    former = model.sets.commit(made).leaves
+    if former is not None:
+        former.hosted()
+        former.leave()
 
 
 def run(model: JaxModel, rows: int, name: str | None = None) -> tuple[float, int]:
