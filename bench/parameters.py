@@ -10,9 +10,9 @@ sets      1000 sets of 1 MiB with room for 100 on the device: the rate of reques
           requests of either kind and ten copies in turn, because the machine may be slower a second later. The sets are pushed so
           that a processor has to copy them, too, which would otherwise use them in place. A first request for a set is measured
           separately.
-mixed     a model with ``batch_sets``, a base of 64 MiB and adapters of 128 KiB: a client's requests of 16 sets at once, which
-          share a call (how many calls there were is printed), beside as many of which each is sent when the one before it is
-          answered, to a model without a queue delay (at least 6 times faster), and as many at once to that
+mixed     a model with ``batch_sets``, a base of 64 MiB and adapters of 128 KiB: requests of 16 sets at once from one event loop,
+          which share a call (how many calls there were is printed), beside as many of which each is sent when the one before it
+          is answered, to a model without a queue delay (at least 6 times faster), and as many at once to that
           model: the first runs by itself, and others join those that come meanwhile. XLA sets the bound:
           the same function is measured without a server, in this process, in 16 calls with one row and one with 16. On a
           processor the product of 16 rows with the base alone takes three to four times as long as that of one row.
@@ -25,6 +25,7 @@ its set holds. Exit status 1: an answer was wrong. Times are medians of the roun
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import http.client
@@ -195,7 +196,7 @@ def region(content: bytes) -> Iterator[str]:
         path.unlink()
 
 
-def push_row(rounds: int, client: tensord_client.Client) -> int:
+def push_row(rounds: int, client: tensord_client.Client, socket: Path) -> int:
     """Measures the row ``push``: 100 MiB pushed, beside ``device_put`` and a reload. Returns how many answers were wrong."""
     model, ask = client.model("large"), Asker("large")
     wanted = tree(_LARGE, 1)
@@ -250,7 +251,7 @@ def p99(until: float) -> tuple[float, int]:
     return float(np.percentile(took, 99)) * 1e3, sum(wrong)
 
 
-def while_row(rounds: int, client: tensord_client.Client) -> int:
+def while_row(rounds: int, client: tensord_client.Client, socket: Path) -> int:
     """Measures the row ``while``: requests while parameters are pushed ten times a second, and without. Returns wrong answers."""
     parameters = client.model("small").parameters
     found: dict[bool, list[float]] = {False: [], True: []}
@@ -303,7 +304,7 @@ def counted(metric: str, model: str) -> int:
     return sum(map(int, map(float, found)))
 
 
-def sets_row(rounds: int, client: tensord_client.Client) -> int:
+def sets_row(rounds: int, client: tensord_client.Client, socket: Path) -> int:
     """Measures the row ``sets``: requests whose set is on the device, and whose set is not. Returns wrong answers."""
     client.model("small").parameters.update(tree(_SMALL, 5000))
     for number in range(_SETS):
@@ -366,45 +367,20 @@ def function_alone(width: int) -> Callable[[int], None]:
     return call
 
 
-def mixed_row(rounds: int, client: tensord_client.Client, row: str = "mixed") -> int:
+def mixed_row(rounds: int, client: tensord_client.Client, socket: Path, row: str = "mixed") -> int:
     """Measures the row ``mixed`` or ``narrow``: requests of 16 sets at once, and one after the other. Returns wrong answers."""
     width, names = _WIDTHS[row], (row, f"{row}-single")
-    x = np.zeros((1, width), np.float32)
-    x[0, 0] = 1
-    together, alone = ([client.model(name, parameter_set=f"m{n}") for n in range(_TOGETHER)] for name in names)
     for number in range(_TOGETHER):
         down = np.full((width, _RANK), number, np.float32)
         adapter = {"down": down, "up": np.ones((_RANK, width), np.float32)}
         for name in names:
             client.model(name).parameters.update({"adapter": adapter}, set=f"m{number}")
-    wrong = 0
-
-    def check(number: int, answer: Any) -> None:
-        nonlocal wrong
-        wrong += not np.all(answer["y"] == 0.5 + number * _RANK)
-
-    def at_once(models: list[Any] = together) -> None:
-        for number, answer in enumerate([model.submit({"x": x}) for model in models]):
-            check(number, answer.result())
-
-    def in_turn() -> None:
-        for number, model in enumerate(alone):
-            check(number, model({"x": x}))
-
     alone_once = function_alone(width)
     found: dict[str, list[float]] = {"at once": [], "no delay": [], "in turn": [], "XLA at once": [], "XLA in turn": []}
-    for _ in range(3):
-        at_once()
-        at_once(alone)
-        in_turn()
-    before = counted("nv_inference_exec_count", row)
+    wrong, calls = asyncio.run(_mixed(rounds, socket, row, found))
     for _ in range(_REPEATS * rounds):
-        found["at once"].append(seconds(at_once))
-        found["no delay"].append(seconds(lambda: at_once(alone)))
-        found["in turn"].append(seconds(in_turn))
         found["XLA at once"].append(seconds(lambda: alone_once(_TOGETHER)))
         found["XLA in turn"].append(_TOGETHER * seconds(lambda: alone_once(1)))
-    calls = (counted("nv_inference_exec_count", row) - before) / (_REPEATS * rounds)
     once, joined, turn, xla_once, xla_turn = (statistics.median(values) * 1e3 for values in found.values())
     print(f"{row:6} {_TOGETHER} sets at once, in {calls:.1f} calls: {once:.1f} ms", end=", ")
     print(f"one after the other {turn:.1f} ms: {turn / once:.1f} x")
@@ -413,7 +389,51 @@ def mixed_row(rounds: int, client: tensord_client.Client, row: str = "mixed") ->
     return wrong
 
 
-ROWS: dict[str, Callable[[int, tensord_client.Client], int]] = {
+async def _mixed(rounds: int, socket: Path, row: str, found: dict[str, list[float]]) -> tuple[int, float]:
+    """Sends the requests of ``mixed_row`` from one event loop, and adds the seconds that they took to ``found``.
+
+    Returns how many answers were wrong, and how many calls of the model 16 requests at once took.
+    """
+    wrong = 0
+    x = np.zeros((1, _WIDTHS[row]), np.float32)
+    x[0, 0] = 1
+
+    def check(answers: list[Any]) -> None:
+        nonlocal wrong
+        wrong += sum(not np.all(answer["y"] == 0.5 + number * _RANK) for number, answer in enumerate(answers))
+
+    async def at_once(models: list[Any]) -> float:
+        began = time.perf_counter()
+        answers = await asyncio.gather(*[model({"x": x}) for model in models])
+        took = time.perf_counter() - began
+        check(answers)
+        return took
+
+    async def in_turn(models: list[Any]) -> float:
+        began = time.perf_counter()
+        answers = [await model({"x": x}) for model in models]
+        took = time.perf_counter() - began
+        check(answers)
+        return took
+
+    async with await tensord_client.connect_async(socket) as client:
+        together, alone = [
+            [await client.model(name, parameter_set=f"m{number}") for number in range(_TOGETHER)]
+            for name in (row, f"{row}-single")
+        ]
+        for _ in range(3):
+            await at_once(together)
+            await at_once(alone)
+            await in_turn(alone)
+        before = counted("nv_inference_exec_count", row)
+        for _ in range(_REPEATS * rounds):
+            found["at once"].append(await at_once(together))
+            found["no delay"].append(await at_once(alone))
+            found["in turn"].append(await in_turn(alone))
+        return wrong, (counted("nv_inference_exec_count", row) - before) / (_REPEATS * rounds)
+
+
+ROWS: dict[str, Callable[[int, tensord_client.Client, Path], int]] = {
     "push": push_row,
     "while": while_row,
     "sets": sets_row,
@@ -431,9 +451,10 @@ def compute_on(device: str) -> None:
 
 
 @contextlib.contextmanager
-def daemon(folder: Path, device: str, row: str) -> Iterator[tensord_client.Client]:
-    """Serves a row's models within the block; yields a client that is connected over a lane."""
+def daemon(folder: Path, device: str, row: str) -> Iterator[tuple[tensord_client.Client, Path]]:
+    """Serves a row's models within the block; yields a client that is connected over a lane, and the socket for others."""
     models, mib = _ROWS_MODELS[row]
+    clients = folder / "clients.sock"
     configuration = folder / f"{row}.toml"
     configuration.write_text(
         f"""
@@ -451,7 +472,7 @@ def daemon(folder: Path, device: str, row: str) -> Iterator[tensord_client.Clien
         device = "{device}"
         parameter_byte_size = {mib * _MIB}
         [clients]
-        socket = "{folder / "clients.sock"}"
+        socket = "{clients}"
         [supervisor]
         control_socket = "{folder / "control.sock"}"
         [executables]
@@ -459,8 +480,8 @@ def daemon(folder: Path, device: str, row: str) -> Iterator[tensord_client.Clien
         """
     )
     command = [sys.executable, "-m", "tensord", "serve", "--config", str(configuration)]
-    with serving(command, _ADDRESS, folder / f"{row}.log"), tensord_client.connect(folder / "clients.sock") as client:
-        yield client
+    with serving(command, _ADDRESS, folder / f"{row}.log"), tensord_client.connect(clients) as client:
+        yield client, clients
 
 
 def main() -> int:
@@ -481,8 +502,8 @@ def main() -> int:
         write_models(folder / "models")
         (folder / "cache").mkdir(mode=0o700)
         for row in arguments.rows.split(","):
-            with daemon(folder, arguments.device, row) as client:
-                wrong += ROWS[row](arguments.rounds, client)
+            with daemon(folder, arguments.device, row) as (client, socket):
+                wrong += ROWS[row](arguments.rounds, client, socket)
     if wrong:
         print(f"{wrong} answers were wrong")
     return int(wrong > 0)

@@ -50,11 +50,31 @@ _ALONE = """
 """
 
 
+#: Enough operations for a CUDA graph, and two copies of what comes in.
+_COPIES = """
+    import jax.numpy as jnp
+
+    inputs = {"x": "FP32[n]", "w": "FP32[n]"}
+    outputs = {name: "FP32[n]" for name in ("same", "sums", "sorted", "raised")} | {"all": "FP32[1]"}
+    max_batch_size = 4
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            x, w = inputs["x"], inputs["w"]
+            sums = jnp.cumsum(x, 1)
+            ordered = jnp.sort(w, 1)
+            made = {"same": x, "sums": sums, "sorted": ordered, "raised": jnp.cumsum(ordered, 1) + 1}
+            return made | {"all": (sums @ ordered.T).sum(1, keepdims=True) * 0 + x.sum(1, keepdims=True)}
+        return apply, None
+"""
+
+
 @pytest.fixture(scope="module")
 def small_daemon(gpu_repository: Path, start_gpu_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
     repositories.write_model(gpu_repository, "three", THREE)
     repositories.write_model(gpu_repository, "slow", _SLOW)
     repositories.write_model(gpu_repository, "alone", _ALONE, 'backend: "jax"')
+    repositories.write_model(gpu_repository, "copies", _COPIES, "instance_group { count: 2 }")
     names = ("three", {"x": "x"}, {"y": "mid"}), ("three", {"x": "mid"}, {"y": "y"})
     repositories.ensemble(gpu_repository, "twice", ["x FP32 4"], ["y FP32 4"], names, 8)
     return start_gpu_daemon()
@@ -106,3 +126,23 @@ def test_programs_of_an_ensemble_run_one_after_the_other(small_daemon: DaemonPro
 
     with ThreadPoolExecutor(8) as clients:
         list(clients.map(ask, range(8)))
+
+
+@pytest.mark.parametrize("size", [16, 1 << 18])
+def test_a_program_copies_from_wherever_its_inputs_lie(small_daemon: DaemonProcess, size: int) -> None:
+    """In the staging memory of either instance; XLA would run such a program as a CUDA graph, which takes only one of them."""
+
+    def ask(who: int) -> None:
+        with grpcclient.InferenceServerClient(small_daemon.grpc_url) as client:
+            for number in range(30):
+                x, w = np.full((1, size), who + 1, np.float32), np.arange(size, 0, -1, np.float32)[None] * 0 + number
+                given = [grpcclient.InferInput(name, [1, size], "FP32") for name in ("x", "w")]
+                for each, array in zip(given, (x, w), strict=True):
+                    each.set_data_from_numpy(array)
+                answer = client.infer("copies", given)
+                assert np.array_equal(answer.as_numpy("same"), x)
+                assert np.array_equal(answer.as_numpy("sorted"), w)
+                assert answer.as_numpy("all").item() == size * (who + 1)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(4)))

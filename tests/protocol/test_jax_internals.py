@@ -30,7 +30,7 @@ TRIED = {
     ),
 }
 LOOKED_FOR = {interface.name for interface in INTERFACES if interface.look is not None}
-#: Only a process with a GPU has it (``tests/workers/programs/test_gpu_versions.py``).
+#: Only a process with a GPU has it (``tests/workers/programs/test_gpu_programs.py``).
 OF_GPUS = {interface.name for interface in INTERFACES if "jax_cuda12_plugin" in interface.name}
 CUT = """
 import importlib.abc

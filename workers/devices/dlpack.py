@@ -8,7 +8,7 @@ Written here because the libraries that make such capsules refuse bfloat16. Sour
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -51,12 +51,14 @@ _drop = ctypes.pythonapi.Py_DecRef
 _drop.argtypes = [ctypes.c_void_p]
 
 
-def _delete(managed: int) -> None:
+def _delete(managed: int, at: Callable[[int], Any] = _Tensor.from_address, drop: Callable[[Any], Any] = _drop) -> None:
     """Drops XLA's reference to a ``DeviceView``; any thread may call this, and ctypes takes the GIL.
 
-    ``managed``: address of the view's DLManagedTensor.
+    Args:
+      managed: address of the view's DLManagedTensor.
+      at, drop: never given; where arrays live as long as Python, this module's names are gone before them.
     """
-    _drop(_Tensor.from_address(managed).manager_ctx)
+    drop(at(managed).manager_ctx)
 
 
 def _capsule_gone(capsule: int) -> None:

@@ -34,7 +34,7 @@ from tensord.shm.figures import Compiles
 from tensord.workers.devices.device_cpu import thread_count
 from tensord.workers.jax_internals.interfaces import PICKLER
 from tensord.workers.programs.cache_directory import CacheDirectory
-from tensord.workers.programs.gpu_versions import gpu_versions
+from tensord.workers.programs.gpu_programs import gpu_versions
 from tensord.workers.programs.jax_cache import JaxCache
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.threads.cancellation import Cancellation

@@ -18,7 +18,7 @@ import jax
 from tensord.workers.devices.device_cpu import thread_count
 from tensord.workers.jax_internals.interfaces import PERSISTENT_CACHE, Missing
 from tensord.workers.programs.cache_directory import CacheDirectory
-from tensord.workers.programs.gpu_versions import gpu_versions
+from tensord.workers.programs.gpu_programs import gpu_versions
 
 
 class JaxCache:

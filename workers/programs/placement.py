@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.backend import backends
 from jax.sharding import SingleDeviceSharding
 
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.parameters.parameter_set import ParameterSets
+from tensord.workers.programs.gpu_programs import WITHOUT_GRAPHS, copies_memory
 
 
 class Placement(NamedTuple):
@@ -66,7 +68,11 @@ class Placement(NamedTuple):
         self, lowered: jax.stages.Lowered, options: Mapping[str, str | bool] = MappingProxyType({})
     ) -> jax.stages.Compiled:
         """Compiles a program that was lowered for this placement. ``options``: XLA options added to the placement's options."""
-        return lowered.compile({**self.options, **options} or None)
+        options = {**self.options, **options}
+        compiled = lowered.compile(options or None)
+        if self.client is None and "cuda" in backends() and copies_memory(compiled.as_text() or ""):
+            return lowered.compile({**options, **WITHOUT_GRAPHS})
+        return compiled
 
 
 class CompiledProgram(NamedTuple):

@@ -1,4 +1,7 @@
-"""The key of a cached executable, in processes with another plugin, driver or cuDNN; JAX's CUDA plugin is the tests' stand-in."""
+"""Tests what is special to programs for GPUs: keys of cached executables, and which programs copy memory.
+
+Each key is made in a process with another plugin, driver or cuDNN; JAX's CUDA plugin is the tests' stand-in.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from tensord.workers.programs.gpu_programs import WITHOUT_GRAPHS, copies_memory
 from tests.cuda_stub.library import CudaStub
 
 #: Imports JAX once; each line that it reads is a driver's version, and a process of its own, which opens the devices.
@@ -106,3 +112,49 @@ def test_a_cpu_worker_does_not_ask_for_them(stub: CudaStub, tmp_path: Path) -> N
         before = keys.said()
         install(tmp_path, "nvidia_cudnn_cu12", "9.8.0.87")
         assert keys.said("12090") == before
+
+
+def text_of(function: object) -> str:
+    lowered = jax.jit(function).lower(jnp.ones((16, 64)), jnp.ones((64, 64)))  # type: ignore[arg-type]
+    return lowered.compile(WITHOUT_GRAPHS).as_text() or ""
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: {"same": x, "product": jnp.tanh(x @ w)},
+        lambda x, w: (x @ w, w),
+    ],
+)
+def test_an_output_that_is_an_input_is_a_copy(function: object) -> None:
+    assert copies_memory(text_of(function))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: jnp.tanh(x @ w),
+        lambda x, w: (x[:, 1:] * 2, w[0] + 1),
+    ],
+)
+def test_what_is_computed_is_no_copy(function: object) -> None:
+    assert not copies_memory(text_of(function))
+
+
+def test_a_copy_inside_of_a_kernel_is_none() -> None:
+    text = """HloModule one
+
+%fused_computation (param_0: f32[4,8]) -> f32[8,4] {
+  %param_0 = f32[4,8]{1,0} parameter(0)
+  %copy.1 = f32[4,8]{0,1} copy(%param_0)
+  ROOT %bitcast.1 = f32[8,4]{1,0} bitcast(%copy.1)
+}
+
+ENTRY %main.1 (x.1: f32[4,8]) -> f32[8,4] {
+  %x.1 = f32[4,8]{1,0} parameter(0)
+  ROOT %fusion = f32[8,4]{1,0} fusion(%x.1), kind=kLoop, calls=%fused_computation
+}
+"""
+    assert not copies_memory(text)
+    assert copies_memory(text.replace("fusion(%x.1), kind=kLoop, calls=%fused_computation", "copy(%x.1)"))
+    assert copies_memory(text.replace("fusion(%x.1), kind=kLoop, calls=%fused_computation", "copy-start(%x.1)"))
