@@ -1,9 +1,8 @@
 """Tells what is special to programs that are compiled for a GPU: software that they depend on, and copies that they make.
 
-XLA runs the operations of a program as one CUDA graph, and a graph copies only from the allocation that it was made with. Inputs
-lie in the staging memory of one of several instances, in a region of a client, or in XLA's own memory: a graph with a copy fails
-with the second of them (CUDA_ERROR_INVALID_VALUE, seen with jaxlib 0.11.2 on an H100 and an H200). So programs that copy are
-compiled without graphs.
+XLA runs the operations of a program as one CUDA graph. A graph that was made with inputs in XLA's own memory cannot copy from
+other memory, such as the staging buffers and clients' regions here, nor the other way round (CUDA_ERROR_INVALID_VALUE, seen with
+jaxlib 0.11.2 on an H100 and an H200). Programs get inputs from both, so those that copy are compiled without graphs.
 """
 
 from __future__ import annotations
