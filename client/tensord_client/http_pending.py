@@ -52,7 +52,8 @@ class Pool:
         # The garbage collector may end a stream, and so give its channel back, in a thread that has the lock.
         self._lock = threading.RLock()
         self._idle: list[tuple[Channel, float]] = []
-        self._count = 0
+        #: How many requests have a channel, or may open one.
+        self._in_use = 0
         self._line: collections.deque[HttpPending] = collections.deque()
         #: Requests that have a channel, or may open one, until nobody refers to them.
         self._granted: weakref.WeakSet[HttpPending] = weakref.WeakSet()
@@ -65,24 +66,29 @@ class Pool:
         with self._lock:
             if self.is_closed:
                 raise Unavailable(CLOSED)
-            while self._idle:
-                channel, since = self._idle.pop()
-                if time.monotonic() - since < _IDLE and not channel.is_stale:
-                    self._grant(pending, channel)
-                    return
-                channel.close()
-                self._count -= 1
-            if self._count >= self._limit:
-                if len(self._line) >= self._max_waiting:
-                    raise too_many_waiting(len(self._line), self._max_waiting)
-                self._line.append(pending)
-                if self._idle:  # given back by this very thread, since it looked
-                    self._grant(self._line.popleft(), self._idle.pop()[0])
-                if self._count >= self._limit or not self._line:
-                    return
-                pending = self._line.popleft()
-            self._count += 1
-            self._grant(pending, None)
+            if self._in_use >= self._limit and len(self._line) >= self._max_waiting:
+                raise too_many_waiting(len(self._line), self._max_waiting)
+            self._line.append(pending)
+            self._serve()
+
+    def _serve(self) -> None:
+        """Gives queued requests a channel each, as long as no more than ``limit`` are in use. The caller holds the lock.
+
+        A request leaves the queue before a channel is looked for: the garbage collector may run meanwhile and end another request
+        in this thread, which comes here too.
+        """
+        while self._line and self._in_use < self._limit:
+            self._in_use += 1
+            self._grant(self._line.popleft(), self._usable())
+
+    def _usable(self) -> Channel | None:
+        """Removes a usable idle channel from the pool and returns it; None: there is none. Closes idle ones that are unusable."""
+        while self._idle:
+            channel, since = self._idle.pop()
+            if time.monotonic() - since < _IDLE and not channel.is_stale:
+                return channel
+            channel.close()
+        return None
 
     def _grant(self, pending: HttpPending, channel: Channel | None) -> None:
         """Gives a request a channel, or (None) the right to open one. The caller holds the lock."""
@@ -90,9 +96,9 @@ class Pool:
         pending.grant(channel)
 
     def give(self, pending: HttpPending, channel: Channel | None) -> None:
-        """Takes a channel back from a request, gives it to the first queued request; if none is queued, the channel stays idle.
+        """Takes a channel back from a request: for the first queued request, or as an idle one where none is queued.
 
-        ``channel`` None: the channel was closed; the first request may then open another one in its place.
+        ``channel`` None: the channel was closed; the first queued request may then open another one in its place.
         """
         with self._lock:
             self._granted.discard(pending)
@@ -100,12 +106,10 @@ class Pool:
                 if channel is not None:
                     channel.close()
                 return
-            if self._line:
-                self._grant(self._line.popleft(), channel)
-            elif channel is None:
-                self._count -= 1
-            else:
+            self._in_use -= 1
+            if channel is not None:
                 self._idle.append((channel, time.monotonic()))
+            self._serve()
 
     def leave_line(self, pending: HttpPending) -> bool:
         """Removes a request from the queue for a channel. Returns False: it was not there, but was granted a channel."""

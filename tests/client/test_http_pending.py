@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import gc
+import time
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 from tensord_client.errors import Cancelled
-from tensord_client.http_channel import Address
+from tensord_client.http_channel import Address, Channel
 from tensord_client.http_pending import Exchange, HttpPending, Pool, Waiter
 
 
@@ -89,3 +91,27 @@ def test_a_connection_that_is_given_back_before_a_request_is_in_the_queue_is_its
 
     pool._line = Line()
     assert queued(pool)._granted
+
+
+def test_a_request_that_ends_while_a_connection_is_looked_for_leaves_its_own_to_the_queue() -> None:
+    """The garbage collector ends a request while its thread looks at an idle connection for another one, and finds it closed."""
+    pool = Pool(Address("none"), limit=2)
+    first = queued(pool)
+
+    class Idle:
+        """An idle connection that the server has closed."""
+
+        is_closed = False
+
+        @property
+        def is_stale(self) -> bool:
+            first.cancel()
+            return True
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    idle = Idle()
+    pool._idle.append((cast(Channel, idle), time.monotonic()))
+    assert [queued(pool)._granted for _ in range(3)] == [True, True, False]
+    assert idle.is_closed
