@@ -44,8 +44,8 @@ class AnswerOrder:
         self.requests: deque[HttpRequest] = deque()
         #: The request whose body is arriving; it may be answered already.
         self.receiving: HttpRequest | None = None
-        #: True if the client waits for ``100 Continue`` before it sends the body of its request.
-        self.expects_continue = False
+        #: The client sends the body of ``receiving`` only after ``100 Continue``, which it was not sent yet.
+        self._expects_continue = False
         #: Reads large bodies straight from the socket, while the client sends such.
         self.reader: BodyReader | None = None
         #: The client has ended its sending side.
@@ -69,10 +69,14 @@ class AnswerOrder:
         #: Requests whose answers are partly in the transport's buffer.
         self._unwritten: list[Exchange | Generation] = []
 
-    def append(self, request: HttpRequest) -> None:
-        """Adds a request whose head has arrived, to be answered after the earlier ones; the bytes that follow are its body."""
+    def append(self, request: HttpRequest, expects_continue: bool = False) -> None:
+        """Adds a request whose head has arrived, to be answered after the earlier ones; the bytes that follow are its body.
+
+        ``expects_continue``: the client sends the body only after ``100 Continue`` (``ask_for_body``).
+        """
         self.requests.append(request)
         self.receiving = request
+        self._expects_continue = expects_continue
         if self._serving.stopping:
             self.announce_end()
 
@@ -175,8 +179,6 @@ class AnswerOrder:
             return
         following: HttpRequest | None = self.requests[0]
         self._next = following
-        if following is self.receiving and self.expects_continue:
-            self.ask_for_body()
         self._steer_reading()
         if self._turning:
             return
@@ -255,10 +257,23 @@ class AnswerOrder:
         elif isinstance(self.receiving, Exchange | Generation) or not self.requests:
             self.flow.resume_reading()
 
-    def ask_for_body(self) -> None:
-        """Tells a client that waits for ``100 Continue`` to send the body of its request; its time for that begins now."""
-        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.times.held_up(monotonic())
+    def ask_for_body(self, request: HttpRequest) -> None:
+        """Sends ``100 Continue`` if the client waits for that with the body of this request; its time for the body begins now.
+
+        Does nothing once the client was asked, or has sent the whole body without that.
+        """
+        if self._expects_continue and self.receiving is request:
+            self._expects_continue = False
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.times.held_up(monotonic())
+
+    def forgo_body(self, request: HttpRequest) -> None:
+        """Sends no ``100 Continue`` for this request any more, because its answer has begun: a client may send the body or not.
+
+        Its time for that is counted as if it had been asked.
+        """
+        if self.receiving is request:
+            self._expects_continue = False
 
     @property
     def holds_up(self) -> bool:
@@ -271,9 +286,7 @@ class AnswerOrder:
 
         -1: none is arriving, the server does not read it, or the client was not told yet to send it.
         """
-        if self.receiving is None or self._body_waits_since:
-            return -1
-        if self.expects_continue and self.requests and self.receiving is not self.requests[0]:
+        if self.receiving is None or self._body_waits_since or self._expects_continue:
             return -1
         direct = self.reader.byte_size if self.reader is not None and self.reader.reads_body else 0
         return self.receiving.received + direct

@@ -47,19 +47,15 @@ class AsgiRequest:
 
     Args:
       order: the order of answers of the request's connection.
-      expects_continue: whether the client sends the body only after a ``100 Continue``.
     """
 
-    def __init__(
-        self, serving: HttpServing, scope: dict[str, Any], order: AnswerOrder, keep_alive: bool, expects_continue: bool
-    ) -> None:
+    def __init__(self, serving: HttpServing, scope: dict[str, Any], order: AnswerOrder, keep_alive: bool) -> None:
         self._serving = serving
         self._scope = scope
         self._order = order
         self.keep_alive = keep_alive
-        self._expects_continue = expects_continue
         #: Bytes of its body that came; which of them were not taken; whether there are more to come.
-        self._received = 0
+        self.received = 0
         self._body = bytearray()
         self._more_body = True
         #: Something happened that ``_receive`` waits for.
@@ -76,14 +72,9 @@ class AsgiRequest:
 
     # ------------------------------------------------------------------------------------------- the connection's side
 
-    @property
-    def received(self) -> int:
-        """Returns how many bytes of the body have been received; -1: the client was not told yet to send it."""
-        return -1 if self._expects_continue else self._received
-
     def receive(self, chunk: bytes) -> None:
         """Receives a piece of the request's body for the application, or discards it if the answer is already complete."""
-        self._received += len(chunk)
+        self.received += len(chunk)
         if not self._answered:
             self._body += chunk
             if len(self._body) > _MAX_WAITING:
@@ -105,7 +96,6 @@ class AsgiRequest:
     def abandon(self) -> None:
         """Tells the application that the client has disconnected, and discards what the application still answers."""
         self._gone = True
-        self._expects_continue = False
         self._news.set()
 
     # ------------------------------------------------------------------------------------------ the application's side
@@ -127,9 +117,7 @@ class AsgiRequest:
             self._finish()
 
     async def _receive(self) -> dict[str, Any]:
-        if self._expects_continue:
-            self._expects_continue = False
-            self._order.ask_for_body()
+        self._order.ask_for_body(self)
         if not (self._gone or self._answered):
             self._order.flow.resume_reading()
             await self._news.wait()
@@ -147,7 +135,7 @@ class AsgiRequest:
             return
         kind = message["type"]
         if kind == "http.response.start" and not self._head:
-            self._expects_continue = False
+            self._order.forgo_body(self)
             self._start(message["status"], message.get("headers", ()))
         elif kind == "http.response.body" and self._head and not self._answered:
             self._write(message.get("body", b""), message.get("more_body", False))

@@ -192,8 +192,12 @@ class Exchange(InFlight):
         self._go_on()
 
     def take_turn(self) -> None:
-        """Called when every earlier request of the connection is answered: submits this one if its body is complete."""
+        """Called when every earlier request of the connection is answered: submits this one if its body is complete.
+
+        A client that waits for ``100 Continue`` is told to send the body.
+        """
         self.my_turn = True
+        self._order.ask_for_body(self)
         self._go_on()
 
     def take(self, data: bytes, begins: int) -> None:

@@ -52,15 +52,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Generation(InFlight):
-    """One request of generate, generate_stream or infer_stream, to the end of its answer; base class of these endpoints.
-
-    ``expects_continue``: the client sends the body only after a ``100 Continue``.
-    """
+    """One request of generate, generate_stream or infer_stream, to the end of its answer; base class of these endpoints."""
 
     _serving: HttpServing
     _head: InferHead
     _order: AnswerOrder
-    _expects_continue: bool
     keep_alive: bool = True
     #: Bytes of the body that have come, counted here from when ``_reception`` ends.
     _received: int = 0
@@ -117,9 +113,7 @@ class Generation(InFlight):
 
     @property
     def received(self) -> int:
-        """Returns how many bytes of the body have been received; -1: the client was not told yet to send it."""
-        if self._expects_continue:
-            return -1
+        """Returns how many bytes of the body have been received."""
         return self._received if self._reception is None else self._reception.received
 
     @property
@@ -174,9 +168,8 @@ class Generation(InFlight):
                 self._refuse(http_status(reception.error), reception.error.message)
             elif reception.ready:
                 self._submit(reception, self._state)
-            elif self._expects_continue:
-                self._expects_continue = False
-                self._order.ask_for_body()
+            else:
+                self._order.ask_for_body(self)
         except ServingError as error:
             self._refuse(http_status(error), error.message)
         except Exception:
@@ -357,7 +350,7 @@ class Generation(InFlight):
         else:
             self._serving.answered.failed(str(status), said[:_MAX_SAID].decode(errors="replace"), self)
         self._decided = self._answered = True
-        self._expects_continue = False
+        self._order.forgo_body(self)
         self._let_go()
         self._order.answered()
 

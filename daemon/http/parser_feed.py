@@ -77,6 +77,8 @@ class Messages:
         self.begin_anew()
         self.url = b""
         self.headers: list[tuple[bytes, bytes]] = []
+        #: The client sends the body only after ``100 Continue``.
+        self._expects_continue = False
         #: Headers of the message that are forwarded, with their names as they were sent.
         self._forwarded: list[tuple[bytes, bytes]] = []
         #: The request began when the server accepted none any more.
@@ -121,7 +123,7 @@ class Messages:
         self.headers = []
         if self._forwarded:
             self._forwarded = []
-        self._order.expects_continue = False
+        self._expects_continue = False
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -133,7 +135,7 @@ class Messages:
             self._forwarded.append((name, value))
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
-            self._order.expects_continue = True
+            self._expects_continue = True
         elif name == b"content-length":
             self.body_left = int(value)
         self.headers.append((name, value))
@@ -151,7 +153,7 @@ class Messages:
             order.refuse(*refusal)
             return
         if version == "1.0":
-            order.expects_continue = False  # that version has no interim answers
+            self._expects_continue = False  # that version has no interim answers
         route = message_head.infer_route(self.url) if parser.get_method() == b"POST" else None
         keep_alive = bool(parser.should_keep_alive())
         if route is None:
@@ -202,21 +204,19 @@ class Messages:
         if head.content_length is None:
             self._chunks_begin()
         self._join(head)
-        if not order.expects_continue:
+        if not self._expects_continue:
             self.meaning = head
         exchange = Exchange(serving, head, order, head.keep_alive, account=order.account)
-        order.append(exchange)
-        if head.text_size >= 0 and not order.expects_continue:
+        order.append(exchange, self._expects_continue)
+        if head.text_size >= 0 and not self._expects_continue:
             exchange.my_turn = len(order.requests) == 1
             return
         exchange.begin()
-        if exchange.refused and (order.expects_continue or head.content_length is None):
+        if exchange.refused and (self._expects_continue or head.content_length is None):
             # Its body is not wanted, and how much would come is unknown: answer now and hang up.
             exchange.keep_alive = False
             order.receiving = None
             exchange.complete()
-        elif order.expects_continue and len(order.requests) == 1:
-            order.ask_for_body()
         if len(order.requests) == 1:
             exchange.take_turn()
 
@@ -249,10 +249,8 @@ class Messages:
         self._join(head)
         if head.content_length is None:
             self._chunks_begin()
-        # It asks for its body itself, once its model is known to be there.
-        expects_continue, order.expects_continue = order.expects_continue, False
-        generation = endpoint(self._serving, head, order, expects_continue)
-        order.append(generation)
+        generation = endpoint(self._serving, head, order)
+        order.append(generation, self._expects_continue)
         if len(order.requests) == 1:
             generation.take_turn()
 
@@ -268,10 +266,8 @@ class Messages:
             "tensord.socket": self._transport.get_extra_info("socket"),
             "tensord.end": self._connection_end,
         }
-        # The application says when it wants the body.
-        expects_continue, order.expects_continue = order.expects_continue, False
-        request = AsgiRequest(self._serving, scope, order, keep_alive, expects_continue)
-        order.append(request)
+        request = AsgiRequest(self._serving, scope, order, keep_alive)
+        order.append(request, self._expects_continue)
         if len(order.requests) == 1:
             request.take_turn()
 

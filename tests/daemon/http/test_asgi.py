@@ -217,9 +217,11 @@ def test_as_uvicorn(
     ours: Ours, theirs: tuple[str, int], path: str, method: str, fields: tuple[str, ...], version: str, body: bytes
 ) -> None:
     request = asked(method, f"/{path}", *fields, version=version, body=body)
-    expected = answers(socket.create_connection(theirs, PATIENCE), request, LAST)
-    assert answers(ours.connect(), request, LAST) == expected
-    assert expected.count(b"HTTP/1.1 ") in (1, 2, 3)
+    # A client whose body has come already need not be told to send it (RFC 9110, 10.1.1), and is told so by uvicorn.
+    interim = b"HTTP/1.1 100 Continue\r\n\r\n"
+    expected = answers(socket.create_connection(theirs, PATIENCE), request, LAST).removeprefix(interim)
+    assert answers(ours.connect(), request, LAST).removeprefix(interim) == expected
+    assert expected.count(b"HTTP/1.1 ") in (1, 2)
 
 
 def test_a_connection_of_http_10_stays_where_that_is_wanted(ours: Ours) -> None:
