@@ -186,8 +186,7 @@ class Pending:
 
     def expire(self) -> None:
         """Ends the request with DeadlineExceeded, and tells the worker that nobody waits for its answer any more."""
-        late = DeadlineExceeded()
-        self._give_up(late if self.lane is None else self.lane.answers.explained(late))
+        self._give_up(deadline_error(self.lane))
 
     def _give_up(self, error: ServingError) -> None:
         """Ends the request with an error for its caller.
@@ -551,6 +550,15 @@ def arrays(answer: Answer, outputs: tuple[Plan, ...], contents: list[Any]) -> bo
 
 def _nothing(call: Call) -> ServingError:
     return Internal(f"model '{call.model}' has answered with no response")
+
+
+def deadline_error(lane: WorkerLane | None) -> ServingError:
+    """Returns the error of a request whose deadline has passed: ResultsHeld if the answers that the program holds are the cause.
+
+    ``lane``: the one that the request was sent on; None: it was sent on none.
+    """
+    error = DeadlineExceeded()
+    return error if lane is None else lane.answers.explained(error)
 
 
 def _judged(lane: WorkerLane, answer: AnswerRecord) -> tuple[AnswerRecord, Lease | None] | ServingError:

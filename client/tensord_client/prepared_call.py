@@ -23,7 +23,6 @@ from tensord_client.call import Call
 from tensord_client.errors import (
     CLOSED,
     Cancelled,
-    DeadlineExceeded,
     Internal,
     InvalidArgument,
     NotFound,
@@ -34,7 +33,7 @@ from tensord_client.lane_socket import Datagram, LaneEnded, WaitEnded
 from tensord_client.memory import Memory
 from tensord_client.native import Exchange
 from tensord_client.opened_model import OpenedModel
-from tensord_client.pending import made_answer
+from tensord_client.pending import deadline_error, made_answer
 from tensord_client.placement import INLINE, Tensor, encode, input_datatype, note_segment, own_fields
 from tensord_client.results import Answer, Array
 from tensord_client.wire import AnswerRecord
@@ -246,8 +245,7 @@ class PreparedCall:
                 raise
             except WaitEnded:
                 self._cancel()
-                late = DeadlineExceeded()
-                raise (late if self._lane is None else self._lane.answers.explained(late)) from None
+                raise deadline_error(self._lane) from None
             except BaseException:  # of a signal's handler
                 self._cancel()
                 raise
