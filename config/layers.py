@@ -116,16 +116,39 @@ def described_type(key: str) -> msgspec.inspect.Type:
 
 def choices(key: str) -> tuple[str, ...]:
     """Returns the words that a key's value (or each item of it) may be, in the order of their declaration; (): no fixed words."""
-    words = typing.get_args(known_keys()[key])
-    if words and words[-1] is Ellipsis:  # a list of them
-        words = typing.get_args(words[0])
-    return words if words and all(isinstance(word, str) for word in words) else ()
+    return tuple(_words(known_keys()[key]))
 
 
-def listed_choices(key: str) -> str:
-    """Returns the words that a key's value may be as text, such as "none, low, medium or high"; "": no fixed words."""
-    words = choices(key)
-    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else "".join(words)
+def _words(wanted: Any) -> Iterator[str]:
+    """Returns the fixed words among the values of a type, which may be a union or a list."""
+    if wanted is bool:
+        yield from ("true", "false")
+    elif typing.get_origin(wanted) is typing.Literal:
+        yield from typing.get_args(wanted)
+    else:
+        for part in typing.get_args(wanted):
+            yield from _words(part)
+
+
+def worded(key: str) -> str:
+    """Describes the values that a key may have, such as "none, low, medium or high" or "auto or int from 1 to 64"."""
+    wanted = described_type(key)
+    parts = wanted.types if isinstance(wanted, msgspec.inspect.UnionType) else (wanted,)
+    numbers = [
+        _bounded(part) for part in parts if isinstance(part, msgspec.inspect.IntType | msgspec.inspect.FloatType)
+    ]
+    values = [*choices(key), *numbers] or ["text"]
+    return f"{', '.join(values[:-1])} or {values[-1]}" if len(values) > 1 else values[0]
+
+
+def _bounded(wanted: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
+    """Describes a type of numbers with its bounds, but for an upper bound that nobody comes near."""
+    name = "int" if isinstance(wanted, msgspec.inspect.IntType) else "number"
+    if wanted.gt is not None:
+        name += f" above {wanted.gt:g}"
+    elif wanted.ge is not None:
+        name += f" from {wanted.ge:g}"
+    return name + (f" to {wanted.le}" if wanted.le is not None and wanted.le < 1 << 20 else "")
 
 
 def merge(settings: Iterable[Setting]) -> Options:
@@ -252,8 +275,7 @@ def _convert(setting: Setting, wanted: Any) -> Any:
         return msgspec.convert(value, wanted, strict=not setting.textual)
     except msgspec.ValidationError as error:
         reason = str(error).replace("`", "")
-        words = listed_choices(setting.key)
-        expected = f"expected {words}" if words else reason[:1].lower() + reason[1:]
+        expected = f"expected {worded(setting.key)}" if choices(setting.key) else reason[:1].lower() + reason[1:]
         raise ConfigurationError(f"{setting.source}: {setting.key}: {expected}, given {shown(setting.value)}") from None
 
 

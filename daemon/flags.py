@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 from click.shell_completion import CompletionItem
 
 from tensord.config import layers
@@ -378,11 +377,12 @@ class FlagOption(click.Option):
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         flag = self.flag
-        shown = f"--{flag.name}[=true|false]" if flag.switch else f"--{flag.name}={flag.metavar}"
+        words = "|".join(layers.choices(flag.key))
+        shown = f"--{flag.name}[={words}]" if flag.switch else f"--{flag.name}={flag.metavar}"
         default = layers.defaults()[flag.key]
         if flag.milliseconds:
             return shown, f"{flag.help} [{flag.key}: milliseconds; default {round(default * 1000)}]"
-        kind = "" if flag.switch else f" {_worded(flag.key)};"
+        kind = "" if flag.switch else f" {layers.worded(flag.key)};"
         return shown, f"{flag.help} [{flag.key}:{kind} default {layers.shown(default)}]"
 
 
@@ -397,27 +397,12 @@ class _KeyType(_TextType):
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         if self._flag.metavar in ("DIR", "FILE"):
             return [CompletionItem(incomplete, type=self._flag.metavar.lower())]
-        values = ("true", "false") if self._flag.switch else layers.choices(self._flag.key)
-        return [CompletionItem(value) for value in values if value.startswith(incomplete)]
+        return [CompletionItem(value) for value in layers.choices(self._flag.key) if value.startswith(incomplete)]
 
 
 @functools.cache
 def _options() -> Sequence[FlagOption]:
     return [FlagOption(flag) for flag in FLAGS]
-
-
-def _worded(key: str) -> str:
-    """Describes the values that a key of the configuration may have: ``int from 0 to 65535``, ``none, low, medium or high``."""
-    if choices := layers.listed_choices(key):
-        return choices
-    wanted = layers.described_type(key)
-    if not isinstance(wanted, msgspec.inspect.IntType | msgspec.inspect.FloatType):
-        return "text"
-    name = "int" if isinstance(wanted, msgspec.inspect.IntType) else "number"
-    least = wanted.ge if wanted.ge is not None else wanted.gt
-    if least is None:
-        return name
-    return f"{name} from {least:g}" + (f" to {wanted.le}" if wanted.le is not None and wanted.le < 1 << 20 else "")
 
 
 #: The place in a context's ``meta`` of what its flags set.

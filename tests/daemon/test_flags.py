@@ -136,6 +136,9 @@ def test_every_flag_names_a_key_and_stands_in_the_help() -> None:
         assert f"[{flag.key}:" in text
     assert "[http.port: int from 0 to 65535; default 8000]" in text
     assert "[http.response_compression: none, low, medium or high; default 'none']" in text
+    assert "[http.processes: auto or int from 1 to 64; default 'auto']" in text
+    assert "[workers.gpu_memory_fraction: number above 0 to 1; default 0.75]" in text
+    assert "--exit-on-error[=true|false|auto]" in text
     # What such a flag takes, and not the key's seconds.
     assert "[grpc.keepalive_time: milliseconds; default 7200000]" in text
 
@@ -153,6 +156,8 @@ def test_a_shell_completes_flags_and_their_values() -> None:
     assert completed("--log-format=I") == ["ISO8601"]
     assert completed("--model-control-mode", "") == ["none", "explicit", "poll"]
     assert completed("--allow-grpc=") == ["true", "false"]
+    assert completed("--exit-on-error=") == ["true", "false", "auto"]
+    assert completed("--grpc-processes=") == ["auto"]
     assert completed("--trace-level", "T") == ["TIMESTAMPS", "TENSORS"]
 
 
