@@ -17,7 +17,7 @@ import numpy as np
 
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.parameters.leaves import Leaves, names_of
-from tensord.workers.parameters.parameter_set import ParameterSets
+from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets, Placer
 
 _log = logging.getLogger(__name__)
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -68,16 +68,29 @@ def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> Pa
         leaves, structure = jax.tree.flatten(parameters)
         names = array_names(parameters)
     except (TypeError, ValueError):  # dicts whose keys have no order are no tree to JAX
-        return ParameterSets(Leaves(model, (), ()), parameters, lambda _: parameters, room, host=())
+        leaves, structure, names = [parameters], jax.tree.structure(0), []
     arrays: list[Any] = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
-    on_device = [isinstance(leaf, jax.Array) for leaf in arrays]
-    fixed = [_ARRAY if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+    return ParameterSets(_HostPlacer(Leaves(model, names, arrays), leaves, structure), parameters, room, host=arrays)
 
-    def place(host: Sequence[Any]) -> Any:
-        given = iter([jnp.asarray(array) if was else array for array, was in zip(host, on_device, strict=True)])
-        return jax.tree.unflatten(structure, [next(given) if leaf is _ARRAY else leaf for leaf in fixed])
 
-    return ParameterSets(Leaves(model, names, arrays), parameters, place, room, host=arrays)
+class _HostPlacer(Placer):
+    """Places parameters of a model that runs on the host: arrays of JAX become such, all others stay as they are."""
+
+    def __init__(self, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef) -> None:
+        """
+        Args:
+          described: the arrays among the leaves.
+          leaves, structure: the model's parameters as it was loaded with them.
+        """
+        super().__init__(described)
+        self._structure = structure
+        self._fixed = [_ARRAY if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+        self._on_device = [isinstance(leaf, jax.Array) for leaf in leaves if isinstance(leaf, _ARRAYS)]
+
+    def place(self, host: Sequence[Any], main: ParameterSet) -> Any:
+        pairs = zip(host, self._on_device, strict=True)
+        given = iter([jnp.asarray(array) if was else array for array, was in pairs])
+        return jax.tree.unflatten(self._structure, [next(given) if leaf is _ARRAY else leaf for leaf in self._fixed])
 
 
 def array_names(parameters: Any) -> list[str]:

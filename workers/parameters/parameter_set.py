@@ -33,14 +33,42 @@ if TYPE_CHECKING:
 
 #: Stands for the tree of parameters that are not on the device.
 _ABSENT: Any = object()
-#: Places leaves, in the order of the model's tree, on the device; None in place of a leaf that cannot be pushed.
-Place = Callable[[Sequence[Any]], Any]
-#: Copies a tree from a GPU to page-locked memory. Returns the leaves, as ``Place`` takes them; None: there is no memory.
-Pin = Callable[[Any], "Sequence[Any] | None"]
-#: Returns the bytes of leaves that programs use without a copy, so that they take no memory on the device.
-Lying = Callable[[Sequence[Array | None]], int]
-#: Returns leaves as a tree in memory that programs on the processor use without a copy.
-Lay = Callable[["Sequence[Array | None]"], Any]
+
+
+class Placer:
+    """Places the leaves of parameter sets where the programs of one loaded model version use them; base class.
+
+    Leaves are in the order of the model's tree, with None in place of those that cannot be pushed.
+    """
+
+    #: Whether all programs run on a processor, so that ``lay`` may be called.
+    lays = False
+    #: Whether ``pin`` has what leaves the device come back faster.
+    pins = False
+
+    def __init__(self, leaves: Leaves) -> None:
+        """``leaves``: describes the model's parameters."""
+        self.leaves = leaves
+
+    def place(self, host: Sequence[Any], main: ParameterSet) -> Any:
+        """Places leaves from host memory on the worker's device, and returns their tree there.
+
+        ``main``: the main set in use: its arrays show on which of several devices the programs want the leaves. Raises whatever
+        copying raises.
+        """
+        raise NotImplementedError
+
+    def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
+        """Returns the bytes of the leaves that programs use in host memory, without a copy, so that the device needs none."""
+        return 0
+
+    def lay(self, host: Sequence[Array | None]) -> Any:
+        """Returns a tree of leaves in memory that all programs, which run on a processor, use without a copy."""
+        raise NotImplementedError
+
+    def pin(self, tree: Any) -> Sequence[Any] | None:
+        """Copies a tree of leaves from a GPU to page-locked memory. Returns the copies for ``place``; None: no memory is left."""
+        raise NotImplementedError
 
 
 class ParameterSet:
@@ -114,7 +142,7 @@ class ParameterSet:
             trees = self._trees
             if not self._is_placed:
                 room.admit(self)
-                first = 0 if self.sets.lay is None else placement
+                first = placement if self.sets.placer.lays else 0
                 try:
                     trees[first] = self._placed(first)
                 except BaseException:
@@ -136,9 +164,8 @@ class ParameterSet:
         """
         if placement:
             assert self.sets.share is not None
-            assert self.sets.lay is not None
-            return self.sets.share(self.sets.lay(self.hosted()))
-        return self.sets.place(self.hosted() if self._pinned is None else self._pinned)
+            return self.sets.share(self.sets.placer.lay(self.hosted()))
+        return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
         """Returns the tree of parameters for one device, whose arrays lie in the memory of the other one: nothing is copied.
@@ -149,7 +176,7 @@ class ParameterSet:
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
-        return self.sets.place([np.asarray(leaf) for leaf in jax.tree.leaves(self._trees[1])])
+        return self.sets.placer.place([np.asarray(leaf) for leaf in jax.tree.leaves(self._trees[1])], self.sets.main)
 
     @property
     def on_device(self) -> bool:
@@ -202,10 +229,10 @@ class ParameterSet:
         A GPU's are first copied to page-locked memory if there is room. The caller must hold the lock of ``sets.room``, the
         object that counts the device memory of all sets.
         """
-        pin, pinned, tree = self.sets.pin, self.sets.room.pinned, self._trees[0]
+        placer, pinned, tree = self.sets.placer, self.sets.room.pinned, self._trees[0]
         kept = self.sets.keeps(self) and self._pinned is None and tree is not _ABSENT
-        if pin is not None and kept and pinned.take(self.placed_byte_size):
-            self._pinned = pin(tree)
+        if placer.pins and kept and pinned.take(self.placed_byte_size):
+            self._pinned = placer.pin(tree)
             if self._pinned is None:
                 pinned.give_back(self.placed_byte_size)
         self.leave()
@@ -223,7 +250,7 @@ class ParameterSet:
         ``host``: in the order of the model's tree; None in place of a leaf that cannot be pushed, or that all sets share.
         """
         self._host = host
-        self.placed_byte_size -= self.sets.lying(host)
+        self.placed_byte_size -= self.sets.placer.byte_size_in_place(host)
 
     def prepare(self) -> None:
         """Brings the parameters to the device, also for small programs, before the set is put into use.
@@ -273,39 +300,28 @@ class ParameterSets:
 
     def __init__(
         self,
-        leaves: Leaves,
+        placer: Placer,
         tree: Any,
-        place: Place,
         room: DeviceRoom | None = None,
         host: Sequence[Array | None] | None = None,
         stack: SetStack | None = None,
-        lying: Lying = lambda _: 0,
         on_demand: bool = False,
-        pin: Pin | None = None,
-        lay: Lay | None = None,
     ) -> None:
         """Holds ``main``, the parameters that the model was loaded with.
 
         Args:
-          leaves: describes the model's parameters.
+          placer: describes the leaves of the model's parameters, and places them on the device.
           tree: the parameters that the model was loaded with, on the device; leaves that lie in ``stack`` are None there.
-          place: places pushed parameters on the device.
           room: the device memory that pushed parameters may use; None: there is none.
           host: the leaves of ``tree`` in host memory; None: they are not there.
           stack: the stack of a model whose batches mix sets; None: its batches do not mix sets.
-          lying: returns the bytes of a set that are used in the host's memory without a copy.
           on_demand: whether main may leave the device like other sets; then ``tree`` is ignored, and the caller has ``main``
             placed from ``host`` by ``main.prepare``.
-          pin: copies parameters that leave the device to page-locked memory; None: this would not be faster.
-          lay: lays leaves out so that all programs on the processor use them without a copy; None: not on the processor.
         """
-        self.leaves = leaves
-        self.lying = lying
+        self.placer = placer
+        self.leaves = placer.leaves
         self.on_demand = on_demand
         self.stack = stack
-        self.place = place
-        self.pin = pin
-        self.lay = lay
         self._closed = False
         #: Returns parameters in the same memory, of a processor, for small programs, once there are any.
         self.share: Callable[[Any], Any] | None = None

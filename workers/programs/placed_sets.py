@@ -19,7 +19,7 @@ from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.parameters.leaves import Leaves, names_of
-from tensord.workers.parameters.parameter_set import ParameterSets
+from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets, Placer
 from tensord.workers.parameters.set_stack import SetDeclaration, SetStack
 from tensord.workers.programs.gather_buffer import aligned
 from tensord.workers.tensors.signature import Signature
@@ -63,86 +63,12 @@ def placed_sets(
         described = Leaves(signature.model, names, jax.tree.leaves(parameters))
         if several is None and not on_demand:
             parameters = jax.device_put(parameters)
-    leaves, structure = jax.tree.flatten(parameters)
-    #: Leaves that every set has of the model: they cannot be pushed.
-    fixed = [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
-
-    def lay(host: Sequence[Array | None]) -> Any:
-        """Returns a tree of parameters from host arrays. None in ``host``: the model's own leaf is used, which cannot be pushed.
-
-        Copies arrays that are not aligned or have another datatype, because XLA's own copy takes three times as long.
-        """
-        whole = zip(host, fixed, described, strict=True)
-        laid = [own if given is None else _aligned(given, leaf.placed) for given, own, leaf in whole]
-        return jax.tree.unflatten(structure, laid)
-
-    processor = jax.local_devices()[0]
-    on_processor = several is None and not remote and processor.platform == "cpu"
-
-    def place(host: Sequence[Any]) -> Any:
-        if on_processor:
-            with precision(signature.wide):
-                # They are used where they lie.
-                return jax.tree.unflatten(structure, host_put(jax.tree.leaves(lay(host)), processor, committed=False))
-        arrays: list[Any] = [own if given is None else given for given, own in zip(host, fixed, strict=True)]
-        pinned = any(isinstance(given, jax.Array) for given in host)
-        with precision(signature.wide):
-            if several is None:
-                here = jax.local_devices()[:1]
-                if here[0].platform != "cpu":
-                    device_memory.check(
-                        signature.model, "pushed parameters need", described.byte_size_of(named=False), here
-                    )
-            if pinned:
-                # Page-locked copies go back to the devices that they came from.
-                placed = jax.device_put(arrays, [_on_device(array.sharding) for array in arrays])
-            elif several is None:
-                placed = jax.device_put(arrays)
-            else:
-                # As the programs want them, which main shows.
-                shardings = [leaf.sharding for leaf in jax.tree.leaves(sets.main.on(0))]
-                placed = jax.device_put(arrays, shardings)
-            return jax.tree.unflatten(structure, jax.block_until_ready(placed))
-
-    def lying(host: Sequence[Array | None]) -> int:
-        """Returns the bytes of the arrays that XLA uses without a copy; 0 if the device is no processor.
-
-        Those are the arrays that are aligned and have the right datatype.
-        """
-        if not on_processor:
-            return 0
-        pairs = zip(host, described, strict=True)
-        return sum([given.nbytes for given, leaf in pairs if given is not None and _lies(given, leaf.placed)])
-
-    def pin(tree: Any) -> list[jax.Array | None] | None:
-        """Copies the arrays of a tree of parameters to page-locked host memory, with their shardings, and waits for the copies.
-
-        Returns the copies, with None for leaves that cannot be pushed; or None if there is no such memory left.
-        """
-        arrays = [array if leaf.plain else None for array, leaf in zip(jax.tree.leaves(tree), described, strict=True)]
-        try:
-            with precision(signature.wide):
-                copies = [
-                    None if array is None else jax.device_put(array, array.sharding.with_memory_kind(PINNED))
-                    for array in arrays
-                ]
-                # The device has no room for what comes instead before all of them are there.
-                jax.block_until_ready(copies)
-                return copies
-        except jax.errors.JaxRuntimeError as error:
-            _log.debug("parameters of model '%s' leave the device and are not page-locked: %s", signature.model, error)
-            return None
-
-    pins = pin if remote and _has_pinned_memory() else None
-    lays = lay if on_processor else None
+    placer = DevicePlacer(signature, described, parameters, several, remote)
     if not on_demand:
-        sets = ParameterSets(described, parameters, place, room, lying=lying, pin=pins, lay=lays)
-        return sets
-    with precision(signature.wide):
-        fixed = [None if array is None else jax.device_put(array) for array in fixed]
-        host = [np.asarray(array) if leaf.plain else None for leaf, array in zip(described, leaves, strict=True)]
-    del parameters, leaves
-    sets = ParameterSets(described, None, place, room, host, lying=lying, on_demand=True, pin=pins, lay=lays)
+        return ParameterSets(placer, parameters, room)
+    host = _hosted(described, jax.tree.leaves(parameters))
+    del parameters
+    sets = ParameterSets(placer, None, room, host, on_demand=True)
     # Nobody evicts it while it is placed.
     sets.staged.add(sets.main)
     try:
@@ -152,6 +78,116 @@ def placed_sets(
     finally:
         sets.staged.discard(sets.main)
     return sets
+
+
+class DevicePlacer(Placer):
+    """Places the leaves of a jitted model's parameter sets on the worker's device, or on the devices of a model on several."""
+
+    def __init__(
+        self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
+    ) -> None:
+        """
+        Args:
+          described: the leaves of ``parameters``.
+          parameters: those that the model is loaded with, of which the leaves that cannot be pushed are kept for all sets.
+          several: the devices of a model that runs on several; None: the worker's device.
+          remote: whether the device has its own memory.
+        """
+        super().__init__(described)
+        self._signature = signature
+        self._several = several
+        self._device = jax.local_devices()[0]
+        leaves, self._structure = jax.tree.flatten(parameters)
+        self._fixed = _fixed(described, leaves)
+        if several is None:
+            with precision(signature.wide):
+                self._fixed = [None if array is None else jax.device_put(array) for array in self._fixed]
+        self.lays = several is None and not remote and self._device.platform == "cpu"
+        self.pins = remote and PINNED in [memory.kind for memory in self._device.addressable_memories()]
+
+    def place(self, host: Sequence[Any], main: ParameterSet) -> Any:
+        if self.lays:
+            with precision(self._signature.wide):
+                # They are used where they lie.
+                leaves = host_put(jax.tree.leaves(self.lay(host)), self._device, committed=False)
+                return jax.tree.unflatten(self._structure, leaves)
+        arrays = self._whole(host)
+        with precision(self._signature.wide):
+            if self._several is None:
+                self._check_memory()
+            if any(isinstance(given, jax.Array) for given in host):
+                # Page-locked copies go back to the devices that they came from.
+                placed = jax.device_put(arrays, [self._on_device(array.sharding) for array in arrays])
+            elif self._several is None:
+                placed = jax.device_put(arrays)
+            else:
+                # As the programs want them, which main shows.
+                placed = jax.device_put(arrays, [leaf.sharding for leaf in jax.tree.leaves(main.on(0))])
+            return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
+
+    def _whole(self, host: Sequence[Any]) -> list[Any]:
+        """Returns all leaves of a set: those given, and the model's own in place of None, which cannot be pushed."""
+        return [own if given is None else given for given, own in zip(host, self._fixed, strict=True)]
+
+    def _check_memory(self) -> None:
+        """Checks that the worker's device, unless it is a processor, has memory for a set. Raises Internal: it has not."""
+        if self._device.platform != "cpu":
+            byte_size = self.leaves.byte_size_of(named=False)
+            device_memory.check(self._signature.model, "pushed parameters need", byte_size, [self._device])
+
+    def _on_device(self, sharding: Sharding) -> Sharding:
+        """Returns the sharding that brings an array from page-locked host memory back to its devices."""
+        return sharding.with_memory_kind(self._device.default_memory().kind)
+
+    def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
+        """Returns the bytes of the arrays that XLA uses without a copy; 0 if the device is no processor.
+
+        Those are the arrays that are aligned and have the right datatype.
+        """
+        if not self.lays:
+            return 0
+        pairs = zip(host, self.leaves, strict=True)
+        return sum([given.nbytes for given, leaf in pairs if given is not None and _lies(given, leaf.placed)])
+
+    def lay(self, host: Sequence[Array | None]) -> Any:
+        """Returns a tree of parameters from host arrays. None in ``host``: the model's own leaf is used, which cannot be pushed.
+
+        Copies arrays that are not aligned or have another datatype, because XLA's own copy takes three times as long.
+        """
+        whole = zip(host, self._fixed, self.leaves, strict=True)
+        laid = [own if given is None else _aligned(given, leaf.placed) for given, own, leaf in whole]
+        return jax.tree.unflatten(self._structure, laid)
+
+    def pin(self, tree: Any) -> list[jax.Array | None] | None:
+        """Copies the arrays of a tree of parameters to page-locked host memory, with their shardings, and waits for the copies.
+
+        Returns the copies, with None for leaves that cannot be pushed; or None if there is no such memory left.
+        """
+        pairs = zip(jax.tree.leaves(tree), self.leaves, strict=True)
+        arrays = [array if leaf.plain else None for array, leaf in pairs]
+        try:
+            with precision(self._signature.wide):
+                copies = [
+                    None if array is None else jax.device_put(array, array.sharding.with_memory_kind(PINNED))
+                    for array in arrays
+                ]
+                # The device has no room for what comes instead before all of them are there.
+                jax.block_until_ready(copies)
+                return copies
+        except jax.errors.JaxRuntimeError as error:
+            model = self._signature.model
+            _log.debug("parameters of model '%s' leave the device and are not page-locked: %s", model, error)
+            return None
+
+
+def _hosted(described: Leaves, leaves: Sequence[Any]) -> list[Array | None]:
+    """Returns leaves in host memory, with None in place of those that cannot be pushed."""
+    return [np.asarray(array) if leaf.plain else None for leaf, array in zip(described, leaves, strict=True)]
+
+
+def _fixed(described: Leaves, leaves: Sequence[Any]) -> list[Any]:
+    """Returns the leaves that cannot be pushed, which every set has of the model, with None in place of all others."""
+    return [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
 
 
 def _lies(array: Array, dtype: Any) -> bool:
@@ -166,16 +202,6 @@ def _aligned(array: Array, dtype: Any) -> Array:
     made = aligned(array.shape, np.dtype(dtype))
     np.copyto(made, array, casting="unsafe")
     return made
-
-
-def _has_pinned_memory() -> bool:
-    return PINNED in [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
-
-
-def _on_device(sharding: Sharding) -> Sharding:
-    """Returns the sharding that brings an array from page-locked host memory back to its devices."""
-    kind = jax.local_devices()[0].default_memory().kind
-    return sharding.with_memory_kind(kind)
 
 
 def _stacked(
@@ -197,16 +223,34 @@ def _stacked(
     stack = SetStack(described, structure, mixed.resident)
     described.check_named()
     room.join_stack(stack, signature.model)
-    #: The model's own leaves that cannot be pushed.
-    fixed = [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
+    placer = StackPlacer(signature, described, leaves, structure)
+    host = _hosted(described, leaves)
+    return ParameterSets(placer, placer.shared(host), room, host, stack)
 
-    def place(host: Sequence[Array | None]) -> Any:
-        arrays = [own if given is None else given for given, own in zip(host, fixed, strict=True)]
-        shared = [array if leaf.shared else None for leaf, array in zip(described, arrays, strict=True)]
-        with precision(signature.wide):
+
+class StackPlacer(Placer):
+    """Places, of the parameter sets of a model whose batches mix them, the leaves that all sets share; a stack has the others."""
+
+    def __init__(
+        self, signature: Signature, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef
+    ) -> None:
+        """``described``, ``leaves``, ``structure``: the parameters that the model is loaded with."""
+        super().__init__(described)
+        self._signature = signature
+        self._structure = structure
+        self._fixed = _fixed(described, leaves)
+
+    def place(self, host: Sequence[Any], main: ParameterSet) -> Any:
+        return self.shared(host)
+
+    def shared(self, host: Sequence[Any]) -> Any:
+        """Places the leaves that all sets share on the worker's device. Returns their tree, with None in place of all others.
+
+        Raises Internal: the device has no memory left.
+        """
+        arrays = [own if given is None else given for given, own in zip(host, self._fixed, strict=True)]
+        shared = [array if leaf.shared else None for leaf, array in zip(self.leaves, arrays, strict=True)]
+        with precision(self._signature.wide):
             byte_size = sum([array.nbytes for array in shared if array is not None])
-            device_memory.check(signature.model, "its parameters need", byte_size, jax.local_devices()[:1])
-            return jax.block_until_ready(jax.device_put(jax.tree.unflatten(structure, shared)))
-
-    host = [np.asarray(array) if leaf.plain else None for leaf, array in zip(described, leaves, strict=True)]
-    return ParameterSets(described, place(host), place, room, host, stack)
+            device_memory.check(self._signature.model, "its parameters need", byte_size, jax.local_devices()[:1])
+            return jax.block_until_ready(jax.device_put(jax.tree.unflatten(self._structure, shared)))

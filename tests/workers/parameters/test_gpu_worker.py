@@ -102,18 +102,18 @@ def test_sets_leave_the_device_and_come_back(model: JaxModel) -> None:
     assert (model.sets.misses, model.sets.evictions) == (15, 17)
 
 
-def test_what_left_the_device_is_page_locked(model: JaxModel) -> None:
+def test_what_left_the_device_is_page_locked(model: JaxModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes back from there, not from the memory that was pushed; beyond what may be locked that is where it comes from."""
     sets, room = model.sets, model.sets.room
     room.pinned = PinnedBudget(4 * 32)
     given: list[set[str]] = []
-    place = sets.place
+    place = sets.placer.place
 
-    def seen(host: Any) -> Any:
+    def seen(host: Any, main: ParameterSet) -> Any:
         given.append({leaf.sharding.memory_kind if isinstance(leaf, jax.Array) else "pageable" for leaf in host})
-        return place(host)
+        return place(host, main)
 
-    sets.place = seen
+    monkeypatch.setattr(sets.placer, "place", seen)
     for number in range(1, 7):
         push(model, number, f"c{number}")
     # Two of those that leave for others find nothing left to lock.
@@ -182,7 +182,7 @@ def test_a_batch_of_several_sets_is_one_run(cuda_stub: CudaStub) -> None:
         driver.close()
 
 
-def test_models_on_demand_share_the_room(cuda_stub: CudaStub) -> None:
+def test_models_on_demand_share_the_room(cuda_stub: CudaStub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parameters leave the GPU and come back, one copy each time; inputs are copied as ever."""
     driver = Driver()
     pieces = StagingPool(driver.context(0), PinnedBudget(1 << 20))
@@ -203,13 +203,13 @@ def test_models_on_demand_share_the_room(cuda_stub: CudaStub) -> None:
             executables = Executables(signature, buckets, apply, sets, ExecutableCache(None), b"", 4, Gpu(device))
             models.append(JaxModel(1, signature, buckets, executables))
             executables.warm(LoadProgress("m", 1))
-            sets, place = executables.sets, executables.sets.place
+            place = sets.placer.place
 
-            def counted(host: Any, place: Any = place, number: int = number) -> Any:
+            def counted(host: Any, main: ParameterSet, place: Any = place, number: int = number) -> Any:
                 placed[number] += 1
-                return place(host)
+                return place(host, main)
 
-            sets.place = counted
+            monkeypatch.setattr(sets.placer, "place", counted)
         assert [model.sets.main.on_device for model in models] == [False, True, True]
         for number in (0, 1, 2) * 4:
             assert run(models[number], 8) == (number, 8 * 32)
