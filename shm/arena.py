@@ -16,6 +16,7 @@ a peer that is out of step, is refused instead of freeing somebody else's block.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,8 +74,9 @@ class Lease(msgspec.Struct, eq=False):
         return f"<Lease {self.place.segment}:{self.place.offset}+{self.place.byte_size} #{self.generation} {state}>"
 
 
+@functools.lru_cache(1024)
 def taken_by(segment: int, byte_size: int) -> int:
-    """Returns how many bytes of an arena a lease of ``byte_size`` bytes occupies.
+    """Returns how many bytes of an arena a lease of ``byte_size`` bytes occupies. (Cached, because clients repeat their sizes.)
 
     In segment 0 that is a block of 4 KiB x 2^n, in any other segment a multiple of 1 MiB.
     """

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Iterable
 from typing import Any, cast
 
 from tensord.shm import descriptors
@@ -140,6 +139,10 @@ class SubmitterLane:
         self.ready = look.poll
         self._arena = arena
         self._announcer = Announcer(self._channel, arena, writable)
+        #: The segments of the arena that the worker knows. Any other must be announced before a request that lies there.
+        self.announced = self._announcer.announced
+        #: Queues a SegmentOpened for a segment: ``Announcer.announce``.
+        self.announce = self._announcer.announce
         self._responses = ArenaMap()
         #: Returns bytes of an answer in the worker's response arena, read-only: ``ArenaMap.view``.
         self.view = self._responses.view
@@ -154,16 +157,6 @@ class SubmitterLane:
 
     def fileno(self) -> int:
         return self._channel.fileno()
-
-    def announce(self, leases: Iterable[Lease]) -> None:
-        """Queues a SegmentOpened for each segment of a request's leases that the worker does not know.
-
-        Raises Unavailable: this process has no file descriptor left to send.
-        """
-        announced = self._announcer.announced
-        for lease in leases:
-            if lease.place.segment not in announced:
-                self._announcer.announce(lease.place.segment)
 
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
         """Queues a request for the worker; its inputs must be written already, and their segments announced (``announce``).

@@ -13,8 +13,8 @@
     tensor           | arrived ........ | rest ...... |                    rest: its place in the lease
 
 Bytes of a tensor arrive in one of two ways, and either moves ``left`` and the start of ``rest`` by as many: ``feed`` copies them
-to ``rest``; or the connection reads them from its socket into ``rest``, and its stream reports them later by ``advance``. Until
-then neither moves, nor is the message fed.
+to ``rest``; or the connection reads them from its socket into ``rest``, and its stream moves both later (``Stream.advance``).
+Until then neither moves, nor is the message fed.
 
 A message's length is known from its first five bytes. Each tensor's length comes just before the tensor, and fields of the head
 may follow the tensors. Until a message is placed in the arena its pieces are buffered as well: a message without tensors, or with
@@ -71,12 +71,15 @@ class ArrivingMessage(Receiver):
       submitter: lends arena memory for the tensors of a large request; None: the whole message is buffered.
       account: counts how much arena memory the client holds.
       on_room: called once the message's wait for arena memory has ended, with memory or with a refusal.
+      on_placed: called with the message once all of it has arrived in the arena; None: whoever made it will look.
     """
 
     #: The client was told that all of it may come.
     is_granted = False
     #: Whether bytes that arrive from now on need no ordinary memory, because they go into the lease or are dropped.
     is_placed = False
+    #: Bytes of it that are buffered in ordinary memory, outside the arena.
+    kept_byte_size = 0
     #: The arena memory of the current raw tensor's bytes that have not arrived; empty: the next bytes must go through ``feed``.
     rest = NOWHERE
     _content: memoryview | None = None
@@ -103,6 +106,7 @@ class ArrivingMessage(Receiver):
         submitter: Submitter | None = None,
         account: Account | None = None,
         on_room: Callable[[], None] | None = None,
+        on_placed: Callable[[ArrivingMessage], None] | None = None,
     ) -> None:
         self.flag = flag
         self.byte_size = byte_size
@@ -112,19 +116,13 @@ class ArrivingMessage(Receiver):
         self.is_declined = submitter is None
         if submitter is not None:
             self._submitter, self._account = submitter, account
-        self._on_room = on_room
+        self._on_room, self.on_placed = on_room, on_placed
         #: The bytes that have arrived of the id, and of all other fields except the raw tensors.
         self._id, self.head = bytearray(), bytearray()
         #: Bytes of the message that were not parsed and belong to no raw tensor that has begun.
         self._unread = byte_size
         #: Begin and size of each raw tensor in the lease.
         self._raws: list[tuple[int, int]] = []
-
-    @property
-    def kept_byte_size(self) -> int:
-        """Returns how many bytes of the message are buffered in ordinary memory, outside the arena."""
-        kept = 0 if self._content is None else self.byte_size - self.left
-        return kept if self.is_declined else kept + len(self.head) + len(self._id)
 
     # -------------------------------------------------------------------------------------------------------- receive
 
@@ -141,11 +139,8 @@ class ArrivingMessage(Receiver):
                 came = self.byte_size - self.left
                 self._content[came : came + len(piece)] = piece
         self.left -= len(piece)
-
-    def advance(self, byte_size: int) -> None:
-        """Counts ``byte_size`` bytes that were read straight into ``rest``."""
-        self.rest = self.rest[byte_size:]
-        self.left -= byte_size
+        kept = 0 if self._content is None else self.byte_size - self.left
+        self.kept_byte_size = kept if self.is_declined else kept + len(self.head) + len(self._id)
 
     def _read_head(self, piece: memoryview) -> None:
         """Parses a piece up to the first raw tensor, and asks for arena memory once that tensor begins."""
@@ -263,6 +258,7 @@ class ArrivingMessage(Receiver):
         content, self._content = self._content, None
         if content is not None:
             self._fill(content[: self.byte_size - self.left], self._taken)
+        self.feed(NOWHERE)  # which counts what is still kept
         if self._on_room is not None:
             self._on_room()
 
@@ -289,7 +285,7 @@ class ArrivingMessage(Receiver):
 
     def take_content(self) -> Buffer:
         """Returns the bytes of a message that was not placed in the arena, and gives up their buffer."""
-        content, self._content = self._content, None
+        content, self._content, self.kept_byte_size = self._content, None, 0
         return b"" if content is None else content
 
     def take(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...], Lease]:
@@ -316,8 +312,8 @@ class ArrivingMessage(Receiver):
         return bytes(self.head), bytes(self._id), raws, lease
 
     def drop(self) -> None:
-        self._content = self._on_room = None
-        self.rest = NOWHERE
+        self._content = self._on_room = self.on_placed = None
+        self.rest, self.kept_byte_size = NOWHERE, 0
         super().drop()
 
     def __repr__(self) -> str:

@@ -26,7 +26,10 @@ class Call(ABC):
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
         """Returns a receiver for a large message of ``byte_size`` bytes that begins to arrive; None: buffer it for ``message``.
 
+        The call must drop a message that was placed (``drop``), or take over its parts and the lease of its arena memory
+        (``take``). One that is complete and was not placed is passed to ``message``.
         ``on_room``: the receiver calls it once its wait for arena memory has ended, with memory or with a refusal.
+        Raises CallRefused: the call takes no further message.
         """
         return None
 
@@ -36,13 +39,6 @@ class Call(ABC):
 
         A call that stores the message must store what the function ``kept`` makes of it: an object without the bytes around it.
         """
-
-    def placed_message(self, message: ArrivingMessage) -> None:
-        """Takes a complete message whose tensors lie in the arena; ``message`` takes all others.
-
-        The call must drop it (``drop``) or take over its parts and the lease of its arena memory (``take``).
-        """
-        raise NotImplementedError("a call whose messages are placed takes them")
 
     @abstractmethod
     def half_closed(self) -> None:

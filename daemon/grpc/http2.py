@@ -285,7 +285,7 @@ class Http2:
                 if start < end:
                     stream.receive(data, start, end)
                 if flags:
-                    stream.end_receiving()
+                    stream.frame_arrived(flags)
                 return
         self._any_data(number, flags, data[start:end])
 
@@ -421,7 +421,7 @@ class Http2:
         stream = self.streams[number] = Stream(self, number, head, self._peer_window)
         stream.begin()
         if flags & END_STREAM:
-            stream.end_receiving()
+            stream.frame_arrived(flags)
         return cost
 
     def _trailers(self, number: int, flags: int, block: bytes) -> None:
@@ -447,7 +447,7 @@ class Http2:
                 self.reset(stream, frames.PROTOCOL_ERROR)
                 return
         if stream is not None:
-            stream.end_receiving()
+            stream.frame_arrived(flags)
         elif past is Past.RESET:
             self.rst_stream(number, frames.STREAM_CLOSED)
 

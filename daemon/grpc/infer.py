@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
+from typing import cast
 
 import msgspec
 
@@ -34,6 +35,7 @@ from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace, Tracer
 from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
+from tensord.shm.control_records import ModelState
 from tensord.shm.errors import DEFECT, Internal, ServingError, Unsupported
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, RequestRecord, is_mark
@@ -172,8 +174,7 @@ class Infer:
             if isinstance(error, RefusedRequest):
                 self._trace_refused(error, call, waited_ns, read_ns, sampled)
             raise
-        understood[1].lease = lease
-        return self._ask_read(call, understood, waited_ns, read_ns, sampled)
+        return self._ask_read(call, understood, waited_ns, read_ns, sampled, lease)
 
     def _send(
         self,
@@ -185,19 +186,23 @@ class Infer:
         contents: tuple[Content, ...],
         leases: tuple[Lease, ...],
         trace: Trace | None,
+        state: ModelState | None = None,
     ) -> CallRequest:
+        """Sends a request whose tensors are at their places. The submitter owns its leases from now on, also if this raises.
+
+        ``state``: the state of its model, where the caller has just looked it up.
+        """
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
-        assert numbered is not None
         if not client_id and self._makes_ids:
             text = str(uuid.uuid4())
             client_id = text.encode()
-        number = numbered.number
+        prepared = known.decoded.prepared if numbered is None else numbered.number
         # Most say nothing of their scheduling, and to unpack that costs more than all else here.
         if scheduling is UNSCHEDULED and trace is None:
-            record = RequestRecord(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns())
+            record = RequestRecord(submitter.next_id(), prepared, contents, text, deadline_ns, monotonic_ns())
         else:
-            level = 0 if trace is None else trace.level
-            record = scheduling.record(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns(), level)
+            level, number = 0 if trace is None else trace.level, submitter.next_id()
+            record = scheduling.record(number, prepared, contents, text, deadline_ns, monotonic_ns(), level)
         asked = CallRequest(
             call,
             known.decoded,
@@ -214,11 +219,11 @@ class Infer:
             asked.trace, asked.context = trace, trace.context
             trace.sent(text)
             try:
-                submitter.send(asked)
+                submitter.send(asked, state)
             except ServingError as error:
                 raise RefusedRequest(error, text, trace, known.decoded.model) from None
             return asked
-        submitter.send(asked)
+        submitter.send(asked, state)
         return asked
 
     def _ask_read(
@@ -228,54 +233,62 @@ class Infer:
         waited_ns: int,
         read_ns: int,
         sampled: Trace | None = None,
+        lease: Lease | None = None,
     ) -> CallRequest:
         """Sends a request that was decoded in full, with forwarded headers as parameters. Raises RefusedRequest: it was not sent.
 
         Args:
-          understood: the decoded head, the request and its model's state.
+          understood: the decoded message and its model's state.
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
           read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
           sampled: the request's trace; None: one is begun here if the request is to be traced.
+          lease: the memory in which its tensors have arrived, which is given back if this raises; None: there is none.
         """
-        decoded, request, state = understood
-        stream = call.stream
-        request.deadline_ns = stream.deadline_ns
+        head, client_id, scheduling, contents, state, learned = understood
+        trace, stream = sampled, call.stream
+        if self._makes_ids and not client_id:
+            client_id = str(uuid.uuid4())
         try:
-            if self._makes_ids and not request.id:
-                request.id = str(uuid.uuid4())
+            if state.streams and not call.streams:
+                raise Unsupported(DECOUPLED)
+            if waited_ns:
+                trace = self._sample(head.model, stream.head, waited_ns, read_ns)
+            if learned is not None and self._forwarding is None:
+                placed = cast("tuple[Content, ...]", contents)
+                leases = () if lease is None else (lease,)
+                return self._send(
+                    call, learned, client_id.encode(), client_id, scheduling, placed, leases, trace, state
+                )
+            request = head.request(client_id, contents, scheduling)
+            request.deadline_ns, request.lease, request.trace = stream.deadline_ns, lease, trace
             if self._forwarding is not None:
                 headers = [(name.encode(), value.encode("latin-1")) for name, value in stream.head.metadata]
                 # The request's own may be shared with others of the same kind.
                 request.parameters = {**request.parameters, **self._forwarding.parameters(headers)}
-            if state.streams and not call.streams:
-                raise Unsupported(DECOUPLED)
-            if waited_ns:
-                sampled = self._sample(request.model, stream.head, waited_ns, read_ns)
-            if sampled is not None:
-                sampled.client_id = request.id
-                request.trace = sampled
+            if trace is not None:
+                trace.client_id = client_id
             asked = CallRequest(
                 call,
-                decoded,
-                request.id,
+                head,
+                client_id,
                 state.streams,
                 loading=call.streams and not state.metadata,
-                scheduling=request.scheduling,
-                trace=request.trace,
-                context=None if request.trace is None else request.trace.context,
+                scheduling=scheduling,
+                trace=trace,
+                context=None if trace is None else trace.context,
                 account=stream.connection.account,
             )
             begin(self.submitter, asked, request)
             return asked
         except BaseException as error:
-            if request.lease is not None:
-                self.submitter.give_back(request.lease)
-            if not isinstance(error, Exception):
+            if lease is not None:
+                self.submitter.give_back(lease)
+            if isinstance(error, RefusedRequest) or not isinstance(error, Exception):
                 raise
             if not isinstance(error, ServingError):
                 _log.exception("a request of %s met a defect of the server", stream.head.path)
                 error = Internal(DEFECT)
-            raise RefusedRequest(error, request.id, request.trace, request.model) from None
+            raise RefusedRequest(error, client_id, trace, head.model) from None
 
     def _trace_refused(
         self, refused: RefusedRequest, call: InferCall, waited_ns: int, read_ns: int, sampled: Trace | None
@@ -353,7 +366,15 @@ class CallRequest(InFlight):
                     trace.completed(prepared.version, own.trace)
             else:
                 trace.responded(prepared.version)
-        sent = self._when_sent(prepared, own, lane)
+        # Called once the answer was written to the client: it gives the answer's memory back and ends the trace.
+        sent: Callable[[], None] | None = None
+        submitter = self.call.infer.submitter
+        if lane is not None and not prepared.final:
+            sent = partial(submitter.taken, lane, own)
+        elif lane is not None and own.lease is not None:
+            sent = partial(submitter.release, lane, own.lease)
+        if trace is not None and prepared.final:
+            sent = Sent(trace, sent)
         parts: list[Buffer] = []
         if not own.code and lane is not None and (prepared.final or self.call.streams):
             try:
@@ -366,19 +387,6 @@ class CallRequest(InFlight):
                 if trace is not None:
                     trace.error = DEFECT
         self.call.completed(self, prepared, own, parts, sent)
-
-    def _when_sent(
-        self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
-    ) -> Callable[[], None] | None:
-        """Returns what must be called once an answer was written to the client: it gives its memory back and ends the trace.
-
-        None: nothing is to be done then. The arguments are those of ``completed``.
-        """
-        submitter = self.call.infer.submitter
-        if lane is not None and not prepared.final:
-            return partial(submitter.taken, lane, own)
-        sent = None if lane is None or own.lease is None else partial(submitter.release, lane, own.lease)
-        return sent if self.trace is None else Sent(self.trace, sent)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
         """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the response arena are not copied.

@@ -8,13 +8,16 @@ A message's rest, which is all but id, scheduling and raw tensors, is decoded on
 any connection, with any id and tensors, asks for the same. The meaning of a rest never changes; whether its model serves is
 checked again whenever any model has changed.
 
-The first message of a kind is decoded in full: by its fields, protobuf, and checks that word the errors. So is every message that
-is malformed or unusual, or has tensor values outside its raw tensors.
+The first message of a kind is decoded in full: by its fields, protobuf, and checks that word the errors. Then it is sent as the
+next ones are, but with the whole request in its record: what comes once takes nobody's number. Every message that is malformed or
+unusual, or has tensor values outside its raw tensors, is decoded in full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from tensord.daemon.front.bounded_cache import BoundedCache
 from tensord.daemon.grpc.request_codec import DecodedHead, decode_head, decode_scheduling, model_of
@@ -22,7 +25,7 @@ from tensord.daemon.grpc.request_fields import RefusedRequest, split
 from tensord.daemon.grpc.response_codec import AnswerLayout
 from tensord.daemon.grpc.walk import Walked
 from tensord.daemon.submit.model_states import ModelStates
-from tensord.daemon.submit.placement import InputContent, UnsentRequest
+from tensord.daemon.submit.placement import InputContent
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.control_records import ModelState
@@ -30,28 +33,37 @@ from tensord.shm.errors import InvalidArgument, NotFound, ServingError
 from tensord.shm.messages import Buffer, PreparedAnswer, PreparedRequest
 from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
-#: What a request's head says, the request, and what its model is.
-Understood = tuple[DecodedHead, UnsentRequest, ModelState]
+
+class Understood(NamedTuple):
+    """Holds a message that was decoded in full, and the state of its model."""
+
+    head: DecodedHead
+    client_id: str
+    scheduling: Scheduling
+    #: The raw tensors.
+    contents: Sequence[InputContent]
+    state: ModelState
+    #: Its entry in the cache, if it is the first of its kind: it can be sent as the next ones are. None: it is not the first, is
+    #: not cached, has parameters that schedule or needs arena memory.
+    learned: PreparedMessage | None
 
 
+@dataclass(slots=True, eq=False)
 class PreparedMessage:
     """Holds what messages that differ only in id, scheduling and raw tensors decode to; an entry of ``PreparedMessages``."""
 
-    __slots__ = ("decoded", "decoupled", "edition", "numbered", "streamed", "unary")
-
     #: Kinds of answers remembered: of each worker another one, and where outputs have no fixed shape more.
-    MAX_ANSWERS = 8
+    MAX_ANSWERS: ClassVar[int] = 8
 
-    def __init__(self, decoded: DecodedHead) -> None:
-        self.decoded = decoded
-        #: What its requests have in common on a lane; there once a second one came, so what comes once takes nobody's number.
-        self.numbered: Numbered[PreparedRequest] | None = None
-        #: Whether its model is decoupled, in that edition of the table.
-        self.decoupled = False
-        self.edition = -1
-        #: How answers are written, by what they have in common: for streams, and for unary calls.
-        self.streamed: dict[int, AnswerLayout] = {}
-        self.unary: dict[int, AnswerLayout] = {}
+    decoded: DecodedHead
+    #: Whether its model is decoupled, in that edition of the table.
+    decoupled: bool = False
+    edition: int = -1
+    #: What its requests have in common on a lane; there once a second one came, so what comes once takes nobody's number.
+    numbered: Numbered[PreparedRequest] | None = None
+    #: How answers are written, by what they have in common: for streams, and for unary calls.
+    streamed: dict[int, AnswerLayout] = field(default_factory=dict)
+    unary: dict[int, AnswerLayout] = field(default_factory=dict)
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
         """Returns the encoder of answers with the constant part ``prepared``; it is made once, and then remembered here.
@@ -111,8 +123,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         except NotFound:
             return False
         if known.numbered is None:
-            request = decoded.request("", [b""] * decoded.raw_count, UNSCHEDULED)
-            known.numbered = self._submitter.numbers.number(request.prepared)
+            known.numbered = self._submitter.numbers.number(decoded.prepared)
         known.edition = self._table.edition
         return True
 
@@ -121,7 +132,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     def read(
         self, content: Buffer, start: int, end: int, walked: Walked | None, known: PreparedMessage | None
     ) -> Understood:
-        """Decodes the complete message ``content[start:end]`` in full. Returns its head, the request and its model's state.
+        """Decodes the complete message ``content[start:end]`` in full.
 
         Args:
           walked: the parts into which ``walk`` has cut the message; None: the message is unusual.
@@ -146,9 +157,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         walked: Walked | None,
         known: PreparedMessage | None,
     ) -> Understood:
-        """Decodes a message that was already cut into head, id and raw tensors.
-
-        Returns the decoded head, the request and its model's state.
+        """Decodes a message that was already cut into head, id and raw tensors. Caches its meaning, if others may share it.
 
         Args:
           walked: the parts into which ``walk`` has cut the head, or the message; None: the message is unusual.
@@ -169,22 +178,26 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
                 scheduling = decoded.scheduling
             else:
                 state = self._table.expect(decoded.model, decoded.version)
-            request = decoded.request(text, raws, scheduling)
+            if len(raws) != decoded.raw_count:
+                raise decoded.miscounted(len(raws))
         except ServingError as error:
             raise RefusedRequest(error, text, model=model_of(head)) from None
+        learned = None
         if known is None and walked is not None and state.metadata:
-            self._learn(walked, decoded, bool(raws))
-        return decoded, request, state
+            rest, _, parameters, _, room = walked
+            shared = self._decode_rest(rest, bool(raws)) if parameters else decoded
+            # Parameters that schedule are in the rest only where clients do not write them like that. Whatever they say, one in
+            # front of them that is no part of the rest may say otherwise, and protobuf takes the last.
+            if shared is not None and shared.is_raw and not shared.schedules:
+                learned = PreparedMessage(shared, state.streams)
+                self.put(rest, learned)
+                if parameters or room:
+                    learned = None
+        return Understood(decoded, text, scheduling, raws, state, learned)
 
-    def _learn(self, walked: Walked, decoded: DecodedHead, has_raw: bool) -> None:
-        """Caches what a message was decoded to, if messages that differ only in id, scheduling and tensors may share it."""
-        rest, _, parameters, _, _ = walked
-        if parameters:
-            try:
-                decoded, _ = decode_head(rest, has_raw, self._table)
-            except ServingError:
-                return  # what comes twice, in two spellings, may be right only together
-        # Parameters that schedule are in the rest only where clients do not write them like that. Whatever they say, one in
-        # front of them that is no part of the rest may say otherwise, and protobuf takes the last.
-        if decoded.is_raw and not decoded.schedules:
-            self.put(rest, PreparedMessage(decoded))
+    def _decode_rest(self, rest: bytes, has_raw: bool) -> DecodedHead | None:
+        """Decodes the rest of a message that has scheduling parameters. Returns None if it is refused without these."""
+        try:
+            return decode_head(rest, has_raw, self._table)[0]
+        except ServingError:
+            return None  # what comes twice, in two spellings, may be right only together

@@ -24,8 +24,17 @@ from tensord.shm.arrays import DTYPES, byte_content
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
-from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput, checked_set_name
+from tensord.shm.messages import (
+    MAX_SEQUENCE_ID,
+    Parameter,
+    PreparedRequest,
+    PreparedTensor,
+    RegionSlice,
+    RequestedOutput,
+    checked_set_name,
+)
 
+_NOTHING = PreparedRequest("")
 _INT64 = (1 << 63) - 1
 #: Bytes of a model's name in logs and traces of a refused request.
 _MAX_NAME = 300
@@ -53,11 +62,12 @@ class DecodedHead:
 
     model: str
     version: int
-    #: Name, datatype, shape, and content where it is no raw tensor.
-    inputs: list[tuple[str, str, tuple[int, ...], InputContent | None]] = field(default_factory=list)
+    #: What its requests have in common on a lane: all but id, scheduling and contents.
+    prepared: PreparedRequest = _NOTHING
+    #: The content of each input; None: it is a raw tensor.
+    contents: list[InputContent | None] = field(default_factory=list)
     #: How many raw tensors belong to it.
     raw_count: int = 0
-    outputs: tuple[RequestedOutput, ...] = ()
     parameters: dict[str, Parameter] = field(default_factory=dict)
     scheduling: Scheduling = UNSCHEDULED
     #: A parameter says when it is to be run, be it what would hold without it.
@@ -68,26 +78,27 @@ class DecodedHead:
     is_raw: bool = True
 
     def request(self, client_id: str, raws: Sequence[InputContent], scheduling: Scheduling) -> UnsentRequest:
-        """Makes a request by assigning the raw tensors to its inputs.
+        """Makes a request by assigning the raw tensors, of which there are ``raw_count``, to its inputs."""
+        rest = iter(raws)
+        inputs = [
+            (tensor.name, tensor.datatype, tensor.shape, next(rest) if content is None else content)
+            for tensor, content in zip(self.prepared.inputs, self.contents, strict=True)
+        ]
+        outputs = self.prepared.outputs
+        return UnsentRequest(self.model, self.version, inputs, outputs, self.parameters, client_id, scheduling)
 
-        Raises InvalidArgument: there are more or fewer raw tensors than inputs that take one.
-        """
-        if len(raws) > self.raw_count:
-            raise InvalidArgument(
-                f"{len(raws)} raw_input_contents are given for model '{self.model}', its inputs take {self.raw_count}"
+    def miscounted(self, count: int) -> InvalidArgument:
+        """Returns the error of a message with ``count`` raw tensors, which are more or fewer than its inputs take."""
+        if count > self.raw_count:
+            return InvalidArgument(
+                f"{count} raw_input_contents are given for model '{self.model}', its inputs take {self.raw_count}"
             )
-        inputs: list[tuple[str, str, tuple[int, ...], InputContent]] = []
-        number = 0
-        for name, datatype, shape, source in self.inputs:
-            if source is None:
-                if number == len(raws):
-                    raise InvalidArgument(
-                        f"unable to find data for input tensor '{name}' for model '{self.model}' in request."
-                    )
-                source = raws[number]
-                number += 1
-            inputs.append((name, datatype, shape, source))
-        return UnsentRequest(self.model, self.version, inputs, self.outputs, self.parameters, client_id, scheduling)
+        raws = [
+            tensor.name for tensor, content in zip(self.prepared.inputs, self.contents, strict=True) if content is None
+        ]
+        return InvalidArgument(
+            f"unable to find data for input tensor '{raws[count]}' for model '{self.model}' in request."
+        )
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
@@ -108,6 +119,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
     state = table.expect(model, decoded.version)
     for key, value in request.parameters.items():
         _read_parameter(key, value, decoded)
+    inputs: list[PreparedTensor] = []
     for entry in request.inputs:
         name, datatype, shape = entry.name, entry.datatype, tuple(entry.shape)
         if datatype not in ELEMENT_SIZES:
@@ -117,15 +129,21 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
             raise InvalidArgument(
                 f"All input dimensions should be specified for input '{name}' for model '{model}', got [{shown}]"
             )
-        source = _content(entry, datatype, shape, has_raw, model)
-        if source is None:
+        if len(shape) > MAX_RANK or 0 in shape or prod(shape) > MAX_ELEMENTS:
+            element_count(shape, f"input '{name}' shape")  # which says what is wrong
+        content = region = None
+        if entry.parameters or entry.HasField("contents") or datatype not in ELEMENT_SIZES:
+            content = _content(entry, datatype, has_raw, model)
+        if content is None:
             decoded.raw_count += 1
-        elif type(source) is not RegionSlice:
+        elif isinstance(content, RegionSlice):
+            region = content
+        else:
             decoded.is_raw = False
-        decoded.inputs.append((name, datatype, shape, source))
-    decoded.outputs = tuple(
-        [_requested(entry) if entry.parameters else RequestedOutput(entry.name) for entry in request.outputs]
-    )
+        inputs.append(PreparedTensor(name, datatype, shape, region))
+        decoded.contents.append(content)
+    outputs = [_requested(entry) if entry.parameters else RequestedOutput(entry.name) for entry in request.outputs]
+    decoded.prepared = PreparedRequest(model, decoded.version, tuple(inputs), tuple(outputs), decoded.parameters)
     return decoded, state
 
 
@@ -161,15 +179,13 @@ def read_version(model: str, text: str) -> int:
 # ------------------------------------------------------------------------------------------------- inputs and outputs
 
 
-def _content(entry: Any, datatype: str, shape: tuple[int, ...], has_raw: bool, model: str) -> InputContent | None:
+def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputContent | None:
     """Returns the content of the input ``entry``, which has typed values or is in a region; None: it is one of the raw tensors.
 
     ``has_raw``: whether the request has raw tensors. ``model``: the model's name, for errors.
     Raises InvalidArgument: the input breaks the protocol.
     """
     name = entry.name
-    if len(shape) > MAX_RANK or 0 in shape or prod(shape) > MAX_ELEMENTS:
-        element_count(shape, f"input '{name}' shape")  # which says what is wrong
     if "shared_memory_region" in entry.parameters:
         if entry.HasField("contents"):
             raise InvalidArgument(

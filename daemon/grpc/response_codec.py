@@ -18,7 +18,7 @@ from tensord.protocol.grpc_service_pb2 import InferParameter, ModelInferResponse
 from tensord.shm.messages import Buffer, Content, Parameter, PreparedAnswer, Slice
 
 _FINAL = "triton_final_response"
-_ID, _RAW, _INFER_RESPONSE = 0x1A, 0x32, 0x12
+_MODEL_NAME, _MODEL_VERSION, _ID, _RAW, _INFER_RESPONSE = 0x0A, 0x12, 0x1A, 0x32, 0x12
 _INT64 = 1 << 63
 
 
@@ -35,7 +35,8 @@ class AnswerLayout:
           final: the value of the parameter ``triton_final_response``; None: the parameter is absent, as in unary answers.
         """
         self._prepared = prepared
-        self._begin = _names(model, prepared.version)
+        name, version = model.encode(), str(prepared.version).encode()
+        self._begin = field_start(_MODEL_NAME, len(name)) + name + field_start(_MODEL_VERSION, len(version)) + version
         outputs = b"".join([_output(tensor.name, tensor.datatype, tensor.shape) for tensor in prepared.outputs])
         if prepared.parameters:
             parameters = prepared.parameters if final is None else {**prepared.parameters, _FINAL: final}
@@ -70,12 +71,6 @@ class AnswerLayout:
             tensor: Buffer = view(content) if type(content) is Slice else content  # type: ignore[assignment]
             pieces += (field_start(_RAW, len(tensor)), tensor)
         return pieces
-
-
-@functools.lru_cache(1024)
-def _names(model: str, version: int) -> bytes:
-    """Encodes model name and version, the first fields of a ModelInferResponse."""
-    return ModelInferResponse(model_name=model, model_version=str(version)).SerializeToString()
 
 
 @functools.lru_cache(4096)

@@ -198,7 +198,8 @@ class Stream:
             return
         arriving = self.arriving
         assert arriving is not None
-        arriving.advance(byte_size)
+        arriving.rest = arriving.rest[byte_size:]
+        arriving.left -= byte_size
         if not arriving.left:
             try:
                 self._arrived(arriving)
@@ -217,14 +218,29 @@ class Stream:
         self.grant()
 
     def frame_arrived(self, flags: int) -> None:
-        """Is called when all of a DATA frame has arrived: ends the request if ``flags`` have END_STREAM.
+        """Is called when all of a frame has arrived. If it ends the client's side of the stream (``flags``), tells the call.
 
-        Otherwise it grants the client new window (more bytes to send) if much of the stream's window is used up.
+        The call is refused if a message is incomplete then. Any other frame may have used up much of the stream's window: then
+        the client is granted more bytes to send.
         """
-        if flags & frames.END_STREAM:
-            self.end_receiving()
-        elif self.ungranted > MUCH_OF_STREAM:
-            self.grant()
+        if not flags & frames.END_STREAM:
+            if self.ungranted > MUCH_OF_STREAM:
+                self.grant()
+            return
+        if self._promised and not self.ended:
+            self.http2.reset(self, frames.PROTOCOL_ERROR)
+            return
+        self.half_closed = True
+        if self._finished:
+            return
+        if self.arriving is not None or self._begun:
+            self.refuse(INTERNAL, "the stream ended in the middle of a message")
+            return
+        assert self.call is not None
+        try:
+            self.call.half_closed()
+        except Exception:
+            self._defect()
 
     def grant(self) -> None:
         """Grants the client as much window (bytes to send) as it has used up, unless the stream can take no more data now."""
@@ -281,12 +297,12 @@ class Stream:
             arriving.drop()
             self._deliver(arriving.flag, content, 0, len(content))
             return
-        assert self.call is not None
-        try:
-            self.call.placed_message(arriving)
-        except BaseException:
-            arriving.drop()
-            raise
+        if arriving.on_placed is not None:
+            try:
+                arriving.on_placed(arriving)
+            except BaseException:
+                arriving.drop()
+                raise
 
     def _deliver(self, flag: int, content: Buffer, start: int, end: int) -> None:
         """Hands a complete message to the call, after inflating it if it is compressed.
@@ -312,26 +328,6 @@ class Stream:
         if self._promised < 0 and not self.ended:
             self.http2.reset(self, frames.PROTOCOL_ERROR)
         return self._promised >= 0
-
-    def end_receiving(self) -> None:
-        """Tells the call that the client has ended its side of the stream.
-
-        Refuses the call if a message is incomplete.
-        """
-        if self._promised and not self.ended:
-            self.http2.reset(self, frames.PROTOCOL_ERROR)
-            return
-        self.half_closed = True
-        if self._finished:
-            return
-        if self.arriving is not None or self._begun:
-            self.refuse(INTERNAL, "the stream ended in the middle of a message")
-            return
-        assert self.call is not None
-        try:
-            self.call.half_closed()
-        except Exception:
-            self._defect()
 
     # -------------------------------------------------------------------------------------------------- sending
 
@@ -374,16 +370,15 @@ class Stream:
         )
         self._finished = True
         if framed <= _SMALL:
-            http2.write(b"".join((*begin, *parts, *end)))
+            self._end(b"".join((*begin, *parts, *end)))
             if on_sent is not None:
                 on_sent()
         else:
             http2.answered += 1
             http2.sent += framed
-            http2.write(b"".join(begin), *parts, b"".join(end))
             if on_sent is not None:
                 http2.on_written.append(on_sent)
-        self._end(answered=True)
+            self._end(b"".join(begin), *parts, b"".join(end))
 
     def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
         """Sends one response message as far as the windows allow, and queues the rest.
@@ -522,8 +517,7 @@ class Stream:
             self._sent()
         if self._trailers:
             flags = frames.END_HEADERS | frames.END_STREAM
-            http2.write(frames.frame(frames.HEADERS, flags, self.id, self._trailers))
-            self._end(answered=True)
+            self._end(frames.frame(frames.HEADERS, flags, self.id, self._trailers))
 
     def _sent(self) -> None:
         """Passes the waiting ``on_sent`` callbacks to the connection, which calls them once it has written all queued bytes."""
@@ -637,14 +631,15 @@ class Stream:
             return
         call = None if self._finished else self.call
         self._finished = True
-        self._end(answered=False)
+        self._end()
         if call is not None:
             call.abandoned()
 
-    def _end(self, answered: bool) -> None:
-        """Ends the stream. ``answered``: all of the response was sent; a client that has not ended its side is told to stop."""
+    def _end(self, *last: Buffer) -> None:
+        """Ends the stream. ``last``: the end of its response; a client that has not ended its side is told to stop then."""
         http2 = self.http2
-        if answered:
+        if last:
+            http2.write(*last)
             http2.answered += 1
             if not self.half_closed:
                 http2.rst_stream(self.id, frames.NO_ERROR)

@@ -50,7 +50,8 @@ class StreamInfer(InferCall):
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage:
-        return ArrivingMessage(0, byte_size, self.infer.submitter, self.stream.connection.account, on_room)
+        account = self.stream.connection.account
+        return ArrivingMessage(0, byte_size, self.infer.submitter, account, on_room, self._placed_message)
 
     def message(self, content: Buffer, start: int, end: int) -> None:
         if self.stream.held or len(self._in_flight) >= self.infer.max_stream_requests:
@@ -58,7 +59,7 @@ class StreamInfer(InferCall):
         else:
             self._ask(content, start, end)
 
-    def placed_message(self, message: ArrivingMessage) -> None:
+    def _placed_message(self, message: ArrivingMessage) -> None:
         if self.stream.held or not self._has_room():
             self._wait(message)
         else:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from tensord.daemon.grpc.arriving_message import ArrivingMessage
+from tensord.daemon.grpc.arriving_message import ArrivingMessage, CallRefused
 from tensord.daemon.grpc.call import InferCall
 from tensord.daemon.grpc.codes import CANCELLED, INTERNAL, number
 from tensord.daemon.grpc.infer import DECOUPLED, CallRequest, Infer, Message, Sent
@@ -37,20 +37,20 @@ Sequence = tuple[str, SequenceId]
 #: A message says before that of which sequence it is; clients write tensors last.
 _MAX_BEGINNING = 4096
 _MODEL, _PARAMETER = 0x0A, 0x22
+_ONE_MESSAGE = "a unary call has one request message"
 
 
 class UnaryInfer(InferCall):
     """Answers one ModelInfer call: sends its request to a worker, after earlier steps of its sequence, and the answer back."""
 
     streams = False
-    __slots__ = ("_arriving", "_asked", "_message", "_sequence", "_waits_since", "infer", "stream")
+    __slots__ = ("_asked", "_message", "_sequence", "_waits_since", "infer", "stream")
 
     def __init__(self, infer: Infer, stream: Stream) -> None:
         self.infer = infer
         self.stream = stream
+        #: Once it is here or, where it is large, has begun to arrive.
         self._message: Message | None = None
-        #: While it arrives, where it is large.
-        self._arriving: ArrivingMessage | None = None
         #: Of how much of it the sequence was looked for, and what was found.
         self._sequence: tuple[int, Sequence | None] = 0, None
         self._asked: CallRequest | None = None
@@ -63,28 +63,24 @@ class UnaryInfer(InferCall):
             self._waits_since = time.monotonic_ns()
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage:
+        if self._message is not None:
+            raise CallRefused(INTERNAL, _ONE_MESSAGE)
         connection = self.stream.connection
         connection.steps.unsent[self] = False
-        self._arriving = ArrivingMessage(0, byte_size, self.infer.submitter, connection.account, on_room)
-        return self._arriving
+        self._message = message = ArrivingMessage(0, byte_size, self.infer.submitter, connection.account, on_room)
+        return message
 
     def message(self, content: Buffer, start: int, end: int) -> None:
-        if self._message is not None:
-            self.stream.refuse(INTERNAL, "a unary call has one request message")
+        earlier = self._message
+        if earlier is not None and (not isinstance(earlier, ArrivingMessage) or earlier.is_placed):
+            self.stream.refuse(INTERNAL, _ONE_MESSAGE)
         else:
             # A view of it would keep alive everything that came with it.
             self._message = content if end - start == len(content) else bytes(content[start:end])
 
-    def placed_message(self, message: ArrivingMessage) -> None:
-        if self._message is not None:
-            message.drop()
-            self.stream.refuse(INTERNAL, "a unary call has one request message")
-        else:
-            self._message = message
-
     def half_closed(self) -> None:
         if self._message is None:
-            self.stream.finish(INTERNAL, "a unary call has one request message")
+            self.stream.finish(INTERNAL, _ONE_MESSAGE)
             return
         steps = self.stream.connection.steps
         if steps.unsent:
@@ -98,7 +94,7 @@ class UnaryInfer(InferCall):
     @property
     def sequence(self) -> Sequence | None:
         """Returns the request's sequence (model and sequence id); None: it belongs to no sequence, or that is not known yet."""
-        message = self._arriving if self._message is None else self._message
+        message = self._message
         said = message.head if isinstance(message, ArrivingMessage) else message
         size, found = self._sequence
         if found is None and said is not None and len(said) != size:
@@ -129,7 +125,7 @@ class UnaryInfer(InferCall):
 
         Later steps of its sequence may then go on, unless it waits for arena memory.
         """
-        message, self._message = self._message, None
+        message = self._message
         assert message is not None
         infer, waited_ns = self.infer, self._waits_since
         try:
@@ -149,6 +145,8 @@ class UnaryInfer(InferCall):
             steps, sent = self.stream.connection.steps, self._asked
             if steps.unsent and (sent is None or sent.record.request_id):
                 steps.leave(self, sent is not None)
+            # Only now: those behind it may have asked of which sequence it was.
+            self._message = None
         sequence_id = asked.scheduling.sequence_id
         if sequence_id and asked.waits_for_room:
             self._sequence = 0, (asked.head.model, sequence_id)

@@ -96,9 +96,10 @@ class Routing:
         self._places.note(place)
         self._forget()
 
-    def find(self, request: InFlight) -> WorkerLink | None:
+    def find(self, request: InFlight, state: ModelState | None = None) -> WorkerLink | None:
         """Returns the worker for a request; None: no worker can run it now.
 
+        ``state``: the current state of its model; None: it is looked up.
         Raises: NotFound: there is no such model.  Unavailable: its sequence was lost with its worker.
         """
         numbered = request.numbered
@@ -106,7 +107,8 @@ class Routing:
         if sequenced is not None and request.record.sequence_id:
             return self._sequences.find(request, sequenced, "")
         prepared: PreparedRequest = request.record.prepared if numbered is None else numbered.prepared  # type: ignore[assignment]
-        state = self._table.expect(prepared.model, prepared.version)
+        if state is None:
+            state = self._table.expect(prepared.model, prepared.version)
         gpu = self._places.gpu_of(prepared) if self._places else ""
         if state.sticky:
             # A request of no sequence goes anywhere, to be refused.

@@ -128,10 +128,11 @@ class Submitter:
 
     # ------------------------------------------------------------------------------------------------ sending
 
-    def send(self, request: InFlight) -> None:
+    def send(self, request: InFlight, state: ModelState | None = None) -> None:
         """Sends a request to a worker. Its inputs must lie in its record, in its leases or in regions.
 
         Its ``completed`` is called with exactly one final answer, never before ``send`` returns.
+        ``state``: the state of its model, if the caller has just looked it up; None: it is looked up here.
         Raises: Unavailable: too many requests are in flight.  After any exception the request was not sent and gets no answer.
           The submitter owns the leases of the request from now on, also after an exception.
         """
@@ -148,7 +149,7 @@ class Submitter:
                 return self._start_timer()
             workers = self._routing.remembered.get(request.numbered)
             if workers is None:
-                self._route(request)
+                self._route(request, state)
             else:
                 self._put(workers[0] if len(workers) == 1 else min(workers, key=load), request)
         except BaseException:
@@ -169,13 +170,13 @@ class Submitter:
         # It is the limit that each request is compared with anyhow.
         self._max_in_flight = 0 if refuses else self._most_in_flight
 
-    def _route(self, request: InFlight) -> None:
-        """Sends a request to the worker that ``routing`` chooses, or makes it wait for a worker.
+    def _route(self, request: InFlight, state: ModelState | None = None) -> None:
+        """Sends a request to the worker that ``routing`` chooses, or makes it wait for a worker. ``state``: as ``send`` gets it.
 
         A ServingError of ``routing`` becomes the request's answer later. Other exceptions are raised: the request is not sent.
         """
         try:
-            worker = self._routing.find(request)
+            worker = self._routing.find(request, state)
         except ServingError as error:
             self._loop.call_soon(self._fail, request, error)
             return
@@ -251,8 +252,9 @@ class Submitter:
         request.worker = worker
         in_flight[record.request_id] = request
         try:
-            if request.leases:
-                worker.lane.announce(request.leases)
+            for lease in request.leases:
+                if lease.place.segment not in worker.lane.announced:
+                    worker.lane.announce(lease.place.segment)
             if request.context is not None:
                 worker.lane.submit_traced(TraceContext(record.request_id, *request.context), record, numbered)
                 if not worker.dirty:

@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2
 
 from tensord.config.options import Arenas, Requests
 from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.infer import CallRequest, Infer
+from tensord.daemon.grpc.infer import Infer
 from tensord.daemon.grpc.prepared import PreparedMessages
 from tensord.daemon.grpc.response_codec import AnswerLayout
 from tensord.daemon.grpc.stream import Stream
@@ -415,7 +415,6 @@ GRPC_FAULTS = [
     (AnswerLayout, "pieces"),
     (Infer, "_ask_known"),
     (Infer, "_ask_read"),
-    (CallRequest, "_when_sent"),
     (Submitter, "_route"),
     (ArenaSpace, "loan"),
     (Submitter, "_put"),

@@ -51,7 +51,9 @@ def lane_of(arena: Arena) -> tuple[SubmitterLane, WorkerLane]:
 
 def send(submitter: SubmitterLane, request: WholeRequest, *leases: Lease) -> None:
     """Queues a request whose tensors lie in these leases."""
-    submitter.announce(leases)
+    for lease in leases:
+        if lease.place.segment not in submitter.announced:
+            submitter.announce(lease.place.segment)
     submitter.submit(request.record)
 
 

@@ -418,7 +418,7 @@ def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(
         return instructions(row, [small("")], others=others)
 
     never_again = cost()
-    for name, nothing in (("__missing__", None), ("_learn", None), ("scheduling", UNSCHEDULED)):
+    for name, nothing in (("__missing__", None), ("put", None), ("scheduling", UNSCHEDULED)):
         monkeypatch.setattr(PreparedMessages, name, lambda *arguments, found=nothing: found)
     assert 0 < never_again <= 1.3 * cost()
 

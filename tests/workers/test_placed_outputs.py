@@ -204,7 +204,8 @@ def submit(
     shape = (rows, size // 4 // rows) if rows else (size // 4,)
     loop.number += 1
     tensor = Tensor("x", "FP32", shape, place)
-    loop.front.announce(() if lease is None else (lease,))
+    if lease is not None:
+        loop.front.announce(lease.place.segment)
     loop.front.submit(WholeRequest(loop.number, model, 0, (tensor,), tuple(outputs), trace=trace).record)
     return lease
 

@@ -152,7 +152,8 @@ class WorkerLoop:
         request = WholeRequest(self.number, model, 0, tuple(inputs), outputs, parameters or {})
         numbered = self.numbers.number(request.prepared)
         given = {"received_ns": time.monotonic_ns(), **(own or {})}
-        (lane or self.front).announce(leases)
+        for lease in leases:
+            (lane or self.front).announce(lease.place.segment)
         (lane or self.front).submit(replace(request.of(numbered.number), **given), numbered)
         return self.number
 

@@ -18,7 +18,7 @@ from tensord.shm.errors import NotFound
 from tensord.shm.messages import Buffer
 from tensord.shm.prepared import MAX_NUMBERS
 from tests.daemon.grpc.requests import REQUESTS, Parameter
-from tests.daemon.grpc.test_request_codec import forms_of, located, message, read, reader, table, tensor
+from tests.daemon.grpc.test_request_codec import forms_of, located, message, read, reader, request_of, table, tensor
 from tests.records import whole_request
 
 
@@ -44,7 +44,8 @@ class Front:
 def meaning(reader: PreparedMessages, content: bytes | memoryview) -> Any:
     """Reads a message; returns the request that it is, or the error that refuses it."""
     try:
-        _, request, state = read(reader, content)
+        understood = read(reader, content)
+        request, state = request_of(understood), understood.state
     except RefusedRequest as refused:
         return type(refused.error), refused.error.message, refused.client_id
     inputs = [
@@ -150,7 +151,7 @@ def test_ids_of_sequences_priorities_timeouts_and_sets_are_each_message_s_own() 
         }
         content = message(tensor(), raw=(b"ab",), parameters=given_)
         found = front.formed(content)
-        request = read(front.messages, content)[1]
+        request = request_of(read(front.messages, content))
         sequence_id = f"s{number}" if number % 2 else number
         names = f"camera {number}", f"customer-{number}"
         wanted = (number % 7, number * 11, sequence_id, number % 3 == 0, number % 5 == 0, *names)
@@ -179,13 +180,13 @@ def test_parameters_that_schedule_as_no_client_writes_them(name: str) -> None:
     for entry, meant in entries.items():
         front, content = Front(), written + b"\x22" + bytes((len(entry),)) + entry
         for _ in range(3):
-            request = read(front.messages, content)[1]
+            request = request_of(read(front.messages, content))
             assert getattr(request.scheduling, {"timeout": "timeout_us"}.get(name, name)) == meant.get("scheduled", 0)
             assert request.parameters == ({"x": 7} if "x" in meant else {})
             found = front.formed(content)
             assert found is None or found[3] == request.scheduling
         # Whoever says nothing of it is not taken for one that does.
-        assert read(front.messages, written)[1].scheduling == UNSCHEDULED
+        assert read(front.messages, written).scheduling == UNSCHEDULED
         assert (found := front.formed(written)) is None or found[3] == UNSCHEDULED
 
 
@@ -195,7 +196,7 @@ def test_a_wrong_one_beside_a_right_one() -> None:
     right = b"\x22\x0e\x0a\x08priority\x12\x02\x10\x05"
     wrong = b"\x22\x17\x12\x0b\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x0a\x08priority"
     for _ in range(3):
-        assert read(front.messages, message(tensor(), raw=(b"ab",)) + wrong + right)[1].scheduling == Scheduling(5)
+        assert read(front.messages, message(tensor(), raw=(b"ab",)) + wrong + right).scheduling == Scheduling(5)
         with pytest.raises(RefusedRequest, match="invalid value for 'priority'"):
             read(front.messages, message(tensor(), raw=(b"ab",)) + right + wrong)
 
@@ -277,7 +278,7 @@ def test_a_model_that_changes() -> None:
     for value in (False, True, False):
         models.update(ModelState("m", 1, "READY", workers=(1,), streams=value, metadata=b"{}"))
         assert decoupled() is value
-        assert read(front.messages, content)[2].streams is value
+        assert read(front.messages, content).state.streams is value
         models.update(ModelState("m", 1, "UNLOADING"))
         assert decoupled() is None
         assert decoupled() is None

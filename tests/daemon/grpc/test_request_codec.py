@@ -78,7 +78,11 @@ def read(messages: PreparedMessages, content: bytes | memoryview) -> Understood:
 
 
 def decoded(content: bytes) -> UnsentRequest:
-    return read(reader(), content)[1]
+    return request_of(read(reader(), content))
+
+
+def request_of(understood: Understood) -> UnsentRequest:
+    return understood.head.request(understood.client_id, understood.contents, understood.scheduling)
 
 
 def refusal(content: bytes) -> ServingError:
@@ -193,7 +197,7 @@ def test_any_request_is_a_request_or_refused(request_: Any) -> None:
     """Never another exception; and what is taken is what protobuf says it is."""
     content = request_.SerializeToString()
     try:
-        _, request, _ = read(reader(), content)
+        request = decoded(content)
     except RefusedRequest as refused:
         assert isinstance(refused.error, ServingError)
         assert refused.error.message

@@ -166,7 +166,7 @@ def test_messages_come_whole_however_they_are_cut(messages: list[bytes], cuts: l
     wire, stream, call = opened()
     for piece in pieces(b"".join(map(prefixed, messages)), cuts):
         stream.receive(bytes(around) + piece + bytes(around), around, around + len(piece))
-    stream.end_receiving()
+    stream.frame_arrived(frames.END_STREAM)
     assert call.messages == messages
     assert (call.half, call.gone, wire.serving.collected, stream.partial_since) == (True, False, 0, 0.0)
 
@@ -233,7 +233,7 @@ def test_compressed_messages_that_are_refused(encoding: str, flag: int, content:
 def test_the_end_in_the_middle_of_a_message(content: bytes) -> None:
     wire, stream, call = opened()
     receive(stream, content)
-    stream.end_receiving()
+    stream.frame_arrived(frames.END_STREAM)
     assert (call.half, call.gone, wire.serving.collected) == (False, True, 0)
     assert status(wire) == (INTERNAL, "the stream ended in the middle of a message")
 
@@ -284,7 +284,7 @@ def sent(wire: Wire) -> tuple[bytes, list[int]]:
 
 def test_a_small_answer_is_written_at_once() -> None:
     wire, stream, _ = opened()
-    stream.end_receiving()
+    stream.frame_arrived(frames.END_STREAM)
     done: list[int] = []
     stream.answer([b"ab", memoryview(b"cd")], lambda: done.append(len(wire.out)))
     assert [kind for kind, _, _ in wire.frames()] == [frames.HEADERS, frames.DATA, frames.HEADERS]
