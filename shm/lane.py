@@ -36,6 +36,7 @@ from tensord.shm.messages import (
     WIRE_VERSION,
     AnswerRecord,
     Cancel,
+    Content,
     EndSequence,
     Prepare,
     PrepareAnswer,
@@ -63,6 +64,8 @@ _MAX_RELEASES = 1024
 #: Bytes of the largest record on a client's lane, and of the first segment of its response arena.
 MAX_CLIENT_RECORD = 1 << 20
 CLIENT_BYTE_SIZE = 256 << 10
+#: What a response counts beside its tensors where those that nobody has taken are bounded.
+_RESPONSE_BYTE_SIZE = 256
 _REQUESTS = (RequestRecord, Prepare, Cancel, Taken, TraceContext, EndSequence)
 #: The records that a submitter sends to a worker's dispatcher; SegmentClosed on a client's lane only.
 Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | EndSequence | SegmentClosed
@@ -553,3 +556,14 @@ def _apply_segment(record: object, fds: list[int], segments: ArenaMap) -> None:
 def _refuse_descriptors(fds: list[int]) -> None:
     descriptors.close(fds)
     raise InvalidArgument(f"{len(fds)} descriptors came with records that carry none")
+
+
+def response_byte_size(contents: tuple[Content, ...]) -> int:
+    """Returns how many bytes a response counts against the limit of responses that were sent and not yet taken by the client.
+
+    Submitter and worker both compute it from the same contents, so they agree.
+    """
+    size = _RESPONSE_BYTE_SIZE
+    for content in contents:
+        size += content.byte_size if type(content) is Slice else len(content)  # type: ignore[arg-type]
+    return size

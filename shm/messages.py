@@ -229,7 +229,7 @@ class Release(Record, frozen=True, tag="L"):
 
 
 class Taken(Record, frozen=True, tag="T"):
-    """Tells the worker that the client has taken ``byte_size`` more bytes (``response_byte_size``) of a request's responses.
+    """Tells the worker that the client has taken ``byte_size`` more bytes (``lane.response_byte_size``) of a request's responses.
 
     It may be sent late: the worker stops sending responses only when many bytes are not taken.
     """
@@ -360,18 +360,3 @@ def placed(tensors: tuple[PreparedTensor, ...], contents: tuple[Content, ...]) -
         own = len([tensor for tensor in tensors if tensor.region is None])
         raise InvalidArgument(f"{len(contents)} tensors came in a record that was prepared for {own}")
     return found
-
-
-#: What a response counts beside its tensors where those that nobody has taken are bounded.
-_RESPONSE_BYTE_SIZE = 256
-
-
-def response_byte_size(contents: tuple[Content, ...]) -> int:
-    """Returns how many bytes a response counts against the limit of responses that were sent and not yet taken by the client.
-
-    Submitter and worker both compute it from the same contents, so they agree.
-    """
-    size = _RESPONSE_BYTE_SIZE
-    for content in contents:
-        size += content.byte_size if type(content) is Slice else len(content)  # type: ignore[arg-type]
-    return size

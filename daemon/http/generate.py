@@ -23,7 +23,7 @@ import msgspec
 from tensord.daemon.front.status import BodyTooLarge, http_status
 from tensord.daemon.http import generate_codec
 from tensord.daemon.http.body import Body, PlacedBody
-from tensord.daemon.http.generate_codec import ResponseLayout
+from tensord.daemon.http.json_text import ResponseLayout
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.response_codec import CLOSE, status_line

@@ -1,4 +1,4 @@
-"""Converts the JSON of generate: a client's one object to an inference request, and an answer to one object. Sans-I/O.
+"""Converts a client's one JSON object of generate to an inference request, and joins its responses to one answer. Sans-I/O.
 
     {"text_input": "a", "temperature": 0.5, "parameters": {...}}    a key that names an input is that input, any other is a
                                                                     parameter; ``parameters`` holds more of both
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tensord.daemon.http import json_data, json_text, request_head
+from tensord.daemon.http import json_data, request_head
 from tensord.daemon.http.control_fields import members
 from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.request_codec import read_parameters
@@ -130,56 +130,6 @@ def _nesting(values: Any, max_rank: int) -> list[int]:
     return lengths
 
 
-class ResponseLayout:
-    """Writes responses that differ only in the bytes of their outputs as JSON objects; what they share is worked out once."""
-
-    __slots__ = ("_outputs", "_shared", "prepared")
-
-    def __init__(self, prepared: PreparedAnswer, model: str, client_id: str) -> None:
-        """Writes responses of a model to one request.
-
-        Args:
-          prepared: the constant part of the responses: output names, datatypes, shapes.
-          client_id: the request's id; "": it has none.
-        Raises: InvalidArgument: an output cannot be written as JSON.
-        """
-        self.prepared = prepared
-        self._shared: dict[str, Any] = {"id": client_id} if client_id else {}
-        self._shared |= {"model_name": model, "model_version": str(prepared.version)}
-        self._shared |= prepared.parameters
-        #: Name and writer of each output that lies in no region, and whether it is written as its only element.
-        self._outputs = [
-            (tensor.name, json_text.writer(tensor), {1}.issuperset(tensor.shape))
-            for tensor in prepared.outputs
-            if tensor.region is None
-        ]
-
-    def encode(self, contents: tuple[Content, ...], view: Callable[[Slice], memoryview] | None = None) -> bytes:
-        """Returns one response as the JSON object that generate answers with.
-
-        Args:
-          contents: the bytes of its outputs, or where they lie.
-          view: returns the bytes of a slice of the response arena; None: no output lies there.
-        Raises: InvalidArgument: an output cannot be written as JSON.
-        """
-        fields = dict(self._shared)
-        for (name, write, is_one), place in zip(self._outputs, contents, strict=True):
-            data = write(place if type(place) is bytes else _content(place, view))
-            fields[name] = msgspec.Raw(data[1:-1] if is_one else data)
-        return msgspec.json.encode(fields)
-
-
-def _content(place: Content, view: Callable[[Slice], memoryview] | None) -> bytes | memoryview:
-    """Returns the bytes of an output tensor that is not in a client's shared memory region.
-
-    ``view``: returns the bytes of a slice of the response arena; None: ``place`` is the bytes themselves.
-    """
-    if isinstance(place, bytes):
-        return place
-    assert view is not None
-    return view(place)
-
-
 class _Joined:
     """Collects the parts of one output tensor from several responses."""
 
@@ -221,7 +171,7 @@ class JoinedAnswers:
         for tensor, place in placed(prepared.outputs, contents):
             assert not isinstance(place, RegionSlice)
             joined = self._outputs[tensor.name]
-            content = bytes(_content(place, view))
+            content = bytes(view(place) if isinstance(place, Slice) else place)
             self._byte_size += len(content)
             if self._byte_size > self._max_byte_size:
                 raise InvalidArgument(

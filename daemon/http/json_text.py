@@ -1,4 +1,4 @@
-"""Encodes output tensors as JSON text, each as a flat array, at once or piece by piece.
+"""Encodes output tensors as JSON text: each as a flat array, at once or piece by piece, or a response as generate's one object.
 
 Numbers are written as the shortest text that reads back as the same value of their datatype. NaN and the infinities are written
 as Triton writes them, though JSON has no such literals.
@@ -19,7 +19,7 @@ import orjson
 from tensord.shm.arrays import DTYPES, array
 from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import PreparedTensor
+from tensord.shm.messages import Content, PreparedAnswer, PreparedTensor, Slice
 
 #: Elements written at a time: about a millisecond.
 PIECE_COUNT = 32768
@@ -114,3 +114,49 @@ def _strings(elements: list[bytes], name: str) -> bytes:
         raise InvalidArgument(
             f"output '{name}' holds bytes that are not UTF-8 text. Please use the binary data format for output {name}"
         ) from error
+
+
+class ResponseLayout:
+    """Writes responses that differ only in the bytes of their outputs as the JSON objects of generate.
+
+    What they share is worked out once. An output of one element is written as that element, others as flat arrays.
+    """
+
+    __slots__ = ("_outputs", "_shared", "prepared")
+
+    def __init__(self, prepared: PreparedAnswer, model: str, client_id: str) -> None:
+        """Writes responses of a model to one request.
+
+        Args:
+          prepared: the constant part of the responses: output names, datatypes, shapes.
+          client_id: the request's id; "": it has none.
+        Raises: InvalidArgument: an output cannot be written as JSON.
+        """
+        self.prepared = prepared
+        self._shared: dict[str, Any] = {"id": client_id} if client_id else {}
+        self._shared |= {"model_name": model, "model_version": str(prepared.version)}
+        self._shared |= prepared.parameters
+        #: Name and writer of each output that lies in no region, and whether it is written as its only element.
+        self._outputs = [
+            (tensor.name, writer(tensor), {1}.issuperset(tensor.shape))
+            for tensor in prepared.outputs
+            if tensor.region is None
+        ]
+
+    def encode(self, contents: tuple[Content, ...], view: Callable[[Slice], memoryview] | None = None) -> bytes:
+        """Returns one response as the JSON object that generate answers with.
+
+        Args:
+          contents: the bytes of its outputs, or where they lie.
+          view: returns the bytes of a slice of the response arena; None: no output lies there.
+        Raises: InvalidArgument: an output cannot be written as JSON.
+        """
+        fields = dict(self._shared)
+        for (name, write, is_one), place in zip(self._outputs, contents, strict=True):
+            if isinstance(place, Slice):
+                assert view is not None
+                data = write(view(place))
+            else:
+                data = write(place)
+            fields[name] = msgspec.Raw(data[1:-1] if is_one else data)
+        return msgspec.json.encode(fields)

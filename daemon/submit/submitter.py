@@ -40,8 +40,8 @@ from tensord.shm.channel import ChannelClosed
 from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
 from tensord.shm.device_names import number_of
 from tensord.shm.errors import DEFECT, Cancelled, Internal, InvalidArgument, ServingError, Unavailable, from_code
-from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, Slice, TraceContext, response_byte_size
+from tensord.shm.lane import SubmitterLane, response_byte_size
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, Slice, TraceContext
 from tensord.shm.prepared import Numbers, OnNumber
 from tensord.shm.refusals import Refusal
 from tensord.shm.sequence_page import SequencePage

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensord_client import msgpack, native, pending, placement, wire
 from tensord_client.results import Answer
 
-from tensord.shm import messages
+from tensord.shm.lane import response_byte_size
 from tensord.shm.messages import (
     AnswerRecord,
     Cancel,
@@ -324,7 +324,7 @@ def test_an_answer_is_read(prepared: PreparedAnswer, spare: list[bytes], lease: 
     assert (read.request_id, read.code, read.message) == (1 << 40, "NOT_FOUND", message)
     assert read.contents == list(contents)
     assert read.lease == (None if lease is None else list(lease))
-    assert read.byte_size == messages.response_byte_size(contents)
+    assert read.byte_size == response_byte_size(contents)
     assert (read.prepared.version, read.prepared.parameters, read.prepared.final) == (
         prepared.version,
         prepared.parameters,

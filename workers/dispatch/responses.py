@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tensord.config.options import Arenas
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
-from tensord.shm.messages import LAST, TIMING, AnswerRecord, response_byte_size
+from tensord.shm.lane import response_byte_size
+from tensord.shm.messages import LAST, TIMING, AnswerRecord
 from tensord.workers.dispatch.answers import complete, failure
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
@@ -25,7 +26,6 @@ from tensord.workers.requests.inner_request import InnerRequest, hand_over, kept
 from tensord.workers.requests.request import Request, named, traced
 from tensord.workers.requests.response_sender import (
     NOT_COMPLETED,
-    Described,
     EncodedResponses,
     ResponsesAlike,
     ResponseSender,
@@ -100,7 +100,7 @@ class Responses:
         None: such responses cannot be encoded in the sender's thread; the loop has to write them.
         """
         request = sender.request
-        if not _leaves_as_it_is(sender):
+        if not sender.leaves_as_it_is:
             return None
         found = describe(result, request.outputs, self.inline_byte_size, strings=False)
         # Where an output is missing another response as long may have it.
@@ -168,28 +168,6 @@ class Responses:
         else:
             self._respond(sender, sent)
 
-    def respond_small(
-        self, sender: ResponseSender, described: Described, contents: Iterable[bytes], now_ns: int
-    ) -> bool:
-        """Sends a response with a few bytes of each output, which is neither the first nor the last of its request.
-
-        Args:
-          described: names, datatypes and shapes of the outputs, the same for every such response of the sender.
-          contents: the bytes of each output.
-        Returns: True if the response was queued; False if nothing was done, and the caller must use ``respond``.
-        """
-        request, alike = sender.request, sender.alike
-        if not sender.count or request.cancelled or sender in self.kept:
-            return False
-        if alike is None:
-            if request.outputs or not _leaves_as_it_is(sender):
-                return False
-            kind = request.submitter.response_kind(request.version.version, described, False)
-            alike = sender.alike = kind.alike(request.request_id, len(described))
-        self._respond_encoded(sender, alike, [alike.join(contents)], now_ns)
-        sender.ahead(alike.byte_size)
-        return True
-
     def takes_small(self, sender: ResponseSender) -> bool:
         """Returns whether a sender's next small response may be sent together with those of other requests.
 
@@ -197,7 +175,7 @@ class Responses:
         """
         return (
             not sender.request.outputs
-            and _leaves_as_it_is(sender)
+            and sender.leaves_as_it_is
             and sender not in self.kept
             and not sender.is_cancelled
         )
@@ -274,14 +252,6 @@ class Responses:
             else:
                 self._respond(sender, sent)
 
-    @staticmethod
-    def _respond_encoded(sender: ResponseSender, alike: ResponsesAlike, records: list[bytes], now_ns: int) -> None:
-        """Queues encoded responses (``records``), none the first of its request, on the lane (channel); there is always room."""
-        request = sender.request
-        request.submitter.lane.complete_encoded(alike.kind.numbered, records)
-        request.submitter.flush_soon()
-        request.version.statistics.responded_more(sender, len(records), now_ns)
-
     def _respond(self, sender: ResponseSender, sent: _Sent) -> None:
         if sender.ended:
             return
@@ -289,7 +259,7 @@ class Responses:
         if isinstance(result, EncodedResponses):
             records = result.take()
             if records and not sender.request.cancelled:
-                self._respond_encoded(sender, result.alike, records, self._clock())
+                sender.respond_encoded(result.alike, records, self._clock())
             return
         request, now_ns = sender.request, self._clock()
         if sender.is_cancelled:
@@ -410,12 +380,3 @@ class Responses:
 
     def __repr__(self) -> str:
         return f"<Responses {len(self._arrived)} to be placed, {len(self.kept)} requests wait for room>"
-
-
-def _leaves_as_it_is(sender: ResponseSender) -> bool:
-    """Returns whether a sender's small responses consist of a record alone.
-
-    They do unless outputs go into regions, the request is traced, or it was made inside this worker.
-    """
-    request = sender.request
-    return sender.plain and request.timeline is None and request.sink is None

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tensord.shm.arrays import Array
-from tensord.shm.messages import PreparedAnswer, response_byte_size
+from tensord.shm.lane import response_byte_size
+from tensord.shm.messages import PreparedAnswer
 from tensord.shm.prepared import Numbered
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.statistics import VersionStatistics

@@ -248,7 +248,8 @@ class Stepping:
                 emits
                 and content
                 and not final
-                and self._responses.respond_small(sender, layout.described, contents, now_ns)
+                and sender not in self._responses.kept
+                and sender.respond_small(layout.described, contents, now_ns)
             ):
                 self._responses.respond(sender, layout.cut(rows[row]) if emits else None, final)
             if final:

@@ -25,7 +25,8 @@ import numpy as np
 
 from tensord.shm.arrays import DTYPES, Array, byte_content, datatype_of
 from tensord.shm.errors import Internal, ServingError, Unavailable
-from tensord.shm.messages import PreparedAnswer, response_byte_size
+from tensord.shm.lane import response_byte_size
+from tensord.shm.messages import PreparedAnswer
 from tensord.shm.prepared import Numbered
 from tensord.workers.requests.answer_plan import answer_pieces
 from tensord.workers.requests.result import Result
@@ -457,6 +458,43 @@ class ResponseSender:
         return False
 
     # ------------------------------------------------------------------------------------------------------------ the loop's
+
+    @property
+    def leaves_as_it_is(self) -> bool:
+        """Whether small responses consist of a record alone.
+
+        They do unless outputs go into regions, the request is traced, or it was made inside this worker.
+        """
+        return self.plain and self.request.timeline is None and self.request.sink is None
+
+    def respond_small(self, described: Described, contents: Iterable[bytes], now_ns: int) -> bool:
+        """Sends a response with a few bytes of each output, which is neither the first nor the last of its request.
+
+        No earlier response may wait for room in the response arena.
+
+        Args:
+          described: names, datatypes and shapes of the outputs, the same for every such response of this sender.
+          contents: the bytes of each output.
+        Returns: True if the response was queued; False if nothing was done, and it must be sent by ``Responses.respond``.
+        """
+        request, alike = self.request, self.alike
+        if not self.count or request.cancelled:
+            return False
+        if alike is None:
+            if request.outputs or not self.leaves_as_it_is:
+                return False
+            kind = request.submitter.response_kind(request.version.version, described, False)
+            alike = self.alike = kind.alike(request.request_id, len(described))
+        self.respond_encoded(alike, [alike.join(contents)], now_ns)
+        self.ahead(alike.byte_size)
+        return True
+
+    def respond_encoded(self, alike: ResponsesAlike, records: list[bytes], now_ns: int) -> None:
+        """Queues encoded responses (``records``), none the first of its request, on the lane (channel); there is always room."""
+        request = self.request
+        request.submitter.lane.complete_encoded(alike.kind.numbered, records)
+        request.submitter.flush_soon()
+        request.version.statistics.responded_more(self, len(records), now_ns)
 
     def ahead(self, byte_size: int) -> None:
         """Counts bytes that the loop itself has sent to the client as not yet taken by it."""

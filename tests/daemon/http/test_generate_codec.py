@@ -7,16 +7,9 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.http.generate_codec import ResponseLayout, decode
+from tensord.daemon.http.generate_codec import decode
 from tensord.daemon.submit.scheduling import Scheduling
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Content, PreparedAnswer, RegionSlice
-from tests.records import Tensor, WholeAnswer
-
-
-def encode(prepared: PreparedAnswer, contents: tuple[Content, ...], client_id: str) -> bytes:
-    """Returns a response of model "m" as JSON."""
-    return ResponseLayout(prepared, "m", client_id).encode(contents)
 
 
 def described(**shapes: tuple[str, list[int]]) -> bytes:
@@ -114,37 +107,3 @@ def test_refusals(body: bytes, text: str) -> None:
 def test_halves_are_refused_in_json() -> None:
     with pytest.raises(InvalidArgument, match="receiving FP16 data via JSON is not supported"):
         decode(b'{"x": 1}', "m", 0, described(x=("FP16", [1])))
-
-
-def response(*outputs: Tensor, **fields: Any) -> tuple[PreparedAnswer, tuple[Content, ...]]:
-    answer = WholeAnswer(1, version=3, outputs=outputs, **fields)
-    return answer.prepared, answer.contents
-
-
-def test_answers() -> None:
-    answer = response(
-        Tensor("text", "BYTES", (1, 1), b"\2\0\0\0hi"),
-        Tensor("n", "UINT8", (3,), b"\1\2\3"),
-        Tensor("none", "UINT8", (0,), b""),
-        Tensor("nan", "FP32", (1,), b"\0\0\xc0\x7f"),
-        Tensor("there", "UINT8", (1,), RegionSlice("r", 0, 1)),
-        parameters={"tokens": 7},
-    )
-    encoded = encode(*answer, "id")
-    assert b'"nan":NaN' in encoded
-    assert json.loads(encoded.replace(b"NaN", b"null")) == {
-        "id": "id",
-        "model_name": "m",
-        "model_version": "3",
-        "tokens": 7,
-        "text": "hi",
-        "n": [1, 2, 3],
-        "none": [],
-        "nan": None,
-    }
-    assert "id" not in json.loads(encode(*response(), ""))
-
-
-def test_bytes_that_are_no_text() -> None:
-    with pytest.raises(InvalidArgument, match="not UTF-8"):
-        encode(*response(Tensor("y", "BYTES", (1,), b"\1\0\0\0\xff")), "")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tensord.daemon.http.json_text import PIECE_COUNT, pieces, whole
+from tensord.daemon.http.json_text import PIECE_COUNT, ResponseLayout, pieces, whole
 from tensord.shm.arrays import DTYPES, array, byte_content
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import PreparedTensor
+from tensord.shm.messages import Content, PreparedAnswer, PreparedTensor, RegionSlice
+from tests.records import Tensor, WholeAnswer
 
 
 def tensor(datatype: str, values: np.ndarray) -> tuple[PreparedTensor, bytes]:
@@ -53,3 +55,42 @@ def test_bytes_that_are_no_text() -> None:
     for write in (whole, lambda *arguments: list(pieces(*arguments))):
         with pytest.raises(InvalidArgument, match="Please use the binary data format for output y"):
             write(described, content)
+
+
+def encode(prepared: PreparedAnswer, contents: tuple[Content, ...], client_id: str) -> bytes:
+    """Returns a response of model "m" as JSON."""
+    return ResponseLayout(prepared, "m", client_id).encode(contents)
+
+
+def response(*outputs: Tensor, **fields: Any) -> tuple[PreparedAnswer, tuple[Content, ...]]:
+    answer = WholeAnswer(1, version=3, outputs=outputs, **fields)
+    return answer.prepared, answer.contents
+
+
+def test_a_response_as_one_object() -> None:
+    answer = response(
+        Tensor("text", "BYTES", (1, 1), b"\2\0\0\0hi"),
+        Tensor("n", "UINT8", (3,), b"\1\2\3"),
+        Tensor("none", "UINT8", (0,), b""),
+        Tensor("nan", "FP32", (1,), b"\0\0\xc0\x7f"),
+        Tensor("there", "UINT8", (1,), RegionSlice("r", 0, 1)),
+        parameters={"tokens": 7},
+    )
+    encoded = encode(*answer, "id")
+    assert b'"nan":NaN' in encoded
+    assert json.loads(encoded.replace(b"NaN", b"null")) == {
+        "id": "id",
+        "model_name": "m",
+        "model_version": "3",
+        "tokens": 7,
+        "text": "hi",
+        "n": [1, 2, 3],
+        "none": [],
+        "nan": None,
+    }
+    assert "id" not in json.loads(encode(*response(), ""))
+
+
+def test_a_response_that_is_no_text() -> None:
+    with pytest.raises(InvalidArgument, match="not UTF-8"):
+        encode(*response(Tensor("y", "BYTES", (1,), b"\1\0\0\0\xff")), "")
