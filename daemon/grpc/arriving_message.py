@@ -54,6 +54,7 @@ from tensord.shm.messages import Buffer, Slice
 #: Before each message, either way: whether it is compressed, and its length.
 PREFIX = struct.Struct(">BI")
 read_prefix = PREFIX.unpack_from
+PREFIX_SIZE = PREFIX.size
 #: For every so many bytes of a message with several tensors the lease has room for one pad; smaller tensors may go without.
 _PADDED_BYTE_SIZE = 64 << 10
 #: Longer heads hold data.

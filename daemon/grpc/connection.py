@@ -142,7 +142,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         try:
             if direct:
                 http2.data_was_read()
-            elif http2.receive(bytes(room[:nbytes]), self.loop.time()):
+            elif http2.receive(room[:nbytes].tobytes(), self.loop.time()):
                 self._rest()
         except Violation as violation:
             self._fail(violation)

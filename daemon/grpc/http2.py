@@ -558,8 +558,16 @@ class Http2:
 
     # ---------------------------------------------------------------------------------------------------------- sending
 
-    def write(self, *pieces: Buffer) -> None:
-        """Queues pieces of bytes for the client as they are; all that is queued in one iteration of the loop is sent together."""
+    def write(self, piece: Buffer) -> None:
+        """Queues bytes for the client; all that is queued in one iteration of the loop is sent together."""
+        self.out.append(piece)
+        self.room -= len(piece)
+        if not self.is_flushing:
+            self.is_flushing = True
+            self.connection.loop.call_soon(self.connection.flush)
+
+    def write_pieces(self, *pieces: Buffer) -> None:
+        """Queues pieces of bytes as they are: large ones are not copied to be joined."""
         self.out += pieces
         self.room -= sum(map(len, pieces))
         if not self.is_flushing:

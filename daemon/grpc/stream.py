@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 import time
 import zlib
 from collections import deque
@@ -25,7 +26,14 @@ from tensord.daemon.front.access import Restricted
 from tensord.daemon.front.drain_rate import GRACE_SECONDS, SILENCE_SECONDS, DrainRate
 from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import frames, header_blocks
-from tensord.daemon.grpc.arriving_message import PREFIX, ArrivingMessage, CallRefused, inflated, read_prefix
+from tensord.daemon.grpc.arriving_message import (
+    PREFIX,
+    PREFIX_SIZE,
+    ArrivingMessage,
+    CallRefused,
+    inflated,
+    read_prefix,
+)
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.codes import (
     DEADLINE_EXCEEDED,
@@ -44,6 +52,8 @@ if TYPE_CHECKING:
     from tensord.daemon.grpc.http2 import Http2
 
 _log = logging.getLogger(__name__)
+#: Packs the header of a DATA frame and the prefix of the message that fills it.
+_message_head = struct.Struct(">BHBBIBI").pack
 #: Larger messages that do not come in one piece may go to where a worker reads them while they arrive.
 _RECEIVED_BYTE_SIZE = 64 << 10
 #: The receive window: bytes that a client may send on a stream before it is granted more.
@@ -144,7 +154,7 @@ class Stream:
         if self._finished:
             return
         try:
-            content = start + PREFIX.size
+            content = start + PREFIX_SIZE
             if content <= end and not self.partial_since:
                 flag, length = read_prefix(data, start)
                 if not flag and length == end - content and length <= self.http2.serving.max_message:
@@ -165,9 +175,9 @@ class Stream:
             arriving = self.arriving
             if arriving is None:
                 known = len(self._begun)
-                self._begun += piece[at : at + PREFIX.size - known]
+                self._begun += piece[at : at + PREFIX_SIZE - known]
                 at += len(self._begun) - known
-                if len(self._begun) < PREFIX.size:
+                if len(self._begun) < PREFIX_SIZE:
                     return
                 (flag, length), self._begun = PREFIX.unpack(self._begun), b""
                 limit = self.http2.serving.max_message
@@ -342,7 +352,7 @@ class Stream:
             return
         size = sum(map(len, parts))
         http2 = self.http2
-        framed = size + PREFIX.size
+        framed = size + PREFIX_SIZE
         if (
             framed > http2.max_frame_size
             or framed > http2.send_window
@@ -361,8 +371,7 @@ class Stream:
         begin = (
             head(0, len(header_blocks.RESPONSE), frames.HEADERS, frames.END_HEADERS, number),
             header_blocks.RESPONSE,
-            head(framed >> 16, framed & 0xFFFF, frames.DATA, 0, number),
-            PREFIX.pack(0, size),
+            _message_head(framed >> 16, framed & 0xFFFF, frames.DATA, 0, number, 0, size),
         )
         end = (
             head(0, len(header_blocks.TRAILERS_OK), frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number),
@@ -394,7 +403,7 @@ class Stream:
         compressed = bool(http2.serving.compression) and self._compresses(size)
         if not self._head_sent:
             self._send_head()
-        framed = size + PREFIX.size
+        framed = size + PREFIX_SIZE
         if (
             not self._unsent
             and not compressed
@@ -408,14 +417,14 @@ class Stream:
             self.send_window -= framed
             http2.send_window -= framed
             http2.answered += 1
-            head = frames.head(frames.DATA, 0, self.id, framed) + PREFIX.pack(0, size)
+            head = _message_head(framed >> 16, framed & 0xFFFF, frames.DATA, 0, self.id, 0, size)
             if framed <= _SMALL:
                 http2.write(b"".join((head, *parts)))
                 if on_sent is not None:
                     on_sent()
                 return
             http2.sent += framed
-            http2.write(head, *parts)
+            http2.write_pieces(head, *parts)
             if on_sent is not None:
                 http2.on_written.append(on_sent)
             return
@@ -434,7 +443,7 @@ class Stream:
             # TLS copies when it comes to it, and says nothing of when that was.
             plain = self.connection.is_plain
             self._unsent.extend(memoryview(part if plain else bytes(part)) for part in parts if len(part))
-        self.unsent_size += size + PREFIX.size
+        self.unsent_size += size + PREFIX_SIZE
         http2.answered += 1
         if on_sent is not None:
             self.send_later(on_sent)
@@ -508,7 +517,7 @@ class Stream:
             if size < _SMALL // 2:
                 http2.write(b"".join((header, *pieces)))
             else:
-                http2.write(header, *pieces)
+                http2.write_pieces(header, *pieces)
         if self.blocked:
             self.blocked = False
             self._blocked_since = 0.0
@@ -639,7 +648,7 @@ class Stream:
         """Ends the stream. ``last``: the end of its response; a client that has not ended its side is told to stop then."""
         http2 = self.http2
         if last:
-            http2.write(*last)
+            http2.write_pieces(*last)
             http2.answered += 1
             if not self.half_closed:
                 http2.rst_stream(self.id, frames.NO_ERROR)

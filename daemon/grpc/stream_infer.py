@@ -119,7 +119,8 @@ class StreamInfer(InferCall):
             self._not_sent(error, known)
             return
         self._in_flight.add(asked)
-        if asked.waits_for_room:
+        if not asked.record.request_id:
+            # It waits for arena memory.
             self._placing = self.stream.held = True
 
     def _not_sent(

@@ -89,7 +89,7 @@ def test_what_is_lent_is_given_back_when_it_has_left() -> None:
     async def test(outgoing: Http2Connection, transport: Mock) -> None:
         heard: list[str] = []
         large = memoryview(bytes(100_000))
-        outgoing.http2.write(b"head", large, b"end")
+        outgoing.http2.write_pieces(b"head", large, b"end")
         outgoing.when_written(lambda: heard.append("written"))
         assert outgoing.http2.room == WRITE_BUFFER - 100_007
         assert heard == []
@@ -98,7 +98,7 @@ def test_what_is_lent_is_given_back_when_it_has_left() -> None:
         assert pieces[1] is large
         assert heard == ["written"]
         transport.writelines.side_effect = lambda _: outgoing.pause_writing()
-        outgoing.http2.write(b"head", large)
+        outgoing.http2.write_pieces(b"head", large)
         outgoing.when_written(lambda: heard.append("taken"))
         await asyncio.sleep(0)
         assert heard == ["written"]

@@ -157,7 +157,7 @@ def test_whoever_owns_it_is_told_once_that_there_is_something_to_send() -> None:
     assert owner.wanted == 1
     http2.is_flushing = True
     http2.write(b"b")
-    http2.write(b"c", b"d")
+    http2.write_pieces(b"c", b"d")
     assert (owner.wanted, http2.out) == (1, [b"a", b"b", b"c", b"d"])
 
 

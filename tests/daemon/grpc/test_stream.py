@@ -64,7 +64,10 @@ class Wire:
     def stop_direct(self, stream: Stream) -> None:
         """Does nothing, because nothing is read directly here."""
 
-    def write(self, *pieces: Buffer) -> None:
+    def write(self, piece: Buffer) -> None:
+        self.out += piece
+
+    def write_pieces(self, *pieces: Buffer) -> None:
         self.out += b"".join(pieces)
 
     def when_written(self, on_written: Callable[[], None]) -> None:
