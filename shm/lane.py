@@ -243,15 +243,20 @@ class SubmitterLane:
         known = self._received
         answers: list[tuple[PreparedAnswer, AnswerRecord]] = []
         for record in records:
-            if type(record) is not AnswerRecord:
-                if type(record) is PrepareAnswer:
-                    known.learn(record.number, _with_own(record.prepared))
-                else:
-                    self._apply_segment(record, [])
+            kind = type(record)
+            if kind is not AnswerRecord and kind is not PrepareAnswer:
+                self._apply_segment(record, [])
                 continue
             said = record.prepared
-            # The number is resolved now: a later record may give it another meaning.
-            prepared, own = known[said] if isinstance(said, int) else _with_own(said)
+            if isinstance(said, PreparedAnswer):
+                # What lies in no region travels with every record.
+                prepared, own = said, sum([tensor.region is None for tensor in said.outputs])
+            else:
+                # The number is resolved now: a later record may give it another meaning.
+                prepared, own = known[said]
+            if kind is PrepareAnswer:
+                known.learn(record.number, (prepared, own))
+                continue
             if len(record.contents) != own:
                 raise InvalidArgument(f"{len(record.contents)} tensors came in an answer that was prepared for {own}")
             if record.lease is not None and record.lease[0] in self._responses.refused:
@@ -546,11 +551,6 @@ def _apply_segment(record: object, fds: list[int], segments: ArenaMap) -> None:
         if fds:
             _refuse_descriptors(fds)
         raise InvalidArgument(f"{type(record).__name__} with {len(fds)} descriptors is not expected here")
-
-
-def _with_own(prepared: PreparedAnswer) -> tuple[PreparedAnswer, int]:
-    """Returns a prepared answer, with the number of tensors that lie in no region and so travel in each answer's own record."""
-    return prepared, sum([tensor.region is None for tensor in prepared.outputs])
 
 
 def _refuse_descriptors(fds: list[int]) -> None:

@@ -197,7 +197,8 @@ class Exchange(InFlight):
         A client that waits for ``100 Continue`` is told to send the body.
         """
         self.my_turn = True
-        self._order.ask_for_body(self)
+        if self.phase is _RECEIVING:
+            self._order.ask_for_body(self)
         self._go_on()
 
     def take(self, data: bytes, begins: int) -> None:
