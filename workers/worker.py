@@ -193,8 +193,9 @@ class Worker:
         self._supervised = True
         #: Lines about ended lanes of clients in the log: since when they are counted, how many, and how many were left out.
         self._window_ns = self._lines = self._left_out = 0
-        #: Whether a model version has gone in this iteration.
+        #: Whether a model version has gone in this iteration, and the thread that collects what it leaves.
         self._gone = False
+        self._collector = WorkThread("collector", self._inbox)
 
     def run(self, incarnation: int) -> None:
         """Serves requests until the supervisor says stop, or is gone.
@@ -251,12 +252,13 @@ class Worker:
         """Frees the memory of model versions that have gone, on the device above all: the next model may need it at once.
 
         It is in cycles of references, as each module and its functions are one, and Python would not look for them while the
-        worker has nothing to do.
+        worker has nothing to do. A thread of its own looks: what a model has left may wait for ever as it ends, such as a pool
+        whose processes are gone.
         """
         self._gone = False
         self._poller.forget_gone()
         self._dispatcher.ensembles.pipelines.forget_gone()
-        gc.collect()
+        self._collector.do(gc.collect, lambda _: None)
 
     def _rests(self) -> bool:
         at_once = self._next_ns is not None and self._next_ns <= time.monotonic_ns()

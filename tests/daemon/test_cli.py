@@ -31,7 +31,7 @@ def test_version_and_help() -> None:
         "\n  check   Check a configuration FILE, and that the models in its repositories\n" in tensord("--help").stdout
     )
     text = tensord("serve", "--help").stdout
-    for words in ("--config", "--model-repository=DIR", "--exit-on-error[=true|false]", "[http.port:", "SIGHUP"):
+    for words in ("--config", "--model-repository=DIR", "--exit-on-error[=true|false|auto]", "[http.port:", "SIGHUP"):
         assert words in text
 
 
