@@ -64,7 +64,7 @@ _MAX_RELEASES = 1024
 #: Bytes of the largest record on a client's lane, and of the first segment of its response arena.
 MAX_CLIENT_RECORD = 1 << 20
 CLIENT_BYTE_SIZE = 256 << 10
-#: What a response counts beside its tensors where those that nobody has taken are bounded.
+#: Bytes that a response counts besides its tensors, against the limit of responses that no client has taken yet.
 _RESPONSE_BYTE_SIZE = 256
 _REQUESTS = (RequestRecord, Prepare, Cancel, Taken, TraceContext, EndSequence)
 #: The records that a submitter sends to a worker's dispatcher; SegmentClosed on a client's lane only.

@@ -225,7 +225,8 @@ class ParameterPushes:
         """
 
         def leave() -> None:
-            if sets.room.may_keep(former):
+            # The room for versions before may have been too small for it.
+            if sets.keeps(former):
                 former.hosted()
             former.leave()
 

@@ -334,7 +334,7 @@ class CallRequest(InFlight):
     message: PreparedMessage | None = None
     #: The id's bytes as they came, if ``message`` is not None.
     id: bytes = b""
-    #: Whether the model was being loaded when this was sent, so that its answers alone show whether it is ``decoupled``.
+    #: Whether the model was being loaded when the request was sent; then only its answers show whether it is ``decoupled``.
     loading: bool = False
     scheduling: Scheduling = UNSCHEDULED
     trace: Trace | None = None

@@ -56,10 +56,10 @@ class PreparedMessage:
     MAX_ANSWERS: ClassVar[int] = 8
 
     decoded: DecodedHead
-    #: Whether its model is decoupled, in that edition of the table.
+    #: Whether its model is decoupled, as the table of models said in its edition ``edition``.
     decoupled: bool = False
     edition: int = -1
-    #: What its requests have in common on a lane; there once a second one came, so what comes once takes nobody's number.
+    #: The constant part of its requests, with a number on each lane, from the second request on; None: only one has come yet.
     numbered: Numbered[PreparedRequest] | None = None
     #: How answers are written, by what they have in common: for streams, and for unary calls.
     streamed: dict[int, AnswerLayout] = field(default_factory=dict)

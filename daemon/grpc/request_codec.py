@@ -62,7 +62,7 @@ class DecodedHead:
 
     model: str
     version: int
-    #: What its requests have in common on a lane: all but id, scheduling and contents.
+    #: The constant part of requests with this head: all but id, scheduling and contents.
     prepared: PreparedRequest = _NOTHING
     #: The content of each input; None: it is a raw tensor.
     contents: list[InputContent | None] = field(default_factory=list)

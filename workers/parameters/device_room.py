@@ -142,10 +142,6 @@ class DeviceRoom:
         for entry in stay:
             heapq.heappush(self._order, entry)
 
-    def may_keep(self, parameters: ParameterSet) -> bool:
-        """Returns whether a set is small enough for ``keep``, which keeps it in host memory once a newer version replaces it."""
-        return parameters.byte_size <= self._limit
-
     def keep(self, parameters: ParameterSet) -> None:
         """Keeps in host memory a set that a newer version has replaced, so that it can be put into use again (roll-back).
 

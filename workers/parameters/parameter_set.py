@@ -41,9 +41,9 @@ class Placer:
     Leaves are in the order of the model's tree, with None in place of those that cannot be pushed.
     """
 
-    #: Whether all programs run on a processor, so that ``lay`` may be called.
+    #: Whether all of the model's programs run on a processor; only then may ``lay`` be called.
     lays = False
-    #: Whether ``pin`` has what leaves the device come back faster.
+    #: Whether parameters come back to the device faster from the page-locked copies that ``pin`` makes.
     pins = False
 
     def __init__(self, leaves: Leaves) -> None:
@@ -196,8 +196,13 @@ class ParameterSet:
         It must be in host memory, and not be waiting to be put into use. The main set stays, unless the model's parameters are
         loaded on demand.
         """
-        moves = self._host is not None and self.placed_byte_size > 0
+        moves = self.is_hosted and self.placed_byte_size > 0
         return moves and (self.sets.main is not self or self.sets.on_demand) and self not in self.sets.staged
+
+    @property
+    def is_hosted(self) -> bool:
+        """True if the leaves are in host memory, perhaps besides the device; only then may the set leave the device."""
+        return self._host is not None
 
     def hosted(self) -> Sequence[Array | None]:
         """Returns the leaves in host memory; fetches them from the device if they are only there.
@@ -287,11 +292,11 @@ class ParameterSet:
 
 
 class Replaced(NamedTuple):
-    """What a new version of a set has replaced."""
+    """Holds what a parameter set's new version has replaced: its version before, and objects that are to be freed."""
 
     #: Objects that only runs that have begun still use: their memory is freed when the list is emptied.
     unused: list[object]
-    #: The version before, which is to leave the device once it is in host memory; None: there is none, or it stays.
+    #: The version before, if it has to be copied to host memory before it leaves the device; None: it has left, or stays.
     leaves: ParameterSet | None = None
 
 
@@ -423,8 +428,11 @@ class ParameterSets:
         unused: list[object] = [self._before.get(parameters.name)]
         self.forget_before(self._before.get(parameters.name))
         self._before[parameters.name] = former
+        hosted = former.is_hosted
+        if hosted and not stays:
+            unused.append(former.leave())
         self.room.keep(former)
-        return Replaced(unused, None if stays else former)
+        return Replaced(unused, None if stays or hosted else former)
 
     def drop(self, name: str) -> list[object]:
         """Forgets the set with a name, and the version before. Returns objects whose memory is freed when the caller drops them.

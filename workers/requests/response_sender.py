@@ -461,7 +461,7 @@ class ResponseSender:
 
     @property
     def leaves_as_it_is(self) -> bool:
-        """Whether small responses consist of a record alone.
+        """Returns whether each small response of this request is sent as one record, with nothing in memory beside it.
 
         They do unless outputs go into regions, the request is traced, or it was made inside this worker.
         """
