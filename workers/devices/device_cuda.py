@@ -31,9 +31,9 @@ from tensord.shm.cuda_regions import Context, CudaError, CudaRegion, DeviceLost
 from tensord.shm.errors import Unavailable
 from tensord.workers.devices import dlpack
 from tensord.workers.devices.client_memory import may_be_written, standing
-from tensord.workers.devices.cuda_tensor import CudaTensor
 from tensord.workers.devices.device_array import DeviceArray
 from tensord.workers.devices.host_staging import TOGETHER, HostStaging, StagingPool
+from tensord.workers.devices.late_tensor import CudaTensor
 from tensord.workers.jax_internals.wide import byte_size_of
 
 #: Alignment of XLA's own buffers; it refuses or copies arguments with less, so the worker copies these itself.

@@ -33,12 +33,11 @@ from tensord.shm.operations import (
 )
 from tensord.shm.regions import Region, check_range
 from tensord.shm.snapshot_region import SnapshotRegion
-from tensord.workers.devices.cuda_tensor import CudaTensor
+from tensord.workers.devices.late_tensor import CudaTensor, RegionTensor
 from tensord.workers.parameters import layout
 from tensord.workers.parameters.layout import LaidLeaf, NewMemory, SealedMemory
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.regions.region_table import AnyRegion, RegionTable, check_intact
-from tensord.workers.regions.region_tensor import RegionTensor
 
 #: Bytes that are copied in one piece: other threads may go on between two of them.
 _PIECE = 4 << 20

@@ -13,7 +13,7 @@ import numpy as np
 
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array
-from tensord.workers.regions.region_tensor import LateTensor
+from tensord.workers.devices.late_tensor import LateTensor
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.ragged import flat
 

@@ -44,10 +44,9 @@ from tensord.shm.operations import MAIN_SET
 from tensord.shm.prepared import Numbered
 from tensord.shm.regions import Region, check_range
 from tensord.shm.snapshot_region import SnapshotRegion
-from tensord.workers.devices.cuda_tensor import CudaTensor
+from tensord.workers.devices.late_tensor import CudaTensor, LateTensor, RegionTensor
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import AnyRegion, RegionTable
-from tensord.workers.regions.region_tensor import LateTensor, RegionTensor
 from tensord.workers.requests.answer_plan import AnswerPlan, OutputLayout
 from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.request import Request, Sink, label

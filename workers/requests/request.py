@@ -13,8 +13,8 @@ import numpy as np
 
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.messages import TIMING, AnswerRecord, Parameter, PreparedRequest, RequestedOutput, RequestRecord
+from tensord.workers.devices.late_tensor import LateTensor
 from tensord.workers.regions.region_table import AnyRegion
-from tensord.workers.regions.region_tensor import LateTensor
 from tensord.workers.requests.response_cache import Question
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter_link import SubmitterLink

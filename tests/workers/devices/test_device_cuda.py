@@ -21,9 +21,9 @@ from tensord.shm.cuda_regions import CudaRegion, Driver
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import PreparedAnswer, RegionSlice, RequestedOutput, Slice, placed
 from tensord.workers.devices import device_cuda
-from tensord.workers.devices.cuda_tensor import CudaTensor
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.host_staging import StagingPool
+from tensord.workers.devices.late_tensor import CudaTensor
 from tensord.workers.devices.pinned_memory import PinnedBudget
 from tensord.workers.dispatch.answers import complete
 from tensord.workers.gpu.gpu import Gpu

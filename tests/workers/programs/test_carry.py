@@ -15,6 +15,7 @@ import pytest
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from tensord.workers.devices.late_tensor import RegionTensor
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.execution import run as run_model
 from tensord.workers.models.jax_model import JaxModel, JittedInstance
@@ -25,7 +26,6 @@ from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Executables
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.placed_sets import placed_sets
-from tensord.workers.regions.region_tensor import RegionTensor
 from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.sequence import Controls, Slot
 from tensord.workers.tensors.buckets import Buckets

@@ -1,8 +1,9 @@
-"""An input in GPU memory is an array to whoever does not ask."""
+"""An input in GPU memory, or in a snapshot region, is an array to whoever does not ask, and is read when it is asked for."""
 
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 
 from tensord.shm.cuda_regions import CudaRegion, Driver
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.devices.cuda_tensor import CudaTensor
+from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.workers.devices.late_tensor import CudaTensor, RegionTensor
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 
@@ -56,3 +58,38 @@ def test_empty_ones_lie_anywhere(region: CudaRegion) -> None:
 def test_the_range_is_checked(region: CudaRegion, offset: int, shape: tuple[int, ...]) -> None:
     with pytest.raises(InvalidArgument, match="'g'"):
         CudaTensor(region, offset, FP32, shape)
+
+
+@pytest.fixture
+def snapshot() -> Iterator[SnapshotRegion]:
+    fd = os.memfd_create("tensord-test")
+    os.write(fd, bytes(4096))
+    made = SnapshotRegion("r", "", fd, 0, 4096)
+    yield made
+    made.close()
+
+
+def test_what_is_there_when_it_is_read(snapshot: SnapshotRegion) -> None:
+    values = np.arange(12, dtype=np.float32)
+    tensor = RegionTensor(snapshot, 64, np.dtype(np.float32), (3, 4))
+    assert (tensor.nbytes, tensor.ndim, tensor.shape, len(tensor)) == (48, 2, (3, 4), 3)
+    assert not np.asarray(tensor).any()
+    snapshot.write(64, values.data)
+    assert np.asarray(tensor).tolist() == values.reshape(3, 4).tolist()
+    assert np.asarray(tensor.reshape((12,))).tolist() == values.tolist()
+    place = np.zeros((3, 4), np.float32)
+    tensor.copy_into(place)
+    assert place.tolist() == values.reshape(3, 4).tolist()
+
+
+def test_truth_values_of_a_snapshot_are_0_or_1(snapshot: SnapshotRegion) -> None:
+    snapshot.write(0, memoryview(bytes((0, 1, 2, 255))))
+    made = np.asarray(RegionTensor(snapshot, 0, np.dtype(np.uint8), (4,)).view(np.dtype(np.bool_), (2, 2)))
+    assert made.view(np.uint8).tolist() == [[0, 1], [1, 1]]
+
+
+def test_empty_and_gone(snapshot: SnapshotRegion) -> None:
+    assert np.asarray(RegionTensor(snapshot, 4095, np.dtype(np.int64), (0, 7))).shape == (0, 7)
+    os.ftruncate(snapshot.fd, 10)
+    with pytest.raises(InvalidArgument, match="10 of 16 bytes could be read"):
+        np.asarray(RegionTensor(snapshot, 0, np.dtype(np.int64), (2,)))

@@ -1,0 +1,98 @@
+"""Input tensors that are read only when their batch is gathered: in a client's GPU memory, or in a snapshot region.
+
+So a request in a queue holds no copy, and the tensor is copied once, straight into the buffer of the executable. It has an array's
+shape, dtype and size and turns into an array on demand, so queues, buckets and models that run on the host treat it as one; code
+that can use a tensor on the device uses its ``pointer`` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from tensord.shm.arrays import Array
+from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.snapshot_region import SnapshotRegion
+
+
+class LateTensor:
+    """A tensor of fixed-size elements at an offset of a region, whose bytes are read when somebody asks for them."""
+
+    __slots__ = ("dtype", "nbytes", "offset", "region", "shape")
+
+    def __init__(self, region: Any, offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
+        self.region = region
+        self.offset = offset
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.nbytes = dtype.itemsize
+        for size in self.shape:
+            self.nbytes *= size
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def view(self, dtype: np.dtype[Any], shape: Sequence[int]) -> Self:
+        """Returns a tensor of another dtype and shape at the same place in the region."""
+        return type(self)(self.region, self.offset, dtype, shape)
+
+    def reshape(self, shape: Sequence[int]) -> Self:
+        """Returns a tensor of another shape at the same place in the region."""
+        return type(self)(self.region, self.offset, self.dtype, shape)
+
+    def copy_into(self, array: Array) -> None:
+        """Copies this tensor to a contiguous host array of the same size; blocks.
+
+        Raises: InvalidArgument: the region's memory cannot be read any more.
+        """
+        if self.nbytes:
+            self._read(array)
+            if self.dtype == np.bool_:
+                # Any byte but 0 is true on the wire; in memory a truth value may only be 0 or 1.
+                np.not_equal(array.view(np.uint8), 0, out=array)
+
+    def _read(self, array: Array) -> None:
+        raise NotImplementedError
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Returns a copy in host memory. Raises InvalidArgument if the region's memory cannot be read any more."""
+        if copy is False:
+            raise ValueError("a region's memory cannot be used by the host without a copy")
+        array = np.empty(self.shape, self.dtype)
+        self.copy_into(array)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.dtype}{list(self.shape)} at {self.offset} of {self.region.name!r}>"
+
+
+class CudaTensor(LateTensor):
+    """A tensor in a client's GPU memory; its range is checked when the object is made."""
+
+    __slots__ = ("pointer",)
+    region: CudaRegion
+
+    def __init__(self, region: CudaRegion, offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
+        """Makes a tensor in a region. Raises InvalidArgument if the tensor is not wholly inside the region."""
+        super().__init__(region, offset, dtype, shape)
+        #: Its device address. An empty tensor has none, and may lie at the region's end.
+        self.pointer = region.pointer(offset, self.nbytes) if self.nbytes else 0
+
+    def _read(self, array: Array) -> None:
+        self.region.read(array.__array_interface__["data"][0], self.offset, self.nbytes)
+
+
+class RegionTensor(LateTensor):
+    """A tensor in a snapshot region, which is not mapped but read through its descriptor; the caller has checked its range."""
+
+    __slots__ = ()
+    region: SnapshotRegion
+
+    def _read(self, array: Array) -> None:
+        self.region.read_into(self.offset, array.reshape(-1).view(np.uint8).data)
