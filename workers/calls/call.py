@@ -27,29 +27,6 @@ class ModelCall:
     ``answered`` and ``abandoned`` are for the worker's loop.
     """
 
-    __slots__ = (
-        "_answered",
-        "_asked",
-        "_came",
-        "_first",
-        "_over",
-        "_server",
-        "_taken",
-        "_thread",
-        "abandoned",
-        "arrays",
-        "began_ns",
-        "caller",
-        "hint",
-        "outputs",
-        "own",
-        "prepared",
-        "refused",
-        "requests",
-        "streams",
-        "timeline",
-    )
-
     def __init__(
         self,
         caller: Caller,

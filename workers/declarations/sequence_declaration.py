@@ -12,9 +12,8 @@ from tensord.workers.declarations.control_inputs import ControlInputs, control_i
 from tensord.workers.requests.request import Request, controls_of
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.sequence import IterativeIds
-from tensord.workers.scheduling.sequence_batcher import Strategy
 from tensord.workers.scheduling.sequence_table import SequenceRules
-from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules, OldestBatcher
+from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules, OldestBatcher, Strategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,21 +44,6 @@ _CONTROLS = {"sequence_id", "sequence_start", "sequence_end"}
 class _Run:
     """The state of one request to an ensemble while its steps run."""
 
-    __slots__ = (
-        "durations",
-        "error",
-        "graph",
-        "members",
-        "request",
-        "result",
-        "run",
-        "sender",
-        "unsent",
-        "untaken",
-        "version",
-        "waiting",
-    )
-
     def __init__(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
         self.version = version
         self.graph = graph

@@ -51,32 +51,6 @@ class SubmitterLink(Generic[R]):
     ``peer`` is the number that the supervisor gave the submitter's process; request ids are unique per submitter.
     """
 
-    __slots__ = (
-        "_due",
-        "_prepared_size",
-        "_prepared_sizes",
-        "_response_kinds",
-        "_waiting_byte_size",
-        "blocked",
-        "blocked_byte_size",
-        "bulky",
-        "closed",
-        "context",
-        "held",
-        "in_flight",
-        "lane",
-        "owner",
-        "peer",
-        "preparations",
-        "protocol",
-        "renumbered",
-        "returned",
-        "segments",
-        "sequences",
-        "unflushed",
-        "unsent_byte_size",
-    )
-
     def __init__(
         self,
         peer: int,

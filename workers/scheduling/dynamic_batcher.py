@@ -51,7 +51,10 @@ class Company(NamedTuple):
 
 
 class DynamicBatcher(QueuePlanner[W]):
-    """Makes batches of the requests in the queue of one model version; delays requests as ``BatchRules`` say, to fill batches."""
+    """Makes batches of the requests in the queue of one model version; delays requests as ``BatchRules`` say, to fill batches.
+
+    Implements ``Planner``, which says what its methods do.
+    """
 
     def __init__(self, rules: BatchRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
@@ -84,7 +87,6 @@ class DynamicBatcher(QueuePlanner[W]):
         self.end_delays()
 
     def at_once(self, key: Hashable) -> int:
-        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
         return self._limit(key) if self._rules.joins and not self._rules.delay_ns else 0
 
     def company(self, key: Hashable) -> Company | None:
@@ -98,12 +100,10 @@ class DynamicBatcher(QueuePlanner[W]):
         return Company(self._rules.delay_ns, min([*preferred, limit]), limit)
 
     def end_delays(self) -> None:
-        """Stops delaying requests for fuller batches, because no more requests will come."""
         self.delays = False
         self._queue.changed = None
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
         if rows:
             self._limits[key] = rows
         else:
@@ -112,10 +112,7 @@ class DynamicBatcher(QueuePlanner[W]):
             self._changed.add(key)
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
-        """Returns what to do for a free instance: run a batch, refuse requests that waited too long, or wait until a time.
-
-        None: nothing before a request comes.
-        """
+        # As ``planner.decide``, which asks three others for what is at hand here.
         expiries = self._queue.expiries
         if expiries and expiries[0][0] <= now_ns:
             return Refuse(self.tick(now_ns))

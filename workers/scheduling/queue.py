@@ -487,7 +487,6 @@ class QueuePlanner(Generic[W]):
         self.arrived = queue.push
 
     def __len__(self) -> int:
-        """Returns how many requests wait."""
         return self._queue.size
 
     def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
@@ -495,7 +494,6 @@ class QueuePlanner(Generic[W]):
         return [(request, Cancelled())] if self._queue.remove(request) else []
 
     def tick(self, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Removes requests that waited too long. Returns each with the error that answers it."""
         return [
             (
                 request,

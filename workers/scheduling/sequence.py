@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tensord.shm.errors import Unavailable
@@ -53,45 +54,31 @@ class Sequenced(Waiting):
 S = TypeVar("S", bound=Sequenced)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class LiveSequence(Generic[S]):
     """One sequence, from its admission until its slot is given to another one."""
 
-    __slots__ = (
-        "begun",
-        "cancelled",
-        "client",
-        "closed",
-        "correlation_id",
-        "generation",
-        "kept",
-        "parameters",
-        "running",
-        "slot",
-        "waiting",
-    )
-
-    def __init__(self, correlation_id: int | str, generation: int) -> None:
-        self.correlation_id = correlation_id
-        #: Tells sequences of one id apart; a later one has a higher number.
-        self.generation = generation
-        #: Its slot until what is queued has run; None while it waits for one.
-        self.slot: Slot | None = None
-        #: Its requests that were not taken, oldest first. What is taken leaves this list.
-        self.waiting: deque[S] = deque()
-        #: Whether one of its requests was taken and is not done; there is at most one.
-        self.running = False
-        #: Whether any of its requests was ever taken: from then on the model may have state of it.
-        self.begun = False
-        #: Whether its id is forgotten: nothing joins it any more, and the id may begin anew elsewhere.
-        self.closed = False
-        #: The number of the client's lane that its last request came on; 0: a front's.
-        self.client = 0
-        #: State that its last step left, where the model's state varies in size (``workers/models/free_state.py``).
-        self.kept: Any = None
-        #: The parameters that it goes on with, although they are not the newest of main; None: they are.
-        self.parameters: Any = None
-        #: Whether it lost requests that never ran: nothing more of it may run.
-        self.cancelled = False
+    correlation_id: int | str
+    #: Tells sequences of one id apart; a later one has a higher number.
+    generation: int
+    #: Its slot until what is queued has run; None while it waits for one.
+    slot: Slot | None = None
+    #: Its requests that were not taken, oldest first. What is taken leaves this list.
+    waiting: deque[S] = field(default_factory=deque)
+    #: Whether one of its requests was taken and is not done; there is at most one.
+    running: bool = False
+    #: Whether any of its requests was ever taken: from then on the model may have state of it.
+    begun: bool = False
+    #: Whether its id is forgotten: nothing joins it any more, and the id may begin anew elsewhere.
+    closed: bool = False
+    #: The number of the client's lane that its last request came on; 0: a front's.
+    client: int = 0
+    #: State that its last step left, where the model's state varies in size (``workers/models/free_state.py``).
+    kept: Any = None
+    #: The parameters that it goes on with, although they are not the newest of main; None: they are.
+    parameters: Any = None
+    #: Whether it lost requests that never ran: nothing more of it may run.
+    cancelled: bool = False
 
     @property
     def ready(self) -> bool:

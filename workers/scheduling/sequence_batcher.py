@@ -8,47 +8,20 @@ Pure. ``tensord.workers.dispatch.dispatcher`` calls it, runs the batches, and an
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import TYPE_CHECKING, Generic
 
 from tensord.shm.errors import Cancelled, ServingError
 from tensord.workers.scheduling.planner import Decision, decide
 from tensord.workers.scheduling.sequence import Asked, LiveSequence, S, state_lost
 from tensord.workers.scheduling.sequence_table import TIMED_OUT, SequenceRules, SequenceTable
+from tensord.workers.scheduling.strategies import Strategy
 
 if TYPE_CHECKING:
     from tensord.workers.models.sequence_register import RegisteredSequences
 
 
-class Strategy(Protocol[S]):
-    """Makes the batches of one instance from its sequences; ``DirectBatcher`` and ``OldestBatcher`` implement this."""
-
-    def ready(self, live: LiveSequence[S]) -> None:
-        """Adds a sequence, whose first waiting request may run now, to those of which ``take`` makes batches."""
-
-    def withdraw(self, live: LiveSequence[S]) -> None:
-        """Removes a sequence from those of which ``take`` makes batches: its first waiting request may no longer run."""
-
-    def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
-
-    def at_once(self, key: Hashable) -> int:
-        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
-
-    def end_delays(self) -> None:
-        """Stops delaying requests for fuller batches."""
-
-    def due_ns(self) -> int | None:
-        """Returns when the next batch should run, or None while no sequence has a request that may run."""
-
-    def take(self, now_ns: int) -> list[LiveSequence[S]]:
-        """Removes and returns the sequences of the next batch; empty if no batch is due."""
-
-    def check_invariants(self) -> None:
-        """Asserts, for tests, that the strategy's state is consistent."""
-
-
 class SequenceBatcher(Generic[S]):
-    """Plans which requests of sequences of one model version run together, on which instance, and when."""
+    """Plans which requests of sequences of one model version run together, on which instance, and when; a ``Planner``."""
 
     def __init__(
         self,
@@ -70,7 +43,6 @@ class SequenceBatcher(Generic[S]):
         self._strategies = [strategy() for _ in range(instances)]
 
     def __len__(self) -> int:
-        """Returns how many requests wait."""
         return len(self.table)
 
     # ---------------------------------------------------------------------------------------------------------- events
@@ -177,14 +149,12 @@ class SequenceBatcher(Generic[S]):
         self.table.have_run(chosen, now_ns)
 
     def at_once(self, key: Hashable) -> int:
-        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
         return self._strategies[0].at_once(key)
 
     # ---------------------------------------------------------------------------------------------------------- batches
 
     @property
     def next_tick_ns(self) -> int:
-        """The earliest time at which ``tick`` may have something to do, in ns; 0: never."""
         return self.table.next_tick_ns
 
     @property
@@ -193,10 +163,6 @@ class SequenceBatcher(Generic[S]):
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[S]:
-        """Returns what to do for a free instance: run a batch, refuse requests that waited too long, or wait until a time.
-
-        None: nothing before a request comes or a run ends.
-        """
         return decide(self, now_ns, instance)
 
     def due_ns(self, instance: int = 0) -> int | None:
@@ -211,14 +177,12 @@ class SequenceBatcher(Generic[S]):
         return [self.table.take(live) for live in self._strategies[instance].take(now_ns)]
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
         for strategy in self._strategies:
             strategy.limit(key, rows)
 
     # -------------------------------------------------------------------------------------------------------------- end
 
     def end_delays(self) -> None:
-        """Stops delaying requests for fuller batches, because no more requests will come."""
         for strategy in self._strategies:
             strategy.end_delays()
 

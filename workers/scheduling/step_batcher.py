@@ -43,23 +43,18 @@ class StepRules:
     insert_rows: int = 1
 
 
+@dataclass(slots=True, eq=False)
 class SlotHolder(Generic[W]):
     """A request that has a slot of a stepped model, which runs all its slots' requests step by step, and its steps so far."""
 
-    __slots__ = ("left", "number", "paused", "request", "steps")
-
-    def __init__(self, request: W, number: int) -> None:
-        self.request = request
-        self.number = number
-        #: Steps that it has taken part in, those on their way included.
-        self.steps = 0
-        #: Whether its request is over.
-        self.left = False
-        #: Whether it takes part in no steps for now.
-        self.paused = False
-
-    def __repr__(self) -> str:
-        return f"<SlotHolder {self.number}, {self.steps} steps>"
+    request: W
+    number: int
+    #: Steps that it has taken part in, those on their way included.
+    steps: int = 0
+    #: Whether its request is over.
+    left: bool = False
+    #: Whether it takes part in no steps for now.
+    paused: bool = False
 
 
 class Step(NamedTuple, Generic[W]):
@@ -128,10 +123,7 @@ class StepBatcher(QueuePlanner[W]):
         return bool(self._holders) or self._on_their_way > 0
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
-        """Returns what to do now: give slots to waiting requests (``Run``), refuse those that waited too long, or wait.
-
-        None: wait until a request comes or a slot is free.
-        """
+        # ``Run`` stands for giving slots to waiting requests.
         return decide(self, now_ns, instance)
 
     def due_ns(self, instance: int = 0) -> int | None:

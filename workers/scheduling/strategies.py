@@ -4,7 +4,7 @@
 "oldest"    requests of all sequences that have a slot share batches, longest-waiting first
 
 Pure. ``tensord.workers.scheduling.sequence_batcher`` has one of them for each instance; at most one request of each sequence is
-ready there at a time.
+ready there at a time. ``DirectBatcher`` says what their methods do.
 """
 
 from __future__ import annotations
@@ -116,27 +116,21 @@ class OldestBatcher(Generic[S]):
         self._batcher = DynamicBatcher(rules, self._queue)
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """Adds a sequence, whose first waiting request may run now, to those of which ``take`` makes batches."""
         self._queue.push(live.waiting[0])
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Removes a sequence from those of which ``take`` makes batches: its first waiting request may no longer run."""
         self._queue.remove(live.waiting[0])
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
         self._batcher.limit(key, rows)
 
     def at_once(self, key: Hashable) -> int:
-        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
         return self._batcher.at_once(key)
 
     def end_delays(self) -> None:
-        """Stops delaying requests for fuller batches."""
         self._batcher.end_delays()
 
     def due_ns(self) -> int | None:
-        """Returns when the next batch should run, or None while no sequence has a request that may run."""
         return self._batcher.due_ns()
 
     def take(self, now_ns: int) -> list[LiveSequence[S]]:
@@ -152,3 +146,6 @@ class OldestBatcher(Generic[S]):
 
     def __repr__(self) -> str:
         return f"<OldestBatcher over {self._batcher!r}>"
+
+
+Strategy = DirectBatcher[S] | OldestBatcher[S]
