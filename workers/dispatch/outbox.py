@@ -12,7 +12,6 @@ they are not run until the client has taken some answers. Every way out of this 
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import sys
 from collections import deque
@@ -44,13 +43,6 @@ from tensord.workers.scheduling.agenda import NEVER, Agenda
 _log = logging.getLogger(__name__)
 #: Blocked answers of one submitter, in first segments of an arena: more are refused at once.
 _MAX_BLOCKED = 4
-
-
-class _Placing(enum.Enum):
-    """Why an attempt to send an answer has neither sent it nor failed; the caller tries again later."""
-
-    #: The response arena has no room now.
-    FULL = enum.auto()
 
 
 class Outbox:
@@ -268,27 +260,25 @@ class Outbox:
         if request.sink is not None:
             return self._hand_over(request, result, None)
         submitter, byte_size = request.submitter, sum(array.nbytes for array in result.values())
-        error: ServingError | _Placing | None = _Placing.FULL
+        placed: ServingError | bool = False
         small = byte_size <= submitter.lane.arena.small_byte_size
         if not submitter.blocked or submitter.closed or (small and not self._overtakes(request)):
-            error = self._place(request, result, places)
-        if error is _Placing.FULL:
-            error = self._block(BlockedAnswer(request, result, byte_size, now_ns + self._wait_ns), now_ns)
-        if isinstance(error, ServingError):
-            self.fail(request, error)
-            return error
+            placed = self._place(request, result, places)
+        if placed is False:
+            placed = self._block(BlockedAnswer(request, result, byte_size, now_ns + self._wait_ns), now_ns)
+        if isinstance(placed, ServingError):
+            self.fail(request, placed)
+            return placed
         return result
 
-    def _place(
-        self, request: Request, result: dict[str, Array], places: Places | None = None
-    ) -> ServingError | _Placing | None:
-        """Writes an answer, sends it and ends its request; returns None then.
+    def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
+        """Writes an answer, sends it and ends its request; returns True then.
 
-        Otherwise returns ``FULL`` if there is no room yet, so that the caller tries again later, or the error to answer with.
+        Otherwise returns False if there is no room yet, so that the caller tries again later, or the error to answer with.
         """
         if request.submitter.closed:
             self.end(request)
-            return None
+            return True
         if request.cancelled:
             return Cancelled()
         version = request.version
@@ -303,7 +293,7 @@ class Outbox:
             _log.exception("%splacing the outputs of model '%s' failed", name, version.name, extra=traced([request]))
             return Internal(f"the outputs of model '{version.name}' could not be placed: {type(error).__name__}")
         if answer is None:
-            return _Placing.FULL
+            return False
         if request.own.trace:
             answer = request.timed(answer)
         try:
@@ -318,12 +308,12 @@ class Outbox:
             return Internal(f"the answer of model '{version.name}' could not be sent: {type(error).__name__}")
         version.statistics.copied_byte_size += request.copied_byte_size
         self.end(request)
-        return None
+        return True
 
     # ---------------------------------------------------------------------------------------------------------- waiting
 
-    def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | None:
-        """Queues an answer until there is room for it in the response arena; returns None then.
+    def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | bool:
+        """Queues an answer until there is room for it in the response arena; returns True then.
 
         Returns the error to answer with instead if too many bytes of answers to the submitter wait already.
         """
@@ -337,7 +327,7 @@ class Outbox:
             submitter.bulky.add((request.version, request.key))
         self.blocked[submitter] = None
         submitter.returned = NEVER_LOOKED
-        return None
+        return True
 
     def _bound(self, submitter: SubmitterLink[Request]) -> int:
         """Returns how many bytes of a submitter's answers may wait for room before ``hold`` keeps its requests from running."""
@@ -395,23 +385,23 @@ class Outbox:
         waiting, submitter.blocked = submitter.blocked, deque()
         for answer in waiting:
             version, large = answer.request.version, answer.byte_size > small_byte_size
-            error: ServingError | _Placing | None = _Placing.FULL
+            placed: ServingError | bool = False
             if version not in waits or answer.request.cancelled:
                 if isinstance(answer.result, ServingError):
-                    error = answer.result
+                    placed = answer.result
                 elif not full[large] or answer.request.cancelled:
-                    error = self._place(answer.request, answer.result)
-                    full[large] = full[large] or error is _Placing.FULL
-            if error is _Placing.FULL:
+                    placed = self._place(answer.request, answer.result)
+                    full[large] = full[large] or placed is False
+            if placed is False:
                 if now_ns < answer.give_up_ns:
                     submitter.blocked.append(answer)
                     if version.ordered:
                         waits.add(version)
                     continue
-                error = self.no_room(answer.request, answer.byte_size, now_ns)
+                placed = self.no_room(answer.request, answer.byte_size, now_ns)
             submitter.blocked_byte_size -= answer.byte_size
-            if error is not None:
-                self._fail(answer.request, error)
+            if isinstance(placed, ServingError):
+                self._fail(answer.request, placed)
 
     @property
     def next_give_up_ns(self) -> int:
