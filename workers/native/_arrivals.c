@@ -46,12 +46,9 @@ static PyObject *descriptors(struct msghdr *message) {
     return found;
 }
 
-/* Returns what ``wait`` says of a datagram: (descriptor of the lane, (content, descriptors, flags)). Takes ``fds`` over.
- *
- * No format with '#': one that was compiled with the headers of Python 3.13 is refused by earlier Pythons. */
-static PyObject *for_python(const lane_t *lane, const unsigned char *content, size_t size, PyObject *fds, int flags) {
-    PyObject *bytes = PyBytes_FromStringAndSize((const char *)content, (Py_ssize_t)size);
-    return Py_BuildValue("i(NNi)", lane->fd, bytes, fds, flags);
+/* Returns what ``wait`` says of a datagram: (descriptor of the lane, (content, descriptors, flags)). Takes ``content`` and ``fds`` over. */
+static PyObject *for_python(const lane_t *lane, PyObject *content, PyObject *fds, int flags) {
+    return Py_BuildValue("i(NNi)", lane->fd, content, fds, flags);
 }
 
 /* Makes all requests of a datagram wait here, or sets them aside, and releases its leases. Not 0: there is something else in it, and nothing was done.
@@ -79,7 +76,7 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         size_t context = (size_t)(reader.at - start);
         if (read_request_record(&reader, &record) || record.number >= MAX_NUMBERS)
             goto refused;
-        plan_t *plan = record.number < (uint64_t)lane->numbers ? lane->plans[record.number] : NULL;
+        plan_t *plan = record.number < lane->numbers ? lane->plans[record.number] : NULL;
         /* The ids of a submitter grow, except those of requests that another worker had before. A client's doubt is its own: by the time
          * that Python sees this datagram, what waits here is answered. */
         if (record.id <= last_id && lane->most == 0)
@@ -150,17 +147,12 @@ refused:
 
 /* Returns the requests that were set aside as a datagram for Python, or NULL with an exception. */
 static PyObject *aside_for_python(fast_path_t *self, const lane_t *lane) {
-    unsigned char datagram[MAX_DATAGRAM + DATAGRAM_HEAD], *at = datagram + DATAGRAM_HEAD;
     uint64_t records = 0;
-    for (size_t i = 0; i < self->set_aside; i++) {
-        const reader_t *one = &self->aside[i];
-        records += 1 + (uint64_t)is_trace_context(one);
-        memcpy(at, one->at, (size_t)(one->end - one->at));
-        at += one->end - one->at;
-    }
+    for (size_t i = 0; i < self->set_aside; i++)
+        records += 1 + (uint64_t)is_trace_context(&self->aside[i]);
+    PyObject *datagram = datagram_of(self->aside, self->set_aside, records);
     self->set_aside = 0;
-    write_datagram_head(datagram, records);
-    return for_python(lane, datagram, (size_t)(at - datagram), PyList_New(0), 0);
+    return for_python(lane, datagram, PyList_New(0), 0);
 }
 
 /* Counts a lane among those that something came from in this iteration. */
@@ -192,7 +184,7 @@ int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams)
             return append(events, Py_BuildValue("ii", lane->fd, (int)EPOLLIN));
         int cut = message.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
         if (cut || message.msg_controllen || take_requests(self, lane, datagram, (size_t)size, now_ns()))
-            return append(datagrams, for_python(lane, datagram, (size_t)size, descriptors(&message), cut));
+            return append(datagrams, for_python(lane, PyBytes_FromStringAndSize((const char *)datagram, size), descriptors(&message), cut));
         /* A datagram is kept while its requests wait. */
         if (self->count)
             self->used += (size_t)size;
@@ -204,25 +196,19 @@ int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams)
 
 /* Puts the requests of one lane, from that one on, into a datagram for Python. Returns NULL with an exception. */
 static PyObject *repacked(const fast_path_t *self, const lane_t *lane) {
-    size_t size = DATAGRAM_HEAD;
+    size_t count = 0;
     uint64_t records = 0;
-    for (size_t i = lane->handed; i > 0; i = self->waiting[i - 1].next) {
-        size += self->waiting[i - 1].size;
-        records += self->waiting[i - 1].context ? 2 : 1;
-    }
-    unsigned char *datagram = PyMem_Malloc(size);
-    if (datagram == NULL)
+    reader_t *parts = PyMem_Malloc((self->count - self->first) * sizeof(reader_t));
+    if (parts == NULL)
         return PyErr_NoMemory();
-    unsigned char *at = datagram;
-    write_datagram_head(at, records);
-    at += DATAGRAM_HEAD;
     for (size_t i = lane->handed; i > 0; i = self->waiting[i - 1].next) {
-        memcpy(at, self->waiting[i - 1].record, self->waiting[i - 1].size);
-        at += self->waiting[i - 1].size;
+        const request_t *request = &self->waiting[i - 1];
+        parts[count++] = (reader_t){request->record, request->record + request->size};
+        records += request->context ? 2 : 1;
     }
-    PyObject *given = for_python(lane, datagram, size, PyList_New(0), 0);
-    PyMem_Free(datagram);
-    return given;
+    PyObject *datagram = datagram_of(parts, count, records);
+    PyMem_Free(parts);
+    return for_python(lane, datagram, PyList_New(0), 0);
 }
 
 /* Copies the records of held requests, so that others can be received to where they lie. Not 0: they are too many bytes, or there is no

@@ -43,12 +43,8 @@ static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
 
 /* Makes a plan without its tensors. ``given``: Batch of _native.pyi. */
 static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned long long answer_number) {
-    unsigned long long model, most_waiting, delay_ns;
-    int full, grouped, mixes;
-    PyObject *owner, *programs, *by_rows, *sequences, *durations;
-    double share;
-    if (!PyArg_ParseTuple(given, "OKKdKippO!O!OO!", &owner, &model, &most_waiting, &share, &delay_ns, &full, &grouped, &mixes,
-                          &PyTuple_Type, &programs, &PyTuple_Type, &by_rows, &sequences, &PyTuple_Type, &durations))
+    PyObject *owner = PyTuple_GetItem(given, 0);
+    if (owner == NULL)
         return NULL;
     plan_t *plan = PyMem_Calloc(1, sizeof(plan_t));
     if (plan == NULL)
@@ -57,8 +53,7 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     plan->number = answer_number;
     plan->batch = find_batch(self, owner);
     if (plan->batch == NULL)
-        plan->batch = make_batch(&self->batches, owner, model, most_waiting, share, delay_ns, full, grouped, mixes, programs, by_rows, sequences,
-                                 durations);
+        plan->batch = make_batch(&self->batches, given);
     if (plan->batch != NULL)
         plan->batch->plans++;
     else
@@ -66,22 +61,17 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     return plan;
 }
 
-/* Makes room for a plan of that number. Not 0: an exception is set. */
-static int make_number(lane_t *lane, int number) {
-    int numbers = lane->numbers ? lane->numbers : 16;
-    while (numbers <= number)
-        numbers *= 2;
-    if (numbers == lane->numbers)
-        return 0;
-    plan_t **plans = PyMem_Realloc(lane->plans, (size_t)numbers * sizeof(plan_t *));
-    if (plans == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    memset(plans + lane->numbers, 0, (size_t)(numbers - lane->numbers) * sizeof(plan_t *));
-    lane->plans = plans;
-    lane->numbers = numbers;
-    return 0;
+/* Returns a table of pointers with room for that index, the new ones NULL, or NULL with an exception. ``count``: its room; first 16. */
+static void *grown(void *table, size_t *count, size_t index) {
+    size_t room = *count ? *count : 16;
+    while (room <= index)
+        room *= 2;
+    void **made = room == *count ? table : PyMem_Realloc(table, room * sizeof(void *));
+    if (made == NULL)
+        return PyErr_NoMemory();
+    memset(made + *count, 0, (room - *count) * sizeof(void *));
+    *count = room;
+    return made;
 }
 
 /* Takes the plan over and returns None, or drops it and raises. */
@@ -91,10 +81,12 @@ static PyObject *keep_plan(fast_path_t *self, int fd, int number, plan_t *plan) 
         PyErr_Format(PyExc_ValueError, "number %d, numbers are below %d", number, MAX_NUMBERS);
         lane = NULL;
     }
-    if (lane == NULL || make_number(lane, number)) {
+    plan_t **plans = lane == NULL ? NULL : grown(lane->plans, &lane->numbers, (size_t)number);
+    if (plans == NULL) {
         drop_plan(&plan);
         return NULL;
     }
+    lane->plans = plans;
     drop_plan(&lane->plans[number]);
     lane->plans[number] = plan;
     Py_RETURN_NONE;
@@ -170,7 +162,7 @@ static PyObject *learn_alone(fast_path_t *self, PyObject *arguments) {
 static PyObject *forget(fast_path_t *self, PyObject *unused) {
     (void)unused;
     for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next)
-        for (int i = 0; i < lane->numbers; i++)
+        for (size_t i = 0; i < lane->numbers; i++)
             drop_plan(&lane->plans[i]);
     Py_RETURN_NONE;
 }
@@ -182,40 +174,23 @@ static PyObject *forget_number(fast_path_t *self, PyObject *arguments) {
     lane_t *lane = known_lane(self, fd);
     if (lane == NULL)
         return NULL;
-    if (number >= 0 && number < lane->numbers)
+    if (number >= 0 && (size_t)number < lane->numbers)
         drop_plan(&lane->plans[number]);
     Py_RETURN_NONE;
-}
-
-/* Makes a place for a lane with that descriptor. Not 0: an exception is set. */
-static int make_descriptor(fast_path_t *self, int fd) {
-    size_t descriptors = self->descriptors ? self->descriptors : 64;
-    if (fd < 0) {
-        PyErr_SetString(PyExc_ValueError, "that is no descriptor");
-        return -1;
-    }
-    while (descriptors <= (size_t)fd)
-        descriptors *= 2;
-    if (descriptors == self->descriptors)
-        return 0;
-    lane_t **by_descriptor = PyMem_Realloc(self->by_descriptor, descriptors * sizeof(lane_t *));
-    if (by_descriptor == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    memset(by_descriptor + self->descriptors, 0, (descriptors - self->descriptors) * sizeof(lane_t *));
-    self->by_descriptor = by_descriptor;
-    self->descriptors = descriptors;
-    return 0;
 }
 
 static PyObject *open_lane(fast_path_t *self, PyObject *arguments) {
     int fd, protocol;
     unsigned long long peer, most;
     PyObject *in_flight, *take_back;
-    if (!PyArg_ParseTuple(arguments, "iKO!OKi", &fd, &peer, &PyDict_Type, &in_flight, &take_back, &most, &protocol) ||
-        make_descriptor(self, fd))
+    if (!PyArg_ParseTuple(arguments, "iKO!OKi", &fd, &peer, &PyDict_Type, &in_flight, &take_back, &most, &protocol))
         return NULL;
+    if (fd < 0)
+        return PyErr_Format(PyExc_ValueError, "that is no descriptor");
+    lane_t **by_descriptor = grown(self->by_descriptor, &self->descriptors, (size_t)fd);
+    if (by_descriptor == NULL)
+        return NULL;
+    self->by_descriptor = by_descriptor;
     if (protocol < 0 || protocol >= PROTOCOLS)
         return PyErr_Format(PyExc_ValueError, "protocol %d, there are %d", protocol, PROTOCOLS);
     if (self->by_descriptor[fd] != NULL)
@@ -246,7 +221,7 @@ static void drop_lane(lane_t *lane) {
     if (lane->next != NULL)
         lane->next->previous = lane->previous;
     lane->path->by_descriptor[lane->fd] = NULL;
-    for (int i = 0; i < lane->numbers; i++)
+    for (size_t i = 0; i < lane->numbers; i++)
         drop_plan(&lane->plans[i]);
     give_up_answers(lane);
     PyMem_Free(lane->plans);

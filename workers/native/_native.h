@@ -130,6 +130,7 @@ unsigned char *write_timeline(unsigned char *at, const uint64_t moments[TRACE_MO
 unsigned char *write_timing(unsigned char *at, uint64_t queue_ns, uint64_t compute_ns, uint64_t copied);
 unsigned char *write_answer_record(unsigned char *at, uint64_t id, uint64_t number, int count, int more);
 void write_datagram_head(unsigned char *at, uint64_t records);
+PyObject *datagram_of(const reader_t *parts, size_t count, uint64_t records);
 
 /* -------------------------------------------------------------------------------------------------------------------- plans */
 
@@ -227,8 +228,7 @@ typedef struct {
 } plan_t;
 
 int refuse(const char *reason);
-batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share,
-                    unsigned long long delay_ns, int full, int grouped, int mixes, PyObject *programs, PyObject *by_rows, PyObject *sequences, PyObject *durations);
+batch_t *make_batch(batch_t **batches, PyObject *given);
 int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
 void drop_plan(plan_t **place);
 int find_set(const plan_t *plan, const request_record_t *record, PyObject **set);
@@ -259,7 +259,7 @@ typedef struct lane {
     PyObject *in_flight, *take_back;
     /* By number; there is room for ``numbers``. */
     plan_t **plans;
-    int numbers;
+    size_t numbers;
     /* NULL: there are none. Bytes, and records, of them. */
     answers_t *answer;
     size_t filled;

@@ -144,9 +144,15 @@ static int read_durations(PyObject *durations, batch_t *batch) {
     return 0;
 }
 
-/* Returns a batch that no plan has yet, as the first of ``batches``, or NULL with an exception. */
-batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share,
-                    unsigned long long delay_ns, int full, int grouped, int mixes, PyObject *programs, PyObject *by_rows, PyObject *sequences, PyObject *durations) {
+/* Returns a batch that no plan has yet, as the first of ``batches``, or NULL with an exception. ``given``: Batch of _native.pyi. */
+batch_t *make_batch(batch_t **batches, PyObject *given) {
+    unsigned long long model, most_waiting, delay_ns;
+    int full, grouped, mixes;
+    PyObject *owner, *programs, *by_rows, *sequences, *durations;
+    double share;
+    if (!PyArg_ParseTuple(given, "OKKdKippO!O!OO!", &owner, &model, &most_waiting, &share, &delay_ns, &full, &grouped, &mixes,
+                          &PyTuple_Type, &programs, &PyTuple_Type, &by_rows, &sequences, &PyTuple_Type, &durations))
+        return NULL;
     batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
     if (batch == NULL)
         return (batch_t *)PyErr_NoMemory();

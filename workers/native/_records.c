@@ -241,3 +241,21 @@ void write_datagram_head(unsigned char *at, uint64_t records) {
     at[1] = 0xdc;
     write_number(at + 2, 2, records);
 }
+
+/* Returns a datagram of records as bytes, or NULL with an exception. ``parts``: where they lie, some with the record before them. */
+PyObject *datagram_of(const reader_t *parts, size_t count, uint64_t records) {
+    size_t size = DATAGRAM_HEAD;
+    for (size_t i = 0; i < count; i++)
+        size += (size_t)(parts[i].end - parts[i].at);
+    PyObject *datagram = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+    if (datagram == NULL)
+        return NULL;
+    unsigned char *at = (unsigned char *)PyBytes_AsString(datagram);
+    write_datagram_head(at, records);
+    at += DATAGRAM_HEAD;
+    for (size_t i = 0; i < count; i++) {
+        memcpy(at, parts[i].at, (size_t)(parts[i].end - parts[i].at));
+        at += parts[i].end - parts[i].at;
+    }
+    return datagram;
+}

@@ -23,13 +23,11 @@ static PyObject *correlation_id(reader_t reader) {
 
 /* Returns what ``choose`` is asked: (correlation id, START, END) of each request. */
 static PyObject *asked(const request_t *requests, int count) {
-    PyObject *found = PyList_New(count);
-    for (int n = 0; found != NULL && n < count; n++) {
-        PyObject *one = Py_BuildValue("(NOO)", correlation_id(requests[n].sequence), requests[n].start ? Py_True : Py_False,
-                                      requests[n].end ? Py_True : Py_False);
-        if (one == NULL || PyList_SetItem(found, n, one))
+    PyObject *found = PyList_New(0);
+    for (int n = 0; found != NULL && n < count; n++)
+        if (append(found, Py_BuildValue("(NOO)", correlation_id(requests[n].sequence), requests[n].start ? Py_True : Py_False,
+                                        requests[n].end ? Py_True : Py_False)))
             Py_CLEAR(found);
-    }
     return found;
 }
 
@@ -42,12 +40,10 @@ static PyObject *clients_of(const request_t *requests, int count) {
         Py_INCREF(Py_None);
         return Py_None;
     }
-    PyObject *found = PyList_New(count);
-    for (n = 0; found != NULL && n < count; n++) {
-        PyObject *one = PyLong_FromLong(requests[n].lane->most ? requests[n].lane->fd : -1);
-        if (one == NULL || PyList_SetItem(found, n, one))
+    PyObject *found = PyList_New(0);
+    for (n = 0; found != NULL && n < count; n++)
+        if (append(found, PyLong_FromLong(requests[n].lane->most ? requests[n].lane->fd : -1)))
             Py_CLEAR(found);
-    }
     return found;
 }
 
@@ -72,12 +68,10 @@ int choose_requests(const request_t *requests, int count) {
 
 /* Returns the argument of ``fail``: (lane, request id, moment of arrival) of each request. */
 static PyObject *described(const request_t *requests, int count) {
-    PyObject *found = PyList_New(count);
-    for (int n = 0; found != NULL && n < count; n++) {
-        PyObject *one = Py_BuildValue("(iKK)", requests[n].lane->fd, requests[n].id, requests[n].arrived_ns);
-        if (one == NULL || PyList_SetItem(found, n, one))
+    PyObject *found = PyList_New(0);
+    for (int n = 0; found != NULL && n < count; n++)
+        if (append(found, Py_BuildValue("(iKK)", requests[n].lane->fd, requests[n].id, requests[n].arrived_ns)))
             Py_CLEAR(found);
-    }
     return found;
 }
 

@@ -113,20 +113,7 @@ int answer_alone(const request_t *request, PyObject *made, const moments_t momen
 /* Releases leases, whose records have come. Returns 0: done; 1: done, and Python has to tell the peer that a segment is closed;
  * -1: none was released. Sets no exception. */
 int take_back(lane_t *lane, const reader_t *records, size_t count) {
-    size_t size = DATAGRAM_HEAD;
-    for (size_t n = 0; n < count; n++)
-        size += (size_t)(records[n].end - records[n].at);
-    PyObject *datagram = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
-    if (datagram != NULL) {
-        unsigned char *at = (unsigned char *)PyBytes_AsString(datagram);
-        write_datagram_head(at, count);
-        at += DATAGRAM_HEAD;
-        for (size_t n = 0; n < count; n++) {
-            size_t one = (size_t)(records[n].end - records[n].at);
-            memcpy(at, records[n].at, one);
-            at += one;
-        }
-    }
+    PyObject *datagram = datagram_of(records, count, count);
     PyObject *taken = datagram == NULL ? NULL : PyObject_CallFunctionObjArgs(lane->take_back, datagram, NULL);
     Py_XDECREF(datagram);
     int closed = taken == NULL ? -1 : PyObject_IsTrue(taken);

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from tensord.config.options import MAX_BUCKETS
@@ -44,3 +47,12 @@ def test_words_of_the_status_page() -> None:
     assert _native.MAX_ROWS <= status_page.IDS_PER_SLOT
     words.release()
     page.close()
+
+
+def test_the_stub_names_what_the_module_has() -> None:
+    stub = ast.parse(Path(_native.__file__).parent.joinpath("_native.pyi").read_text())
+    named = {
+        each.target.id for each in stub.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    named |= {each.name for each in stub.body if isinstance(each, ast.ClassDef | ast.FunctionDef)}
+    assert named == {name for name in vars(_native) if not name.startswith("__")}
