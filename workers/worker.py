@@ -15,6 +15,7 @@ one that page-locks memory. None of them touches the loop's state; they post to 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import select
@@ -103,8 +104,8 @@ class Worker:
         self._driver = Driver()
         self._cuda: CudaDevice | None = None
         self._pinned: PinnedMemory | None = None
-        self._look: IdleLook | None = None
-        self._staging: StagingPool | None = None
+        #: Closes what belongs to the GPU, the last made first.
+        self._gpu = contextlib.ExitStack()
         budget: PinnedBudget | None = None
         if device_name.gpu is not None:
             try:
@@ -115,11 +116,12 @@ class Worker:
             else:
                 budget = PinnedBudget(options.workers.pinned_byte_size)
                 locking = WorkThread("page-locking", self._inbox)
-                self._staging = StagingPool(context, budget)
-                locking.do(self._staging.prepare, lambda _: None)
-                self._cuda = CudaDevice(context, device, self._staging)
-                self._pinned = PinnedMemory(context, budget, locking)
-                self._look = IdleLook(context, self._rests, self._inbox.post, options.workers.idle_timeout)
+                staging = self._gpu.enter_context(contextlib.closing(StagingPool(context, budget)))
+                locking.do(staging.prepare, lambda _: None)
+                self._cuda = self._gpu.enter_context(contextlib.closing(CudaDevice(context, device, staging)))
+                self._pinned = self._gpu.enter_context(contextlib.closing(PinnedMemory(context, budget, locking)))
+                look = IdleLook(context, self._rests, self._inbox.post, options.workers.idle_timeout)
+                self._gpu.enter_context(contextlib.closing(look))
         self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu, self._pinned)
         check = works if self._cuda is None else self._cuda.check
         engine = self._engine = Engine(options, self._inbox, self._regions, device_name.gpu, check)
@@ -617,14 +619,7 @@ class Worker:
             self._close_lane(submitter)
         self._poller.close()
         self._regions.close()
-        if self._look is not None:
-            self._look.close()
-        if self._pinned is not None:
-            self._pinned.close()
-        if self._cuda is not None:
-            self._cuda.close()
-        if self._staging is not None:
-            self._staging.close()
+        self._gpu.close()
         self._driver.close()
         self._epoll.close()
         self._inbox.close()

@@ -32,7 +32,6 @@ from tensord.workers.dispatch.calls import Calls
 from tensord.workers.dispatch.ensembles import EnsembleRuns
 from tensord.workers.dispatch.expiry import Expiry
 from tensord.workers.dispatch.instance_runs import InstanceRuns
-from tensord.workers.dispatch.lane_answers import LaneAnswers
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.dispatch.shape_compiler import COMPILER_SLOT, ShapeCompiler
@@ -98,6 +97,7 @@ class Dispatcher:
         self._check = check
         self._agenda: Agenda[AgendaPart] = Agenda()
         self._outbox = Outbox(options.arenas, self._agenda)
+        self.lane_answers = self._outbox.lane_answers
         self._cached = CachedAnswers(self._outbox, clock)
         self.responses = Responses(options.arenas, self._outbox, post, clock, options.expert.max_ahead, self._agenda)
         self.took = self.responses.took
@@ -143,11 +143,6 @@ class Dispatcher:
         self.idle = True
         #: The change count of the table of models when all versions were last marked.
         self._asked_of = 0
-
-    @property
-    def lane_answers(self) -> LaneAnswers:
-        """Returns the counts of answers to clients that are connected directly, not through a front, and their last errors."""
-        return self._outbox.lane_answers
 
     # ---------------------------------------------------------------------------------------------------------- arrival
 

@@ -206,17 +206,10 @@ class FastPath(Poller):
         self._numbers: dict[int, set[int]] = {}
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        fd = submitter.lane.fileno()
+        fd, take_back = submitter.lane.fileno(), functools.partial(_take_back, submitter)
         self._submitters[fd] = submitter
         most = 0 if submitter.segments is None else submitter.segments.limits.in_flight
-        self._native.open(
-            fd,
-            submitter.peer,
-            submitter.in_flight,
-            lambda datagram: _take_back(submitter, datagram),
-            most,
-            submitter.protocol,
-        )
+        self._native.open(fd, submitter.peer, submitter.in_flight, take_back, most, submitter.protocol)
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
         fd = submitter.lane.fileno()
@@ -235,7 +228,7 @@ class FastPath(Poller):
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
         if self._seen != self._models.changes + self._regions.changes:
-            self._forget()
+            self.forget_gone()
         woken = Woken(*self._native.wait(max(0, timeout_ns), idle, sleeps))
         if idle:
             self.missed = 0
@@ -255,9 +248,6 @@ class FastPath(Poller):
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
         for number in list(self._numbers.get(submitter.lane.fileno(), ())):
             self.forget(submitter, number)
-
-    def forget_gone(self) -> None:
-        self._forget()
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         # A sequence may live in the load before this one, while that has not ended.
@@ -450,7 +440,7 @@ class FastPath(Poller):
         for batch, *counts in figures:
             batch.count(NativeRuns(*counts))
 
-    def _forget(self) -> None:
+    def forget_gone(self) -> None:
         self._settle()
         self._native.forget()
         self._batches.clear()
@@ -459,7 +449,7 @@ class FastPath(Poller):
         self._seen = self._changes
 
     def close(self) -> None:
-        self._forget()
+        self.forget_gone()
         self._native.release()
 
     def __repr__(self) -> str:
