@@ -8,7 +8,7 @@ that come after it, so that the load it waits for is among them. The supervisor 
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
 import queue
 from collections.abc import Callable
@@ -48,8 +48,9 @@ class DaemonOperations:
         waits = port.loading and isinstance(operation, LoadModel)
         if isinstance(operation, LoadModel) and waits:
             operation = LoadModel(operation.name, operation.config, operation.files, within=port.name)
-        self._inbox.post(functools.partial(self._ask, operation, waits, answer.put))
-        reply = answer.get()
+        with self._loader.standing_aside(always=True) if waits else contextlib.nullcontext():
+            self._inbox.post(lambda: self._ask(operation, waits, answer.put))
+            reply = answer.get()
         if reply.code:
             raise from_code(reply.code, reply.message)
         return reply.result
@@ -64,21 +65,17 @@ class DaemonOperations:
     def _ask(
         self, operation: LoadModel | UnloadModel | ModelReady, waits: bool, answered: Callable[[Reply], None]
     ) -> None:
-        if waits and self._loader.aside >= _MAX_WAITING:
-            message = f"{self._loader.aside} loads wait for others, and no more may"
-            answered(Reply(0, Unavailable.code, message))
+        waiting = sum(each for _, each in self._asked.values())
+        if waits and waiting >= _MAX_WAITING:
+            answered(Reply(0, Unavailable.code, f"{waiting} loads wait for others, and no more may"))
             return
         call_id = next(self._numbers)
         self._asked[call_id] = answered, waits
-        if waits:
-            self._loader.step_aside()
         self._channel.put(ControlCall(call_id, operation))
 
     def answered(self, reply: Reply) -> None:
         """Passes a reply of the supervisor to whatever waits for it: a thread in ``ask``, or the callback of ``is_ready``."""
-        answered, waits = self._asked.pop(reply.call_id)
-        if waits:
-            self._loader.step_back()
+        answered, _ = self._asked.pop(reply.call_id)
         answered(reply)
 
     def __repr__(self) -> str:

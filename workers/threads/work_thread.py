@@ -33,8 +33,6 @@ class WorkThread:
         self._aside = 0
         #: Threads that were started in the place of such jobs.
         self._covering = 0
-        #: Jobs between ``step_aside`` and ``step_back``; used on the loop only.
-        self.aside = 0
         #: Jobs given and not yet answered; used on the loop only.
         self.pending = 0
 
@@ -64,17 +62,14 @@ class WorkThread:
         """Has the worker's loop call a function; a job calls this, and goes on without waiting for the function."""
         self._inbox.post(call)
 
-    def step_aside(self) -> None:
-        """Starts another thread for later jobs, because the running job waits for one of them; called on the loop."""
-        self.aside += 1
-        with self._lock:
-            self._start()
-
     @contextlib.contextmanager
-    def standing_aside(self) -> Iterator[None]:
-        """Has another thread run later jobs while the calling job waits in this block."""
+    def standing_aside(self, always: bool = False) -> Iterator[None]:
+        """Has another thread run later jobs while the calling job waits in this block, unless too many jobs do that.
+
+        ``always``: however many do, because the calling job may wait for a later one.
+        """
         with self._lock:
-            stands = self._aside < _MAX_ASIDE
+            stands = always or self._aside < _MAX_ASIDE
             self._aside += stands
         self._cover()
         try:
@@ -86,6 +81,7 @@ class WorkThread:
                     self._covering -= 1
                     self._surplus += 1
             if surplus:
+                # Wakes a thread that waits for a job, so that it sees that it is to end.
                 self._jobs.put(lambda: None)
 
     def _cover(self) -> None:
@@ -94,14 +90,6 @@ class WorkThread:
             if self._covering < self._aside and not self._jobs.empty():
                 self._covering += 1
                 self._start()
-
-    def step_back(self) -> None:
-        """Undoes one ``step_aside``: one thread ends after its present job; called on the loop."""
-        self.aside -= 1
-        with self._lock:
-            self._surplus += 1
-        # Wakes a thread that waits for a job, so that it sees that it is to end.
-        self._jobs.put(lambda: None)
 
     def finish(self) -> None:
         """Waits until all queued jobs are done and the threads have ended. No job may be given to ``do`` after that."""
