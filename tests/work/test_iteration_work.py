@@ -86,7 +86,7 @@ def test_an_iteration_with_nothing_due(loop: WorkerLoop, lanes: int) -> None:
 def test_a_request_that_runs_in_python(loop: WorkerLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     if isinstance(poller := loop.worker._poller, FastPath):
         monkeypatch.setattr(poller, "learn", lambda version, execution: None)
-        poller._forget()
+        poller.forget_gone()
     for _ in range(50):
         ask(loop)
         loop.answers(1)

@@ -164,7 +164,7 @@ def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(
 
     if isinstance(poller := loop.worker._poller, FastPath):
         monkeypatch.setattr(poller, "learn", lambda version, execution: None)
-        poller._forget()
+        poller.forget_gone()
     # A slow moment of the machine changes which program single requests are run by, and what that costs.
     for _ in range(5):
         known = cost(lambda: loop.submit("addsub", inputs))

@@ -13,6 +13,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from tensord.shm.arrays import Array
 from tensord.shm.messages import PreparedRequest, RequestRecord
@@ -21,45 +22,34 @@ from tensord.workers.requests.result import Result
 from tensord.workers.requests.timeline import RequestTimeline
 
 
+@dataclass(eq=False, repr=False)
 class ModelCall:
     """A call that a model's code makes of another model: ``begin`` once, then ``next`` until the last response.
 
     ``answered`` and ``abandoned`` are for the worker's loop.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        prepared: PreparedRequest,
-        own: RequestRecord,
-        arrays: Mapping[str, Array],
-        outputs: tuple[str, ...] = (),
-        streams: bool = False,
-        hint: str = "",
-        timeline: RequestTimeline | None = None,
-    ) -> None:
-        """
-        Args:
-          prepared: the part of the request that other requests may share: model, version, parameters.
-          own: the rest of the request without its tensors: id, priority, timeout, sequence.
-          arrays: the inputs by name, which must not be written to any more.
-          outputs: names of the wanted outputs; empty: all.
-          streams: whether the caller takes any number of responses; False: exactly one.
-          hint: the error message if the called model streams although ``streams`` is False.
-          timeline: the timeline of the traced request that this call is traced with; None: it is not traced.
-        """
-        assert caller.port.server is not None
-        self._server = caller.port.server
-        self.caller = caller
+    caller: Caller
+    #: The part of the request that other requests may share: model, version, parameters.
+    prepared: PreparedRequest
+    #: The rest of the request without its tensors: id, priority, timeout, sequence.
+    own: RequestRecord
+    #: The inputs by name, which must not be written to any more.
+    arrays: Mapping[str, Array]
+    #: Names of the wanted outputs; empty: all.
+    outputs: tuple[str, ...] = ()
+    #: Whether the caller takes any number of responses; False: exactly one.
+    streams: bool = False
+    #: The error message if the called model streams although ``streams`` is False.
+    hint: str = ""
+    #: The timeline of the traced request that this call is traced with; None: it is not traced.
+    timeline: RequestTimeline | None = None
+
+    def __post_init__(self) -> None:
+        assert self.caller.port.server is not None
+        self._server = self.caller.port.server
         #: Requests that the call is made for: it ends with them.
-        self.requests = caller.requests
-        self.prepared = prepared
-        self.own = own
-        self.arrays = arrays
-        self.outputs = outputs
-        self.streams = streams
-        self.hint = hint
-        self.timeline = timeline
+        self.requests = self.caller.requests
         #: Whether the call could not be made: its error says why.
         self.refused = False
         #: The thread that waited for the call last; 0: a coroutine did.

@@ -13,6 +13,7 @@ import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.figures import MetricFigures, OwnMetrics
@@ -53,16 +54,13 @@ class Value:
         self.holders = 0
 
 
+@dataclass(slots=True, eq=False)
 class _Family:
-    __slots__ = ("description", "holders", "kind", "owners", "values")
-
-    def __init__(self, description: str, kind: MetricKind) -> None:
-        self.description = description
-        self.kind = kind
-        self.holders = 0
-        #: Model versions of the holders, one entry for each holder.
-        self.owners: list[tuple[str, int]] = []
-        self.values: dict[Labels, Value] = {}
+    description: str
+    kind: MetricKind
+    #: Model versions of the holders, one entry for each holder.
+    owners: list[tuple[str, int]] = field(default_factory=list)
+    values: dict[Labels, Value] = field(default_factory=dict)
 
 
 class MetricRegistry:
@@ -98,7 +96,6 @@ class MetricRegistry:
                 raise InvalidArgument(
                     f"metric family '{name}' is there as a {family.kind.value}, not as a {kind.value}"
                 )
-            family.holders += 1
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Sequence[Labels]) -> None:
@@ -114,9 +111,8 @@ class MetricRegistry:
                 if not value.holders:
                     del family.values[labels]
                     self._count -= 1
-            family.holders -= 1
             family.owners.remove(owner)
-            if not family.holders:
+            if not family.owners:
                 del self._families[name]
 
     def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None) -> tuple[Labels, Value]:

@@ -96,22 +96,11 @@ class _Batch:
             if program is not None and program not in made:
                 made.append(program)
             by_rows.append(-1 if program is None else made.index(program))
-        rules, grouped, sets = self.version.loaded.queue_rules, self.model.grouped is not None, self.version.sets
         sequences = None if self._runs is None else (self._runs.choose, self._runs.fail)
         waits = (0, 0) if self._company is None else (self._company.delay_ns, self._company.full)
-        return (
-            self,
-            self.version.page_key,
-            rules.max_size,
-            max([program.share / program.rows for program in made], default=0.0),
-            *waits,
-            grouped,
-            sets is not None and sets.stack is not None,
-            tuple([self._callable(program) for program in made]),
-            tuple(by_rows),
-            sequences,
-            self.version.statistics.histograms,
-        )
+        share = max([program.share / program.rows for program in made], default=0.0)
+        programs, grouped = tuple([self._callable(program) for program in made]), self.model.grouped is not None
+        return _native_batch(self, self.version, share, tuple(by_rows), programs, waits, grouped, sequences)
 
     def _callable(self, program: AnyProgram) -> _native.Program:
         memory = tuple([(address, step) for _, address, step in program.memory])
@@ -146,32 +135,30 @@ class _Alone:
 
         It has the fields of the tuple that ``_Batch.native`` returns, but no programs, because no requests are run together.
         """
-        shapes, rules = self.executable.wanted.shapes, self._version.loaded.queue_rules
-        most = min(self._version.batcher.at_once(shapes), _native.MAX_ROWS)
-        share = self.executable.share / self.executable.rows
-        histograms = self._version.statistics.histograms
-        sets = self._version.sets
-        mixes = sets is not None and sets.stack is not None
-        return (
-            self,
-            self._version.page_key,
-            rules.max_size,
-            share,
-            0,
-            0,
-            False,
-            mixes,
-            (),
-            (-1,) * max(1, most),
-            None,
-            histograms,
-        )
+        most = min(self._version.batcher.at_once(self.executable.wanted.shapes), _native.MAX_ROWS)
+        return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
 
     def count(self, done: NativeRuns) -> None:
         """Adds requests that the C extension has answered to the statistics of the model version."""
         self._version.statistics.add(done)
         # Marks the executable as used, so that it is not dropped as the one that was not used for longest.
         self._model.executables.find(self.executable.wanted)
+
+
+def _native_batch(
+    owner: _Batch | _Alone,
+    version: ModelVersion,
+    share: float,
+    by_rows: tuple[int, ...],
+    programs: tuple[_native.Program, ...] = (),
+    waits: tuple[int, int] = (0, 0),
+    grouped: bool = False,
+    sequences: _native.Sequences | None = None,
+) -> _native.Batch:
+    """Returns what the C extension is told of a group of requests that can share a run (``Batch`` of _native.pyi)."""
+    most_waiting, sets = version.loaded.queue_rules.max_size, version.sets
+    told = owner, version.page_key, most_waiting, share, *waits, grouped, sets is not None and sets.stack is not None
+    return *told, programs, by_rows, sequences, version.statistics.histograms
 
 
 class FastPath(Poller):
@@ -385,17 +372,11 @@ class FastPath(Poller):
     ) -> SingleRun | None:
         """Returns what runs repeats of a large request, which was the only one of its run; None: C cannot answer such."""
         (request,) = execution.requests
-        submitter = request.submitter
-        if preparation.checked is None:
+        submitter, checked, prepared = request.submitter, preparation.checked, preparation.prepared
+        if checked is None or not checked.plain or submitter.closed or not _says_what_holds(request, execution):
             return None
-        prepared = preparation.prepared
         places = [tensor.region for tensor in prepared.inputs] + [output.region for output in prepared.outputs]
-        regions = self._found(places, submitter)
-        if regions is None:
-            return None
-        if submitter.closed or not preparation.checked.plain:
-            return None
-        if not _says_what_holds(request, execution):
+        if (regions := self._found(places, submitter)) is None:
             return None
         known = preparation.number in self._numbers.get(submitter.lane.fileno(), ())
         if known or self._seen != self._changes or preparation.load is not version.checked:

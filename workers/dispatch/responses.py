@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from tensord.config.options import Arenas
 from tensord.shm.arrays import Array
-from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
+from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError
 from tensord.shm.lane import response_byte_size
 from tensord.shm.messages import LAST, TIMING, AnswerRecord
 from tensord.workers.dispatch.answers import complete, failure
@@ -218,7 +218,8 @@ class Responses:
             del self.kept[sender]
             while waiting and not sender.ended:
                 if now_ns >= give_up_ns:
-                    waiting = deque([(self._no_room(sender, waiting[0][2]), True, 0)])
+                    error = self._outbox.no_room(sender.request, waiting[0][2], now_ns)
+                    waiting = deque([(error, True, 0)])
                 sent = waiting.popleft()
                 self._respond(sender, sent)
                 if sender in self.kept:
@@ -355,9 +356,6 @@ class Responses:
         numbered = request.submitter.response_kind(request.version.version, found[0], final).numbered
         request.submitter.answer(AnswerRecord(request.request_id, numbered.number, found[1]), numbered)
         return response_byte_size(found[1])
-
-    def _no_room(self, sender: ResponseSender, byte_size: int) -> Unavailable:
-        return self._outbox.no_room(sender.request, byte_size, self._clock())
 
     def _end_cancelled(self, sender: ResponseSender) -> None:
         """Ends a cancelled request: answers it with Cancelled and closes its sender."""

@@ -57,7 +57,6 @@ class InnerRequest(Request):
         wanted = {name: RequestedOutput(name) for name in outputs} if outputs else _ALL
         super().__init__(version, submitter, prepared, own, key, rows, arrays, wanted, [], now_ns)
         self.sink: Sink = sink
-        #: The request that it is made for, where there is one.
         self.origin: Request | None = origin
         if self.timeline is not None and origin is not None and origin.timeline is not None:
             self.timeline.context = origin.timeline.context

@@ -8,6 +8,7 @@ the rest           one lease in the lane's response arena, each tensor at a mult
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from tensord.shm.arena import ALIGNMENT, Lease, LeaseKey
 from tensord.shm.cuda_regions import CudaRegion
@@ -21,31 +22,23 @@ from tensord.workers.requests.request import Request
 _INLINE_TENSORS = 8
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Places:
     """The places that the outputs of one request go to: its record, the response arena, or regions; ``find`` chooses them."""
 
-    __slots__ = ("addresses", "in_regions", "lease", "offered", "offsets", "sizes", "written")
-
-    def __init__(
-        self,
-        sizes: Mapping[str, int],
-        in_regions: dict[str, tuple[RegionSlice, AnyRegion]],
-        offsets: dict[str, int],
-        lease: Lease | None,
-    ) -> None:
-        #: Output -> bytes, what the places were found for.
-        self.sizes = sizes
-        self.in_regions = in_regions
-        #: Output -> where in the lease it begins.
-        self.offsets = offsets
-        #: Until ``take_lease``.
-        self.lease = lease
-        #: Output -> the memory that the program may write to by itself.
-        self.offered: dict[str, memoryview] = {}
-        #: Output -> where that begins.
-        self.addresses: dict[str, int] = {}
-        #: The outputs it has written there.
-        self.written: Collection[str] = ()
+    #: Output -> bytes, what the places were found for.
+    sizes: Mapping[str, int]
+    in_regions: dict[str, tuple[RegionSlice, AnyRegion]]
+    #: Output -> where in the lease it begins.
+    offsets: dict[str, int]
+    #: Until ``take_lease``.
+    lease: Lease | None
+    #: Output -> the memory that the program may write to by itself.
+    offered: dict[str, memoryview] = field(default_factory=dict)
+    #: Output -> where that begins.
+    addresses: dict[str, int] = field(default_factory=dict)
+    #: The outputs it has written there.
+    written: Collection[str] = ()
 
     @classmethod
     def find(cls, request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:

@@ -102,7 +102,6 @@ class Request(Sequenced):
         #: Whether its answers say which parameter set they are of, and, once it has run, what they say.
         self.tells = False
         self.told: Mapping[str, Parameter] = _UNTOLD
-        #: What it says of itself: ids, moments, priority, timeout, sequence, strikes.
         self.own = own
         # As Waiting.__init__, which is another call for every request.
         self.key = key
@@ -114,7 +113,6 @@ class Request(Sequenced):
         self.submitter = submitter
         self.request_id = own.request_id
         self.client_id = own.client_id
-        #: What it has in common with others.
         self.prepared = prepared
         self.preparation = preparation
         self._arrays = arrays
@@ -122,9 +120,7 @@ class Request(Sequenced):
         self._added: Mapping[str, Array] = _NONE
         #: Input name -> its bytes, where they say it all.
         self.contents = contents
-        #: What was asked for, by name; empty: everything.
         self.outputs = outputs
-        #: Client regions in use until the completion, once per tensor.
         self.regions = regions
         #: Bytes of its tensors that were copied for it alone: before they are gathered, and when the outputs are placed.
         self.copied_byte_size = copied_byte_size
