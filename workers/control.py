@@ -241,45 +241,52 @@ class Control:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     def _call(self, call: ControlCall, fds: list[int]) -> None:
-        operation = call.operation
+        operation, reply = call.operation, functools.partial(self._reply, call.call_id)
         try:
             if isinstance(operation, RegisterSystemRegion):
-                self._register(call, operation, fds)
+                # Without a descriptor this is the first worker asked: it opens the shared memory object by its key, and its reply
+                # carries the descriptor for the other workers.
+                given = fds.pop(0) if fds else None
+                region, access = self._regions.register(operation, given)
+                if given is None:
+                    reply(json.dumps({"access": access}).encode(), region.fd)
+                else:
+                    reply()
             elif isinstance(operation, RegisterCudaRegion):
                 self._regions.register_cuda(operation)
-                self._channel.put(Reply(call.call_id))
+                reply()
             elif isinstance(operation, UnregisterRegion):
-                left = self._regions.unregister(operation.kind, operation.name)
-                self._channel.put(Reply(call.call_id, result=json.dumps(left).encode()))
+                reply(json.dumps(self._regions.unregister(operation.kind, operation.name)).encode())
             elif isinstance(operation, AwaitRegion):
-                self._regions.when_closed(operation.name, lambda: self._channel.put(Reply(call.call_id)))
+                self._regions.when_closed(operation.name, reply)
             elif isinstance(operation, RegionRecords):
-                self._channel.put(Reply(call.call_id, result=json.dumps(self._regions.uses(operation.name)).encode()))
+                reply(json.dumps(self._regions.uses(operation.name)).encode())
             elif isinstance(operation, ModelReady):
-                self._ask_ready(call, operation)
+                self._ask_ready(operation, lambda ready: reply(b"true" if ready else b"false"))
             elif isinstance(operation, ModelStatistics):
-                self._channel.put(Reply(call.call_id, result=self._statistics(operation)))
+                reply(self._statistics(operation))
             elif isinstance(operation, EndIdleLanes):
-                self._channel.put(Reply(call.call_id, result=json.dumps(self._worker.end_idle_lanes()).encode()))
+                reply(json.dumps(self._worker.end_idle_lanes()).encode())
             elif isinstance(operation, SequenceRecords):
-                self._channel.put(Reply(call.call_id, result=json.dumps(self._sequences()).encode()))
+                reply(json.dumps(self._sequences()).encode())
             elif isinstance(operation, TakeProfile):
-                self._profile(call, operation)
+                self._worker.profiler.take(operation.seconds, operation.folder, lambda error: reply(error or b""))
             elif isinstance(operation, RecentErrors):
-                self._channel.put(Reply(call.call_id, result=msgspec.json.encode(self._worker.recent_lane_errors())))
+                reply(msgspec.json.encode(self._worker.recent_lane_errors()))
             elif isinstance(operation, WorkerFigures):
-                self._channel.put(Reply(call.call_id, result=self._figures()))
+                reply(self._figures())
             elif isinstance(operation, ParameterOperation):
-                self._pushes.carry_out(operation, fds, functools.partial(self._answer_push, call.call_id))
+                self._pushes.carry_out(operation, fds, reply)
             else:
                 raise Unsupported(f"a worker does not answer {type(operation).__name__}")
         except ServingError as error:
-            self._channel.put(Reply(call.call_id, error.code, error.message))
+            reply(error)
         except Exception as error:  # a defect of ours, and one call's
             _log.exception("%s failed", type(operation).__name__)
-            self._channel.put(Reply(call.call_id, Internal.code, f"the call failed with {type(error).__name__}"))
+            reply(Internal(f"the call failed with {type(error).__name__}"))
 
-    def _answer_push(self, call_id: int, outcome: bytes | ServingError, fd: int | None) -> None:
+    def _reply(self, call_id: int, outcome: bytes | ServingError = b"", fd: int | None = None) -> None:
+        """Answers a call of the supervisor with a result or an error. ``fd``: a descriptor that goes with the result."""
         if isinstance(outcome, ServingError):
             self._channel.put(Reply(call_id, outcome.code, outcome.message))
         else:
@@ -300,41 +307,18 @@ class Control:
             if not isinstance(record, ControlCall):
                 raise InvalidArgument(f"{lost}: {descriptors.limit()} files may be open")
             message = f"a worker has as many files open as it may, {descriptors.limit()}"
-            self._channel.put(Reply(record.call_id, Unavailable.code, message))
+            self._reply(record.call_id, Unavailable(message))
 
-    def _register(self, call: ControlCall, operation: RegisterSystemRegion, fds: list[int]) -> None:
-        """Registers a client's system shared memory as a region.
-
-        Without a descriptor in ``fds`` this is the first worker asked: it opens the shared memory object by its key, and its
-        reply carries the descriptor for the other workers.
-        """
-        given = fds.pop(0) if fds else None
-        region, access = self._regions.register(operation, given)
-        if given is None:
-            self._channel.put(Reply(call.call_id, result=json.dumps({"access": access}).encode()), region.fd)
-        else:
-            self._channel.put(Reply(call.call_id))
-
-    def _ask_ready(self, call: ControlCall, operation: ModelReady) -> None:
-        """Replies to a call with whether a model is ready, as the model's ``is_ready`` says in another thread; without it: true.
+    def _ask_ready(self, operation: ModelReady, answered: Callable[[bool], None]) -> None:
+        """Calls ``answered`` with whether a model is ready, as its ``is_ready`` says in another thread; without it: True.
 
         Raises NotFound: the model is not served here.
         """
-
-        def answered(ready: bool) -> None:
-            self._channel.put(Reply(call.call_id, result=b"true" if ready else b"false"))
-
         found = self._models.find(operation.name, operation.version).loaded.is_ready_calls
         if found is None:
             answered(True)
         else:
             found.ask(answered)
-
-    def _profile(self, call: ControlCall, operation: TakeProfile) -> None:
-        def taken(error: ServingError | None) -> None:
-            self._channel.put(Reply(call.call_id) if error is None else Reply(call.call_id, error.code, error.message))
-
-        self._worker.profiler.take(operation.seconds, operation.folder, taken)
 
     def _sequences(self) -> list[dict[str, Any]]:
         """Returns a description of each live sequence, model version by model version; sequences with a slot come first."""
