@@ -116,7 +116,7 @@ class SequenceRuns:
 
     def _ran(self) -> None:
         """Marks the chosen requests as run, successfully or not. Must be called before any answer leaves."""
-        self._sequences.have_run(self._chosen, time.monotonic_ns())
+        self._sequences.table.have_run(self._chosen, time.monotonic_ns())
         self._chosen = []
         if self._register.changed:
             self._register.tell()

@@ -6,7 +6,8 @@ Requests that are not sampled have no timeline. Source: Triton docs/user_guide/t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -41,19 +42,17 @@ _UP_TO_MOMENTS = 1 + 3 + 1
 MAX_SPANS = 128
 
 
+@dataclass(slots=True, eq=False)
 class Span:
     """A span that a model's code opens while it works on a request. It stays in memory until the request is answered."""
 
-    __slots__ = ("attributes", "began_ns", "ended_ns", "error", "name", "parent")
-
-    def __init__(self, name: str, attributes: Mapping[str, Parameter], parent: Span | None) -> None:
-        self.name = name
-        self.attributes = dict(attributes)
-        self.parent = parent
-        self.began_ns = time.monotonic_ns()
-        #: 0: it is open.
-        self.ended_ns = 0
-        self.error = ""
+    name: str
+    attributes: dict[str, Parameter]
+    parent: Span | None
+    began_ns: int = field(default_factory=time.monotonic_ns)
+    #: 0: it is open.
+    ended_ns: int = 0
+    error: str = ""
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the span. ``error``: the exception that left the span's block; None: there was none."""

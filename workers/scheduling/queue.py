@@ -24,44 +24,33 @@ from typing import Generic, NamedTuple, TypeVar
 from tensord.shm.errors import Cancelled, DeadlineExceeded, Replaced, ServingError, Unavailable
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Waiting:
     """The fields of a request that the scheduler needs; ``tensord.workers.requests.request.Request`` adds the rest."""
 
-    __slots__ = (
-        "arrived_ns",
-        "client_id",
-        "deadline_ns",
-        "key",
-        "line",
-        "priority",
-        "replace_key",
-        "rows",
-        "sequence",
-        "since_ns",
-        "timeout_ns",
-    )
+    #: Requests of equal keys may run together.
+    key: Hashable
+    #: Size of the batch dimension, at least 1; 1 for a model that has none.
+    rows: int
+    arrived_ns: int
+    #: Since when its place in the queue is taken, by itself or by those that it replaced.
+    since_ns: int = field(init=False)
+    #: The client's id, "" when none was given.
+    client_id: str = ""
+    #: The next request of that key replaces it; "": of none, unless the rules say that all replace one another.
+    replace_key: str = ""
+    #: The client does not wait beyond this moment; 0: it waits for ever.
+    deadline_ns: int = 0
+    #: The queue timeout that the client asks for; 0: none.
+    timeout_ns: int = 0
+    #: 1 is the most urgent; 0: the model's default.
+    priority: int = 0
+    #: Set by the queue: the line in which the request waits (-1: none), and its place in the order of arrival.
+    line: int = -1
+    sequence: int = 0
 
-    def __init__(self, key: Hashable, rows: int, arrived_ns: int) -> None:
-        #: Requests of equal keys may run together.
-        self.key = key
-        #: Size of the batch dimension, at least 1; 1 for a model that has none.
-        self.rows = rows
-        self.arrived_ns = arrived_ns
-        #: Since when its place in the queue is taken, by itself or by those that it replaced.
-        self.since_ns = arrived_ns
-        #: The client's id, "" when none was given.
-        self.client_id = ""
-        #: The next request of that key replaces it; "": of none, unless the rules say that all replace one another.
-        self.replace_key = ""
-        #: The client does not wait beyond this moment; 0: it waits for ever.
-        self.deadline_ns = 0
-        #: The queue timeout that the client asks for; 0: none.
-        self.timeout_ns = 0
-        #: 1 is the most urgent; 0: the model's default.
-        self.priority = 0
-        #: Set by the queue: the line in which the request waits (-1: none), and its place in the order of arrival.
-        self.line = -1
-        self.sequence = 0
+    def __post_init__(self) -> None:
+        self.since_ns = self.arrived_ns
 
 
 class SetKey(NamedTuple):

@@ -136,17 +136,10 @@ class SequenceBatcher(Generic[S]):
 
         Args:
           asked: (correlation id, START, END) of each request.
-        Returns: the sequences of the requests that begin, in the order of ``asked``; call ``have_run`` when they have run.
+        Returns: the sequences of the requests that begin, in the order of ``asked``; call ``table.have_run`` when they have run.
         """
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
-
-    def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Notes that the requests that ``run_now`` began have ended, successfully or not: their sequences' next ones may run.
-
-        ``chosen``: what ``run_now`` returned. ``now_ns``: since when the sequences are idle.
-        """
-        self.table.have_run(chosen, now_ns)
 
     def at_once(self, key: Hashable) -> int:
         return self._strategies[0].at_once(key)

@@ -127,7 +127,7 @@ class Simulation:
         assert sorted(step.number for step in taken) == [step.number for step in steps[: len(chosen)]]
         assert [live.slot for live in chosen] == [self.naive.of(step).slot for step in steps[: len(chosen)]]
         assert len(chosen) == len(steps) or not self.naive.may_run(steps[len(chosen)])
-        self.batcher.have_run(chosen, self._now_ns)
+        self.batcher.table.have_run(chosen, self._now_ns)
         self.naive.done(steps[: len(chosen)], self._now_ns)
 
     def _take(self, instance: int) -> None:
