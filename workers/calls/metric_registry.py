@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
@@ -98,7 +98,7 @@ class MetricRegistry:
                 )
             family.owners.append(owner)
 
-    def release(self, name: str, owner: tuple[str, int], held: Sequence[Labels]) -> None:
+    def release(self, name: str, owner: tuple[str, int], held: Iterable[Labels]) -> None:
         """Removes one holder (``owner``: its model, version) from a family, and from its metrics with the labels ``held``.
 
         The metrics, and the family, that have no holder left are removed.
@@ -115,11 +115,15 @@ class MetricRegistry:
             if not family.owners:
                 del self._families[name]
 
-    def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None) -> tuple[Labels, Value]:
-        """Holds the metric of a family with these labels, made if there is none; returns its key, for ``release``, and its value.
+    def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None, held: set[Labels]) -> Value:
+        """Returns the value of the metric of a family with these labels, which is made if there is none.
 
-        ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: the labels or buckets are malformed, or the
-        buckets differ from the metric's; Unavailable: there are too many metrics.
+        Args:
+          buckets: upper bounds, for a histogram only.
+          held: the keys of the holder's metrics, for ``release``. This one's is added: however often it is asked for, the holder
+            counts once.
+        Raises: InvalidArgument: the labels or buckets are malformed, or the buckets differ from the metric's.  Unavailable: there
+          are too many metrics.
         """
         key = _checked_labels(name, labels)
         with self._lock:
@@ -135,8 +139,10 @@ class MetricRegistry:
                 raise InvalidArgument(
                     f"metric '{name}' is there with other buckets: {[*value.buckets]}, not {[*bounds]}"
                 )
-            value.holders += 1
-            return key, value
+            if key not in held:
+                held.add(key)
+                value.holders += 1
+            return value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
         """Adds ``by`` to ``value``, of a counter or gauge.

@@ -30,7 +30,7 @@ class HeldFamily:
         self._port: ModelPort | None = port
         self.name = name
         self.kind = kind
-        self._labels: list[Labels] = []
+        self._labels: set[Labels] = set()
         port.held.add(self)
 
     @property
@@ -49,9 +49,7 @@ class HeldFamily:
         Raises InvalidArgument: the labels or buckets are malformed, or the buckets differ from the metric's; Unavailable: there
         are too many metrics.
         """
-        key, value = self.registry.metric(self.name, labels, buckets)
-        self._labels.append(key)
-        return value
+        return self.registry.metric(self.name, labels, buckets, self._labels)
 
     def close(self) -> None:
         """Releases the family and its metrics: those that no other ``HeldFamily`` holds are not shown any more. Idempotent."""

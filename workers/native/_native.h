@@ -11,6 +11,8 @@
  *     _records.c        msgpack
  *     _output_memory.c  memory of ours for XLA's outputs; shares nothing with the files above
  *
+ * No format of Python has a '#': one that was compiled with the headers of Python 3.13 is refused by earlier Pythons.
+ *
  * Functions that return int return 0 for success, unless their comment says otherwise. A function that fails with a Python
  * exception set says so, or returns NULL.
  */

@@ -1,0 +1,1 @@
+"""Tests of what a model's code asks of its worker."""
