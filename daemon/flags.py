@@ -36,15 +36,20 @@ class Flag:
     name: str
     key: str
     help: str
-    #: Repeatable: each occurrence adds to a list.
-    many: bool = False
-    #: May stand without a value, which then means true.
-    switch: bool = False
+    #: "MS": Triton takes milliseconds where the configuration has seconds.
     metavar: str = "VALUE"
-    #: Triton takes milliseconds where the configuration has seconds.
-    milliseconds: bool = False
     #: Another name of the same flag.
     alias: str = ""
+
+    @property
+    def is_list(self) -> bool:
+        """Returns whether the flag may be repeated: each occurrence adds to a list."""
+        return isinstance(layers.defaults()[self.key], list)
+
+    @property
+    def is_switch(self) -> bool:
+        """Returns whether the flag may stand without a value, which then means true."""
+        return "true" in layers.choices(self.key)
 
 
 #: In the order of --help.
@@ -53,233 +58,155 @@ FLAGS = (
         "model-repository",
         "repository.paths",
         "A folder of models; may be given more than once.",
-        True,
-        metavar="DIR",
+        "DIR",
         alias="model-store",
     ),
     Flag(
         "model-control-mode",
         "repository.control_mode",
         "none: all models, at start. explicit: on request. poll: all, and whatever changes.",
-        metavar="MODE",
+        "MODE",
     ),
     Flag(
-        "repository-poll-secs",
-        "repository.poll_interval",
-        "Mode poll: how often the folders are looked at.",
-        metavar="SECONDS",
+        "repository-poll-secs", "repository.poll_interval", "Mode poll: how often the folders are looked at.", "SECONDS"
     ),
+    Flag("load-model", "repository.load", "Explicit mode: load it at start; * is all. May be repeated.", "NAME"),
     Flag(
-        "load-model",
-        "repository.load",
-        "Explicit mode: load it at start; * is all. May be repeated.",
-        True,
-        metavar="NAME",
-    ),
-    Flag(
-        "strict-readiness",
-        "repository.strict_readiness",
-        "Not ready until every model wanted at the start has served.",
-        switch=True,
+        "strict-readiness", "repository.strict_readiness", "Not ready until every model wanted at the start has served."
     ),
     Flag(
         "exit-on-error",
         "repository.exit_on_error",
         "Exit when a model fails to load at start; false: not even without a repository.",
-        switch=True,
     ),
-    Flag("allow-http", "http.enabled", "Serve HTTP.", switch=True),
+    Flag("allow-http", "http.enabled", "Serve HTTP."),
+    Flag("http-address", "http.address", "Address to listen on, or unix:PATH; may be repeated.", "ADDRESS"),
+    Flag("http-port", "http.port", "Port to listen on; 0 picks a free one.", "PORT"),
+    Flag("http-processes", "http.processes", "HTTP fronts (processes) that share the port.", "COUNT"),
+    Flag("http-max-input-size", "http.max_body_byte_size", "Largest request body in bytes.", "BYTES"),
+    Flag("http-infer-response-compression-level", "http.response_compression", "none, low, medium or high.", "LEVEL"),
     Flag(
-        "http-address",
-        "http.address",
-        "Address to listen on, or unix:PATH; may be repeated.",
-        True,
-        metavar="ADDRESS",
-    ),
-    Flag("http-port", "http.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
-    Flag("http-processes", "http.processes", "HTTP fronts (processes) that share the port.", metavar="COUNT"),
-    Flag("http-max-input-size", "http.max_body_byte_size", "Largest request body in bytes.", metavar="BYTES"),
-    Flag(
-        "http-infer-response-compression-level",
-        "http.response_compression",
-        "none, low, medium or high.",
-        metavar="LEVEL",
-    ),
-    Flag(
-        "http-header-timeout",
-        "http.head_timeout",
-        "How long a client may take for the head of a request.",
-        metavar="SECONDS",
+        "http-header-timeout", "http.head_timeout", "How long a client may take for the head of a request.", "SECONDS"
     ),
     Flag(
         "http-restricted-api",
         "http.restricted_api",
         "Groups of calls that need a header; may be repeated.",
-        True,
-        metavar="GROUP[,GROUP]:KEY=VALUE",
+        "GROUP[,GROUP]:KEY=VALUE",
     ),
     Flag(
         "http-header-forward-pattern",
         "http.header_forward_pattern",
         "Headers that become parameters of a request.",
-        metavar="RE2",
+        "RE2",
     ),
-    Flag("http-socket-mode", "http.socket_mode", "Mode of the sockets of unix: addresses.", metavar="MODE"),
-    Flag("allow-grpc", "grpc.enabled", "Serve gRPC.", switch=True),
-    Flag(
-        "grpc-address",
-        "grpc.address",
-        "Address to listen on, or unix:PATH; may be repeated.",
-        True,
-        metavar="ADDRESS",
-    ),
-    Flag("grpc-port", "grpc.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
-    Flag("grpc-processes", "grpc.processes", "gRPC fronts that share the port.", metavar="COUNT"),
-    Flag("grpc-socket-mode", "grpc.socket_mode", "Mode of the sockets of unix: addresses.", metavar="MODE"),
-    Flag("grpc-max-input-size", "grpc.max_message_byte_size", "Largest message in bytes.", metavar="BYTES"),
-    Flag(
-        "grpc-infer-response-compression-level",
-        "grpc.response_compression",
-        "none, low, medium or high.",
-        metavar="LEVEL",
-    ),
-    Flag(
-        "grpc-keepalive-time",
-        "grpc.keepalive_time",
-        "Silence before a connection is pinged.",
-        metavar="MS",
-        milliseconds=True,
-    ),
-    Flag(
-        "grpc-keepalive-timeout",
-        "grpc.keepalive_timeout",
-        "Wait for the answer to a ping.",
-        metavar="MS",
-        milliseconds=True,
-    ),
+    Flag("http-socket-mode", "http.socket_mode", "Mode of the sockets of unix: addresses.", "MODE"),
+    Flag("allow-grpc", "grpc.enabled", "Serve gRPC."),
+    Flag("grpc-address", "grpc.address", "Address to listen on, or unix:PATH; may be repeated.", "ADDRESS"),
+    Flag("grpc-port", "grpc.port", "Port to listen on; 0 picks a free one.", "PORT"),
+    Flag("grpc-processes", "grpc.processes", "gRPC fronts that share the port.", "COUNT"),
+    Flag("grpc-socket-mode", "grpc.socket_mode", "Mode of the sockets of unix: addresses.", "MODE"),
+    Flag("grpc-max-input-size", "grpc.max_message_byte_size", "Largest message in bytes.", "BYTES"),
+    Flag("grpc-infer-response-compression-level", "grpc.response_compression", "none, low, medium or high.", "LEVEL"),
+    Flag("grpc-keepalive-time", "grpc.keepalive_time", "Silence before a connection is pinged.", "MS"),
+    Flag("grpc-keepalive-timeout", "grpc.keepalive_timeout", "Wait for the answer to a ping.", "MS"),
     Flag(
         "grpc-keepalive-permit-without-calls",
         "grpc.keepalive_permit_without_calls",
         "Ping connections without calls as well.",
-        switch=True,
     ),
     Flag(
         "grpc-http2-min-recv-ping-interval-without-data",
         "grpc.min_ping_interval",
         "A client's pings that come faster are strikes.",
-        metavar="MS",
-        milliseconds=True,
+        "MS",
     ),
     Flag(
         "grpc-http2-max-ping-strikes",
         "grpc.max_ping_strikes",
         "Strikes that a client may have; 0: any number.",
-        metavar="COUNT",
+        "COUNT",
     ),
     Flag(
         "grpc-max-connection-idle",
         "grpc.max_connection_idle",
         "Connections without calls are ended after this; 0: never.",
-        metavar="MS",
-        milliseconds=True,
+        "MS",
     ),
-    Flag(
-        "grpc-max-connection-age",
-        "grpc.max_connection_age",
-        "Connections are ended after this; 0: never.",
-        metavar="MS",
-        milliseconds=True,
-    ),
+    Flag("grpc-max-connection-age", "grpc.max_connection_age", "Connections are ended after this; 0: never.", "MS"),
     Flag(
         "grpc-max-connection-age-grace",
         "grpc.max_connection_age_grace",
         "Connections of that age are cut off so much later.",
-        metavar="MS",
-        milliseconds=True,
+        "MS",
     ),
     Flag(
         "grpc-restricted-protocol",
         "grpc.restricted_protocol",
         "As --http-restricted-api, for gRPC.",
-        True,
-        metavar="GROUP[,GROUP]:KEY=VALUE",
+        "GROUP[,GROUP]:KEY=VALUE",
     ),
     Flag(
         "grpc-header-forward-pattern",
         "grpc.header_forward_pattern",
         "Metadata that become parameters of a request.",
-        metavar="RE2",
+        "RE2",
     ),
-    Flag("grpc-use-ssl", "grpc.use_tls", "TLS on the gRPC port.", switch=True),
-    Flag("grpc-use-ssl-mutual", "grpc.mutual_tls", "Clients must show a certificate.", switch=True),
-    Flag("grpc-server-cert", "grpc.certificate", "PEM file of the certificate.", metavar="FILE"),
-    Flag("grpc-server-key", "grpc.key", "PEM file of the certificate's key.", metavar="FILE"),
-    Flag(
-        "grpc-root-cert",
-        "grpc.root_certificate",
-        "PEM file that clients' certificates are checked with.",
-        metavar="FILE",
-    ),
-    Flag("allow-metrics", "metrics.enabled", "Serve metrics for Prometheus.", switch=True),
-    Flag("metrics-address", "metrics.address", "Address to listen on.", metavar="ADDRESS"),
-    Flag("metrics-port", "metrics.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
-    Flag("allow-gpu-metrics", "metrics.gpus", "Metrics of GPUs as well, where workers use them.", switch=True),
-    Flag("allow-client-shm", "regions.enabled", "Clients may register shared memory.", switch=True),
-    Flag("allow-client-lanes", "clients.lanes", "Clients get lanes to the workers.", switch=True),
-    Flag(
-        "device", "workers.device", "What workers run on; auto: GPUs, or the CPU where there are none.", metavar="KIND"
-    ),
-    Flag("cpu-workers", "workers.cpu", "Number of CPU workers.", metavar="COUNT"),
-    Flag("cpu-beside-gpus", "workers.cpu_beside_gpus", "CPU workers beside GPU workers as well.", switch=True),
-    Flag("workers-per-gpu", "workers.per_gpu", "Workers of one GPU, which divide its memory.", metavar="COUNT"),
+    Flag("grpc-use-ssl", "grpc.use_tls", "TLS on the gRPC port."),
+    Flag("grpc-use-ssl-mutual", "grpc.mutual_tls", "Clients must show a certificate."),
+    Flag("grpc-server-cert", "grpc.certificate", "PEM file of the certificate.", "FILE"),
+    Flag("grpc-server-key", "grpc.key", "PEM file of the certificate's key.", "FILE"),
+    Flag("grpc-root-cert", "grpc.root_certificate", "PEM file that clients' certificates are checked with.", "FILE"),
+    Flag("allow-metrics", "metrics.enabled", "Serve metrics for Prometheus."),
+    Flag("metrics-address", "metrics.address", "Address to listen on.", "ADDRESS"),
+    Flag("metrics-port", "metrics.port", "Port to listen on; 0 picks a free one.", "PORT"),
+    Flag("allow-gpu-metrics", "metrics.gpus", "Metrics of GPUs as well, where workers use them."),
+    Flag("allow-client-shm", "regions.enabled", "Clients may register shared memory."),
+    Flag("allow-client-lanes", "clients.lanes", "Clients get lanes to the workers."),
+    Flag("device", "workers.device", "What workers run on; auto: GPUs, or the CPU where there are none.", "KIND"),
+    Flag("cpu-workers", "workers.cpu", "Number of CPU workers.", "COUNT"),
+    Flag("cpu-beside-gpus", "workers.cpu_beside_gpus", "CPU workers beside GPU workers as well."),
+    Flag("workers-per-gpu", "workers.per_gpu", "Workers of one GPU, which divide its memory.", "COUNT"),
     Flag(
         "gpu-memory-fraction",
         "workers.gpu_memory_fraction",
         "What XLA takes of a GPU's memory, in all of its workers together.",
-        metavar="PART",
+        "PART",
     ),
-    Flag(
-        "cache-directory", "executables.cache_directory", "Where compiled code is kept between starts.", metavar="DIR"
-    ),
+    Flag("cache-directory", "executables.cache_directory", "Where compiled code is kept between starts.", "DIR"),
     Flag(
         "response-cache-byte-size",
         "response_cache.byte_size",
         "Bytes of answers that are given again; also --cache-config=local,size=BYTES.",
-        metavar="BYTES",
+        "BYTES",
     ),
-    Flag("rate-limit", "rate_limit.mode", "off, or execution_count: instances wait for resources.", metavar="MODE"),
+    Flag("rate-limit", "rate_limit.mode", "off, or execution_count: instances wait for resources.", "MODE"),
     Flag(
         "rate-limit-resource",
         "rate_limit.resources",
         "How much there is of a resource; may be repeated.",
-        True,
-        metavar="NAME:COUNT[:DEVICE]",
+        "NAME:COUNT[:DEVICE]",
     ),
-    Flag("control-socket", "supervisor.control_socket", "Unix socket for tensorctl.", metavar="PATH"),
-    Flag(
-        "exit-timeout-secs",
-        "supervisor.exit_timeout",
-        "Seconds for accepted requests after SIGTERM.",
-        metavar="SECONDS",
-    ),
+    Flag("control-socket", "supervisor.control_socket", "Unix socket for tensorctl.", "PATH"),
+    Flag("exit-timeout-secs", "supervisor.exit_timeout", "Seconds for accepted requests after SIGTERM.", "SECONDS"),
     Flag(
         "drain-time-secs",
         "supervisor.drain_time",
         "Seconds of serving on after SIGTERM, while it says that it is not ready.",
-        metavar="SECONDS",
+        "SECONDS",
     ),
-    Flag("id", "server_name", "The server's name in GET /v2.", metavar="NAME"),
-    Flag("trace-level", "trace.level", "TIMESTAMPS or TENSORS; may be repeated.", True, metavar="LEVEL"),
-    Flag("trace-rate", "trace.rate", "Trace one request in so many.", metavar="COUNT"),
-    Flag("trace-count", "trace.count", "Traces until it stops; -1: no end.", metavar="COUNT"),
-    Flag("trace-file", "trace.file", "Where traces are written.", metavar="FILE"),
-    Flag("trace-log-frequency", "trace.log_frequency", "Traces in each file; 0: all in one.", metavar="COUNT"),
-    Flag("log-verbose", "log.verbose", "0: off; 1: debug messages; 2: of libraries as well.", metavar="LEVEL"),
-    Flag("log-info", "log.info", "Log information.", switch=True),
-    Flag("log-warning", "log.warning", "Log warnings.", switch=True),
-    Flag("log-error", "log.error", "Log errors.", switch=True),
-    Flag("log-format", "log.format", "default, ISO8601 or json.", metavar="FORMAT"),
-    Flag("log-file", "log.file", "Log to this file instead of standard error.", metavar="FILE"),
+    Flag("id", "server_name", "The server's name in GET /v2.", "NAME"),
+    Flag("trace-level", "trace.level", "TIMESTAMPS or TENSORS; may be repeated.", "LEVEL"),
+    Flag("trace-rate", "trace.rate", "Trace one request in so many.", "COUNT"),
+    Flag("trace-count", "trace.count", "Traces until it stops; -1: no end.", "COUNT"),
+    Flag("trace-file", "trace.file", "Where traces are written.", "FILE"),
+    Flag("trace-log-frequency", "trace.log_frequency", "Traces in each file; 0: all in one.", "COUNT"),
+    Flag("log-verbose", "log.verbose", "0: off; 1: debug messages; 2: of libraries as well.", "LEVEL"),
+    Flag("log-info", "log.info", "Log information."),
+    Flag("log-warning", "log.warning", "Log warnings."),
+    Flag("log-error", "log.error", "Log errors."),
+    Flag("log-format", "log.format", "default, ISO8601 or json.", "FORMAT"),
+    Flag("log-file", "log.file", "Log to this file instead of standard error.", "FILE"),
 )
 _BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, flag.alias) if name}
 
@@ -367,7 +294,7 @@ class FlagOption(click.Option):
         super().__init__(
             [*names, "flag_" + flag.name.replace("-", "_")],
             type=_KeyType(flag),
-            multiple=flag.many,
+            multiple=flag.is_list,
             expose_value=False,
             callback=_collect,
             metavar=flag.metavar,
@@ -378,11 +305,11 @@ class FlagOption(click.Option):
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         flag = self.flag
         words = "|".join(layers.choices(flag.key))
-        shown = f"--{flag.name}[={words}]" if flag.switch else f"--{flag.name}={flag.metavar}"
+        shown = f"--{flag.name}[={words}]" if flag.is_switch else f"--{flag.name}={flag.metavar}"
         default = layers.defaults()[flag.key]
-        if flag.milliseconds:
+        if flag.metavar == "MS":
             return shown, f"{flag.help} [{flag.key}: milliseconds; default {round(default * 1000)}]"
-        kind = "" if flag.switch else f" {layers.worded(flag.key)};"
+        kind = "" if flag.is_switch else f" {layers.worded(flag.key)};"
         return shown, f"{flag.help} [{flag.key}:{kind} default {layers.shown(default)}]"
 
 
@@ -415,9 +342,9 @@ def _collect(ctx: click.Context, option: click.Parameter, value: Any) -> None:
         return
     assert isinstance(option, FlagOption)
     flag = option.flag
-    given = _seconds(flag.name, value) if flag.milliseconds else value
+    given = _seconds(flag.name, value) if flag.metavar == "MS" else value
     found: list[Setting] = ctx.meta.setdefault(_SETTINGS, [])
-    found.append(Setting(flag.key, given, f"--{flag.name}", textual=not flag.many))
+    found.append(Setting(flag.key, given, f"--{flag.name}", textual=not flag.is_list))
 
 
 def settings(ctx: click.Context) -> list[Setting]:
@@ -446,7 +373,7 @@ def canonical(arguments: Sequence[str], own: Mapping[str, bool]) -> list[str]:
             continue
         name, value = _split(word)
         flag = _BY_NAME.get(name)
-        is_switch = flag.switch if flag is not None else name.startswith(("allow-", "disable-", "strict-", "reuse-"))
+        is_switch = flag.is_switch if flag is not None else name.startswith(("allow-", "disable-", "strict-", "reuse-"))
         if (
             value is None
             and waiting
@@ -459,7 +386,7 @@ def canonical(arguments: Sequence[str], own: Mapping[str, bool]) -> list[str]:
                 waiting.insert(0, stands_for)
         elif flag is None:
             _refuse_or_ignore(name, value)
-        elif value is None and not flag.switch:
+        elif value is None and not flag.is_switch:
             raise ConfigurationError(f"--{name}: needs a value")
         else:
             found.append(f"--{name}={'true' if value is None else value}")
