@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tensord.config.options import Options, Repository
 from tensord.daemon.models import ensembles, isolation, listing, load_errors, readiness, repository
 from tensord.daemon.models.ensembles import Coming, Ensembles
-from tensord.daemon.models.given import GivenModels, NotKept, Overrides
+from tensord.daemon.models.given import GivenModels, Overrides
 from tensord.daemon.models.instructions import Forget, Instruction, Publish, Retry, Send, Settled
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.readiness import ReadinessCheck, Standing
@@ -123,14 +123,10 @@ class Models:
             raise InvalidArgument(load_errors.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
             raise InvalidArgument(load_errors.given_error(name, "no model can have that name"))
-        try:
-            async with self._given.coming(name, files) as folder:
-                if failure := await self._bring(
-                    await asyncio.to_thread(repository.overridden, folder, config), asked=True
-                ):
-                    raise InvalidArgument(failure)
-        except NotKept as error:
-            raise type(error.cause)(load_errors.given_error(name, error.cause.message)) from None
+        async with self._given.coming(name, files) as folder:
+            found = await asyncio.to_thread(repository.overridden, folder, config)
+            if failure := await self._bring(found, asked=True):
+                raise InvalidArgument(failure)
         self._overrides.drop(name)
 
     def unload(self, name: str, dependents: bool = False) -> None:
@@ -470,7 +466,11 @@ class Models:
 
     def states(self) -> list[ModelState | Readiness]:
         """Returns the records that tell a new front process the state of every model and the daemon's readiness."""
-        states = [*self.lifecycle.states(), *self._coming.states(), *listing.refused_states(self._refused)]
+        states = [
+            *self.lifecycle.states(),
+            *self._coming.states(),
+            *itertools.starmap(listing.refused_state, self._refused.items()),
+        ]
         return [*states, self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:

@@ -19,20 +19,13 @@ import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
+from tensord.daemon.models import load_errors
 from tensord.daemon.models.repository import FoundModel
-from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
+from tensord.shm.errors import InvalidArgument, Unavailable
 
 #: Matches a part of a file's path; none may mean anything to a file system.
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]{0,254}", re.ASCII)
 _MAX_DEPTH = 8
-
-
-class NotKept(Exception):
-    """Raised if the files of a model that a client sent cannot be written to the disk; ``cause`` is the error that says why."""
-
-    def __init__(self, cause: ServingError) -> None:
-        super().__init__(cause.message)
-        self.cause = cause
 
 
 class GivenModels:
@@ -72,14 +65,15 @@ class GivenModels:
     async def coming(self, name: str, files: Mapping[str, bytes]) -> AsyncIterator[Path]:
         """Writes a model's files and yields their folder, which ``drop_unused`` does not remove within the ``async with`` block.
 
-        Raises NotKept: a path is not allowed, or the disk has no room.
+        Raises InvalidArgument: a path is not allowed; Unavailable: the disk has no room.
         """
         try:
             folder = await asyncio.to_thread(self.keep, name, files)
         except InvalidArgument as error:
-            raise NotKept(error) from None
+            raise InvalidArgument(load_errors.given_error(name, error.message)) from None
         except OSError as error:
-            raise NotKept(Unavailable(f"its files cannot be kept: {error.strerror}")) from None
+            reason = f"its files cannot be kept: {error.strerror}"
+            raise Unavailable(load_errors.given_error(name, reason)) from None
         self._coming.add(folder)
         self._folders.setdefault(name, []).append(folder)
         try:

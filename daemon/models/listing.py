@@ -60,14 +60,6 @@ def entries(lifecycle: Lifecycle, ready: bool = False) -> list[dict[str, str]]:
     return found
 
 
-def refused_states(refused: Mapping[str, str]) -> list[ModelState]:
-    """Makes the records that tell front processes which models cannot even be sent to workers.
-
-    ``refused``: the reasons by model name.
-    """
-    return [refused_state(name, reason) for name, reason in refused.items()]
-
-
 def refused_state(name: str, reason: str) -> ModelState:
     """Makes the record that tells front processes why a model cannot be sent to workers. Its version is 0, which none has."""
     return ModelState(name, 0, IndexState.UNAVAILABLE.value, reason)

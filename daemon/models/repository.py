@@ -262,18 +262,6 @@ def poll(path: Path) -> FoundModel:
         return FoundModel(name, path, error=f"cannot be read: {error}")
 
 
-def override(path: Path, config: str) -> FoundModel:
-    """Reads a model's folder, with ``config`` (JSON) in place of its config.pbtxt.
-
-    Raises InvalidArgument: the configuration or the folder is wrong; Unsupported: it asks for a feature that tensord lacks.
-    """
-    message = model_config.parse_json(config, path.name)
-    try:
-        return _found(path, message)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"model '{path.name}' cannot be read: {error}") from None
-
-
 def readable_folders(paths: Sequence[Path]) -> list[Path]:
     """Returns the model folders of those repositories that can be read; the other repositories are left out."""
     gone = unreadable(paths)
@@ -287,9 +275,12 @@ def overridden(folder: Path, config: str) -> FoundModel:
     that tensord lacks.
     """
     try:
-        found = override(folder, config)
+        found = _found(folder, model_config.parse_json(config, folder.name))
     except ServingError as error:
         raise type(error)(load_errors.given_error(folder.name, error.message)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"model '{folder.name}' cannot be read: {error}"
+        raise InvalidArgument(load_errors.given_error(folder.name, reason)) from None
     if not found.chosen:
         raise InvalidArgument(load_errors.no_version_error(folder.name))
     return found

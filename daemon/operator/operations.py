@@ -10,7 +10,6 @@ import msgspec
 from tensord.daemon.control.log_settings import LogSettings
 from tensord.daemon.models import statistics
 from tensord.daemon.models.changes import Models
-from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.versions import IndexState
 from tensord.daemon.operator import model_list
 from tensord.daemon.operator.audit import Audit
@@ -75,7 +74,6 @@ class Operations:
         self._logs = logs
         self._traces = traces
         self._workers = workers
-        self._readiness_query = ReadinessQuery(models.lifecycle, workers)
         self._fronts = fronts
         self._audit = audit
 
@@ -134,12 +132,12 @@ class Operations:
                 with self._models.ensembles.waits.waiting(operation.within, operation.name):
                     await self._models.load(operation)
             case ModelReady(name, version):
-                return msgspec.json.encode(await self._readiness_query.is_ready(name, version))
+                return msgspec.json.encode(await self._is_ready(name, version))
             case UnloadModel(name, dependents):
                 self._models.unload(name, dependents)
             case RepositoryIndex(ready, detailed):
                 index = await self._models.index(ready, detailed)
-                return msgspec.json.encode(await self._readiness_query.listed(index, ready))
+                return msgspec.json.encode(await self._listed(index, ready))
             case ModelStatistics():
                 return await self._statistics(operation)
             case RegisterSystemRegion() | RegisterCudaRegion():
@@ -195,26 +193,11 @@ class Operations:
                 raise answer
         return statistics.merge(answer for answer in answers if isinstance(answer, bytes))
 
+    # Every worker that serves a Triton Python model is asked for its ``is_ready()``, and all must say that it is.
 
-async def _ask(worker: WorkerProcess, operation: Operation) -> bytes:
-    result, fds = await worker.call(operation)
-    descriptors.close(fds)
-    return result
-
-
-class ReadinessQuery:
-    """Asks models whether they are ready, by ``is_ready()`` of a Triton Python model in its workers.
-
-    Every worker that serves such a model is asked, and all of them must say that it is. Belongs to the supervisor's loop.
-    """
-
-    def __init__(self, lifecycle: Lifecycle, workers: WorkerPool) -> None:
-        self._lifecycle = lifecycle
-        self._workers = workers
-
-    async def is_ready(self, name: str, number: int = 0) -> bool:
+    async def _is_ready(self, name: str, number: int = 0) -> bool:
         """Returns whether a version (0: the newest) serves, and its ``is_ready()``, if it has one, is true in all its workers."""
-        versions = self._lifecycle.models[name].versions if self._lifecycle.is_ready(name, number) else {}
+        versions = self._models.lifecycle.models[name].versions if self._models.lifecycle.is_ready(name, number) else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY]
         if not ready:
             return False
@@ -223,26 +206,30 @@ class ReadinessQuery:
         if version.described is None or not version.described.judges:
             return True
         asked = [worker for worker in self._workers.ready() if worker.incarnation in version.ready]
-        answers = await asyncio.gather(*(self._ask(worker, name, number) for worker in asked))
+        answers = await asyncio.gather(*(self._says_ready(worker, name, number) for worker in asked))
         return bool(answers) and all(answers)
 
-    async def listed(self, index: list[dict[str, str | int]], ready: bool) -> list[dict[str, str | int]]:
+    async def _listed(self, index: list[dict[str, str | int]], ready: bool) -> list[dict[str, str | int]]:
         """Returns the repository index with READY models that say, when asked, that they are not ready marked as UNAVAILABLE.
 
         ``ready``: return only the versions that are READY then.
         """
         served = [entry for entry in index if entry.get("state") == IndexState.READY.value]
-        answers = await asyncio.gather(*(self.is_ready(str(e["name"]), int(e["version"])) for e in served))
+        answers = await asyncio.gather(*(self._is_ready(str(e["name"]), int(e["version"])) for e in served))
         for entry, answer in zip(served, answers, strict=True):
             if not answer:
                 entry["state"], entry["reason"] = IndexState.UNAVAILABLE.value, _NOT_READY
         return [entry for entry in index if not ready or entry["state"] == IndexState.READY.value]
 
-    async def _ask(self, worker: WorkerProcess, name: str, number: int) -> bool:
+    async def _says_ready(self, worker: WorkerProcess, name: str, number: int) -> bool:
         try:
             async with asyncio.timeout(_READY_SECONDS):
-                result, fds = await worker.call(ModelReady(name, number))
+                return await _ask(worker, ModelReady(name, number)) == b"true"
         except (ServingError, TimeoutError):
             return False
-        descriptors.close(fds)
-        return result == b"true"
+
+
+async def _ask(worker: WorkerProcess, operation: Operation) -> bytes:
+    result, fds = await worker.call(operation)
+    descriptors.close(fds)
+    return result

@@ -62,17 +62,6 @@ def check_fields(options: RegionsOptions, request: Registration) -> None:
         )
 
 
-def check_quota(options: RegionsOptions, request: Registration, peer: Peer, there: Iterable[RegisteredRegion]) -> None:
-    """Checks that a new region is within all limits, alone and together with the existing regions ``there``.
-
-    ``peer``: the client that registers it, whose user or host has limits of its own.
-
-    Raises InvalidArgument: the region itself is too large; Unavailable: it is too much together with registered ones.
-    """
-    sizes = [(region.peer, region.request.byte_size) for region in there]
-    check_bounds(options, request.name, request.byte_size, peer, sizes)
-
-
 def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed: int) -> bool:
     """Returns whether a registration repeats the existing ``region``: the same owner and the same memory.
 

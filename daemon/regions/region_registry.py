@@ -93,7 +93,8 @@ class RegionRegistry:
             # Another call registers it just now: its outcome decides.
             await there.changed.wait()
         region_checks.check_fields(self._options, request)
-        region_checks.check_quota(self._options, request, peer, (*self._regions.values(), *self._leaving))
+        sizes = [(known.peer, known.request.byte_size) for known in (*self._regions.values(), *self._leaving)]
+        region_checks.check_bounds(self._options, request.name, request.byte_size, peer, sizes)
         region = self._region(request, peer, sealed)
         self._regions[request.name] = region
         try:

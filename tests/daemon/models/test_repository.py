@@ -220,12 +220,12 @@ def test_what_is_without_effect_is_known_before_it_is_loaded(tmp_path: Path) -> 
 
 def test_override(tmp_path: Path) -> None:
     found = repository.poll(write_model(tmp_path, "m", 1, 2))
-    overridden = repository.override(found.path, '{"version_policy": {"all": {}}, "max_batch_size": 2}')
+    overridden = repository.overridden(found.path, '{"version_policy": {"all": {}}, "max_batch_size": 2}')
     assert overridden.chosen == (1, 2)
     assert overridden.fingerprint != found.fingerprint
     for bad in ("{", '{"name": "other"}', '{"backend": "x"}'):
         with pytest.raises(InvalidArgument):
-            repository.override(found.path, bad)
+            repository.overridden(found.path, bad)
 
 
 @given(st.text(max_size=20))
