@@ -1,4 +1,4 @@
-"""Binds the supervisor's own Unix sockets in the file system."""
+"""Binds the supervisor's Unix sockets in the file system: its own, and those on which fronts listen."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ def bind(path: Path, kind: int, mode: int) -> socket.socket:
 def remove_stale(path: Path, kind: int) -> None:
     """Removes the path of a socket on which no process listens, as a killed daemon leaves it; does nothing to any other file.
 
+    It never waits: a process that listens and accepts nothing has a full backlog, in which a connection would wait for ever.
+
     Raises OSError: the path or the socket cannot be accessed.
     """
     try:
@@ -48,8 +50,10 @@ def remove_stale(path: Path, kind: int) -> None:
             return
     except FileNotFoundError:
         return
-    with socket.socket(socket.AF_UNIX, kind) as probe:
+    with socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
+        except BlockingIOError:
+            pass  # its backlog is full: a process listens

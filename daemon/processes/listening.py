@@ -17,9 +17,11 @@ import errno
 import ipaddress
 import os
 import socket
-import stat
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from tensord.daemon.control import unix_socket
 
 _BACKLOG = 1024
 #: This host has no such address: another address of the same name may be one of its own.
@@ -112,42 +114,16 @@ def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) ->
 
 
 def _listen_unix(path: str, mode: int) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    """Binds a Unix socket to a path whose file has this mode. Raises ListenError: the path is taken, or cannot be used."""
     try:
-        _remove_stale(path)
-        # The mode is set before the socket has a name: nobody connects with another mode than the one asked for.
-        os.fchmod(sock.fileno(), mode & 0o600)
-        sock.bind(path)
-        os.chmod(path, mode)
-        sock.listen(_BACKLOG)
-    except ListenError:
-        sock.close()
-        raise
+        sock = unix_socket.bind(Path(path), socket.SOCK_STREAM | socket.SOCK_NONBLOCK, mode)
     except OSError as error:
-        sock.close()
-        raise ListenError(f"cannot listen on unix:{path}: {error.strerror or error}") from None
+        reason = error.strerror or error
+        if error.errno == errno.EADDRINUSE:
+            reason = "a process listens there already" if Path(path).is_socket() else "there is a file of that name"
+        raise ListenError(f"cannot listen on unix:{path}: {reason}") from None
+    sock.listen(_BACKLOG)
     return sock
-
-
-def _remove_stale(path: str) -> None:
-    """Removes a Unix socket's path if the process that bound it is gone.
-
-    Raises ListenError: a process listens there, or the path is not that of a socket.
-    """
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ListenError(f"cannot listen on unix:{path}: there is a file of that name")
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-            return
-        except BlockingIOError:
-            pass  # its backlog is full: somebody listens
-    raise ListenError(f"cannot listen on unix:{path}: a process listens there already")
 
 
 def _listen_tcp(address: str, port: int) -> socket.socket:

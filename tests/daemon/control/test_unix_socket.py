@@ -26,3 +26,14 @@ def test_a_dead_predecessor_makes_room_and_a_living_one_does_not(tmp_path: Path,
         sock.listen()
         with pytest.raises(OSError, match="in use"):
             unix_socket.bind(path, kind, 0o600)
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+def test_a_full_backlog_is_not_waited_for(tmp_path: Path, kind: int) -> None:
+    """A process that is stopped listens and accepts nothing."""
+    path = tmp_path / "s"
+    with unix_socket.bind(path, kind, 0o600) as sock, socket.socket(socket.AF_UNIX, kind) as client:
+        sock.listen(0)
+        client.connect(str(path))
+        with pytest.raises(OSError, match="in use"):
+            unix_socket.bind(path, kind, 0o600)
