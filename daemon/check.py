@@ -166,10 +166,7 @@ def _tried(
 ) -> Iterator[Verdict]:
     """Loads models, none of them an ensemble, in several processes, and yields their verdicts in the order of ``models``.
 
-    Args:
-      devices: the devices of all workers; a model is loaded on the first of its workers' devices.
-      timeout: seconds to load each version of a model.
-      bar: shows the progress; it is cleared whenever a verdict is yielded.
+    The arguments are those of ``check``.
     """
     # A daemon beside this process may have most of a GPU's memory.
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)

@@ -216,7 +216,7 @@ class Supervisor:
                 self._tasks.spawn(Polling(self._models, lambda: self.options.repository, found).run())
             if self.options.metrics.gpus and any(device.startswith("cuda") for device in self.workers.devices):
                 self._tasks.spawn(self._gpus.run(self._environment))
-            self._tasks.spawn(Watchdog(self.workers, self.fronts, self._notifier, self._in_force).run())
+            self._tasks.spawn(Watchdog(self.workers, self.fronts, self._notifier, lambda: self.options).run())
             self._tasks.spawn(self._become_ready(outcomes))
             await self._shutdown.requested.wait()
             await self._drain()
@@ -540,9 +540,6 @@ class Supervisor:
     @property
     def options(self) -> Options:
         """Returns the configuration options that are in force."""
-        return self.configuration.options
-
-    def _in_force(self) -> Options:
         return self.configuration.options
 
     def describe(self) -> dict[str, Any]:

@@ -278,21 +278,18 @@ class Collection:
         found = []
         for name, protocol in self._fronts.slots().items():
             front = filled.get(name)
-            connections = self._fronts.connections(front) if front is not None else 0
-            up = front is not None and front.ready
-            refused = self._fronts.refused(name)
-            prepared = self._fronts.prepared_requests(name)
+            counters, row = self._fronts.counters(name)
             found.append(
                 FrontSlot(
                     name,
                     protocol,
-                    up,
-                    connections,
+                    front is not None and front.ready,
+                    counters.connections(row),
                     self._slots.restarts(name),
-                    refused,
-                    *prepared,
-                    self._fronts.answers(name),
-                    self._fronts.dropped_traces(name),
+                    counters.refused(row),
+                    *counters.prepared_requests(row),
+                    counters.answers(row, protocol),
+                    counters.dropped_traces(row),
                 )
             )
         return found

@@ -26,7 +26,6 @@ from tensord.daemon.processes.listening import Listener, ListenError
 from tensord.shm import descriptors
 from tensord.shm.control_records import ChildReady, ControlCall, Reply, Serve, StateAcknowledged, TracesEnded
 from tensord.shm.record import Record
-from tensord.shm.refusals import Refusal
 
 if TYPE_CHECKING:
     from tensord.daemon.supervisor import Supervisor
@@ -255,29 +254,10 @@ class Fronts:
             urls = [url.replace("http://", "https://", 1) for url in urls]
         return urls
 
-    def refused(self, name: str) -> dict[Refusal, int]:
-        """Returns how many requests the fronts of this name ("http-0") have refused since the daemon's start, by reason."""
+    def counters(self, name: str) -> tuple[SharedCounters, int]:
+        """Returns the shared counters in which the fronts of this name ("http-0") count, and their row there."""
         protocol, _, row = name.rpartition("-")
-        return self._counters[protocol].refused(int(row))
-
-    def answers(self, name: str) -> dict[str, int]:
-        """Returns how many answers the fronts of this name ("http-0") have given since the daemon's start, by status code."""
-        protocol, _, row = name.rpartition("-")
-        return self._counters[protocol].answers(int(row), protocol)
-
-    def dropped_traces(self, name: str) -> int:
-        """Returns how many traces the fronts of this name ("http-0") have dropped since the daemon's start."""
-        protocol, _, row = name.rpartition("-")
-        return self._counters[protocol].dropped_traces(int(row))
-
-    def prepared_requests(self, name: str) -> tuple[int, int, int]:
-        """Returns three counts of the prepared requests of the front with this name ("http-0").
-
-        A prepared request is the constant part of many requests, which is sent to a worker once and then named by a number. The
-        counts: those that have a number now, that were ever given one, and that were ever evicted.
-        """
-        protocol, _, row = name.rpartition("-")
-        return self._counters[protocol].prepared_requests(int(row))
+        return self._counters[protocol], int(row)
 
     def connections(self, front: FrontProcess) -> int:
         """Returns how many client connections a front has now."""
