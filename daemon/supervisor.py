@@ -132,23 +132,23 @@ class Supervisor:
         devices = [device.name for device, _ in spawned]
         self.fronts = Fronts({"http": programs.http, "grpc": programs.grpc}, devices, self)
         self.workers = WorkerPool(programs.worker, self)
-        self._models = Models(options, self)
-        self.parameters = Parameters(options, self, self._models)
-        self._served_models = model_list.ServedModels(self._models)
+        self.models = Models(options, self)
+        self.parameters = Parameters(options, self, self.models)
+        self._served_models = model_list.ServedModels(self.models)
         each = options.workers.devices_per_worker
         self._regions = RegionRegistry(options.regions, self.workers, self.fronts, each)
-        self._lanes = ClientLanes(options, self)
+        self.lanes = ClientLanes(options, self)
         audit = Audit()
         self._clients = ClientSocket(
-            options, environment, self._regions, self.fronts, self._lanes, self.parameters, audit
+            options, environment, self._regions, self.fronts, self.lanes, self.parameters, audit
         )
         self._log_settings = LogSettings(options.log, self._log_changed)
-        self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self.fronts.publish)
+        self._trace_settings = TraceSettings(options.trace, self.models.lifecycle.is_ready, self.fronts.publish)
         #: Sends spans to a collector; None: none are sent.
         self._spans: SpanExporter | None = None
         self._span_counts = SpanCounts()
         self._operations = Operations(
-            self._models,
+            self.models,
             self.parameters,
             self._regions,
             self._log_settings,
@@ -164,9 +164,9 @@ class Supervisor:
             self._slots,
             self._regions,
             options.regions,
-            self._models,
+            self.models,
             self._gpus,
-            self._lanes,
+            self.lanes,
             self.configuration,
             self.parameters,
             self._trace_settings,
@@ -207,13 +207,13 @@ class Supervisor:
                 self._spans = await asyncio.to_thread(
                     SpanExporter, self.options.trace.otlp, self.options.server_name, self._span_counts
                 )
-            found = await self._models.scan(self.options.repository)
-            outcomes = self._models.begin(found, self.options.repository)
+            found = await self.models.scan(self.options.repository)
+            outcomes = self.models.begin(found, self.options.repository)
             # Before that a model is unknown that a client of the daemon before this one goes on to ask.
             self._clients.serve()
             self.fronts.start_all(max(1, len(os.sched_getaffinity(0)) - len(self._spawned)))
             if self.options.repository.control_mode == "poll":
-                self._tasks.spawn(Polling(self._models, lambda: self.options.repository, found).run())
+                self._tasks.spawn(Polling(self.models, lambda: self.options.repository, found).run())
             if self.options.metrics.gpus and any(device.startswith("cuda") for device in self.workers.devices):
                 self._tasks.spawn(self._gpus.run(self._environment))
             self._tasks.spawn(Watchdog(self.workers, self.fronts, self._notifier, lambda: self.options).run())
@@ -226,7 +226,7 @@ class Supervisor:
             self._metrics.close()
             self._agent.close()
             control.close()
-            self._models.close()
+            self.models.close()
             self.parameters.close()
             self._clients.close()
             self._regions.close()
@@ -248,7 +248,7 @@ class Supervisor:
             self._open_lane(front, worker)
         for place in self._regions.places():
             front.send(place)
-        for state in self._models.states():
+        for state in self.models.states():
             front.send(state)
         for record, *fds in self._trace_settings.records():
             front.send(record, *fds)
@@ -273,7 +273,7 @@ class Supervisor:
         for front in self.fronts:
             if front.alive:
                 self._open_lane(front, worker)
-        self._models.worker_joined(worker.incarnation, worker.device)
+        self.models.worker_joined(worker.incarnation, worker.device)
 
     async def _become_ready(self, outcomes: list[asyncio.Future[str]]) -> None:
         pending: set[asyncio.Future[str]] = set(outcomes)
@@ -294,7 +294,7 @@ class Supervisor:
         self._log_readiness(self._summary())
         self._metrics.prepare()
         self._served_models.change()  # which that line says
-        served = self._models.lifecycle.ready_models()
+        served = self.models.lifecycle.ready_models()
         url = next((url for url in self.fronts.urls("http") if url.startswith("http:")), None)
         if url and served and not self.options.log.file and sys.stderr.isatty():
             _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
@@ -322,10 +322,10 @@ class Supervisor:
         return self.fronts.missing() + [name for name in self.workers.missing() if name not in lost]
 
     def _summary(self) -> str:
-        return model_list.summary(self._models, (worker.device for worker in self.workers.ready()))
+        return model_list.summary(self.models, (worker.device for worker in self.workers.ready()))
 
     def _log_readiness(self, line: str) -> None:
-        _log.log(logging.INFO if self._models.readiness.ready else logging.WARNING, "%s", line)
+        _log.log(logging.INFO if self.models.readiness.ready else logging.WARNING, "%s", line)
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
         """Passes a model's new state, or the daemon's readiness, to every front and ``ClientLanes``, which serves local clients.
@@ -333,7 +333,7 @@ class Supervisor:
         Changed readiness is also shown: on the progress bar at the start, later in the log and to systemd.
         """
         self.fronts.publish(record)
-        self._lanes.model_changed(record)
+        self.lanes.model_changed(record)
         if isinstance(record, Readiness):
             self._bar.draw(
                 record.wanted - record.unserved, record.wanted, record.at
@@ -364,7 +364,7 @@ class Supervisor:
 
     def worker_dismissed(self, worker: WorkerProcess) -> None:
         """Removes a worker from those that serve models, because its isolated model needs it no more; its process ends later."""
-        self._models.worker_dismissed(worker.incarnation)
+        self.models.worker_dismissed(worker.incarnation)
 
     def worker_answered(self, worker: WorkerProcess, record: Loading | Loaded | Unloaded) -> None:
         """Passes a worker's report on loading or unloading a version to ``Models``.
@@ -372,15 +372,15 @@ class Supervisor:
         ``Loaded`` goes to ``Parameters`` first, which gives the worker pushed parameters and then tells ``Models``.
         """
         if isinstance(record, Loading):
-            self._models.loading(worker.incarnation, record)
+            self.models.loading(worker.incarnation, record)
         elif isinstance(record, Loaded):
             self.parameters.loaded(worker, record)
         else:
-            self._models.unloaded(worker.incarnation, record.name, record.version)
+            self.models.unloaded(worker.incarnation, record.name, record.version)
 
     def worker_ended_lane(self, worker: WorkerProcess, lane: LaneClosed) -> None:
         """Tells ``ClientLanes`` that a worker has released everything of a client's lane (a direct socket to that worker)."""
-        self._lanes.lane_ended(worker, lane.peer)
+        self.lanes.lane_ended(worker, lane.peer)
 
     async def _answer(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
         try:
@@ -409,11 +409,11 @@ class Supervisor:
         """Tells the fronts, and the parts for models, regions, lanes and parameters, that a worker died, and has it replaced."""
         self._slots.look(worker)
         self._regions.worker_left(worker.incarnation)
-        self._lanes.worker_left(worker)
+        self.lanes.worker_left(worker)
         self.parameters.worker_left(worker.incarnation)
         # The fence comes first: what was in flight there may run elsewhere from now on.
         self.fronts.publish(WorkerFenced(worker.incarnation))
-        self._models.worker_left(worker.incarnation, worker.describe_exit(), self.workers.usable)
+        self.models.worker_left(worker.incarnation, worker.describe_exit(), self.workers.usable)
         doing = " while loading model '{}' version {}".format(*worker.owed[0]) if worker.owed else ""
         self._leftovers.end(worker.name, worker.mark)
         self._slots.died(worker, lambda: self.workers.start(worker.name, device), doing)
@@ -479,7 +479,7 @@ class Supervisor:
         self._notifier.reloading()
         try:
             new = await self.configuration.read()
-            found = await self._models.scan(new.options.repository)
+            found = await self.models.scan(new.options.repository)
         except (ConfigurationError, ServingError, OSError) as error:
             _log.error("reload refused, the former configuration stays in force: %s", error)
             self.configuration.refused()
@@ -487,7 +487,7 @@ class Supervisor:
             raise InvalidArgument(f"reload refused, the former configuration stays in force: {error}") from None
         changed = self.configuration.take(new)
         self._log_settings.replace(new.options.log)
-        outcomes = self._models.begin(found, self.options.repository)
+        outcomes = self.models.begin(found, self.options.repository)
         _log.info("reload: done, %d keys changed, %d models to look at", changed, len(outcomes))
         self._notifier.ready(self._summary())
         self._tasks.spawn(self._reloaded(outcomes))
@@ -497,13 +497,9 @@ class Supervisor:
         await asyncio.gather(*outcomes)
         self._notifier.status(self._summary())
 
-    def drain_models(self, draining: bool) -> None:
-        """Makes the daemon not ready, because it is being drained (True), or as ready as its models are again (False)."""
-        self._models.drain(draining)
-
     def refuse_requests(self, refuses: bool) -> None:
         """Makes the fronts refuse new requests, and gives clients no new lanes, which are sockets to workers; False ends both."""
-        self._lanes.draining = refuses
+        self.lanes.draining = refuses
         self.fronts.publish(RequestsRefused(refuses))
 
     async def _drain(self) -> None:
@@ -554,12 +550,12 @@ class Supervisor:
             "workers": process_list.of_workers(
                 self.workers,
                 self._slots,
-                self._models.lifecycle.known_versions(),
-                self._lanes.open_by_worker(),
+                self.models.lifecycle.known_versions(),
+                self.lanes.open_by_worker(),
                 now_ns,
             ),
             "fronts": process_list.of_fronts(self.fronts, self._slots, now_ns),
-            **model_list.of_models(self._models),
+            **model_list.of_models(self.models),
             "regions": self._regions.statistics(),
             "clients": self._clients.describe(),
             "parameters": self.parameters.describe(),
@@ -570,13 +566,9 @@ class Supervisor:
         errors = await recent_errors(self.fronts, self.workers.ready())
         standings = [
             {"name": model.name, "served": list(model.served), "reason": model.reason}
-            for model in self._models.standings()
+            for model in self.models.standings()
         ]
         return {**self.describe(), "standings": standings, "errors": errors}
-
-    def client_records(self) -> list[dict[str, Any]]:
-        """Returns user, process and lanes (sockets to workers) of each client of the clients' socket, as JSON values."""
-        return self._lanes.records()
 
     def _availability(self) -> tuple[bool, str]:
         """Returns, for load balancers, whether the daemon drains or stops, and why it is not ready ("": it is ready)."""
@@ -584,7 +576,7 @@ class Supervisor:
             DaemonPhase.STARTING,
             DaemonPhase.SERVING,
         )
-        readiness = self._models.readiness
+        readiness = self.models.readiness
         return draining, "" if readiness.ready else readiness.sentence() or "starting"
 
     def _drain_phase(self) -> str:

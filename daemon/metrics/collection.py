@@ -159,9 +159,7 @@ class Collection:
         )
         answered = {worker.incarnation for worker, answer in zip(asked, answers, strict=True) if answer}
         living = self._workers.by_incarnation.keys()
-        served = [
-            (name, number) for name, numbers in self._models.lifecycle.ready_models().items() for number in numbers
-        ]
+        served = self._served()
         self._ledger.keep(living, set(served))
         self._own.keep(living, set(served))
         self._leases = {incarnation: held for incarnation, held in self._leases.items() if incarnation in living}
@@ -203,13 +201,15 @@ class Collection:
         """Asks the workers how long their runs took so far, and passes the sum to ``busy``."""
         workers = self._workers.ready()
         await asyncio.gather(*(self._ask(worker) for worker in workers))
-        served = [
-            (name, number) for name, numbers in self._models.lifecycle.ready_models().items() for number in numbers
-        ]
+        served = self._served()
         now_ns = time.monotonic_ns()
         oldest = [worker.page.oldest() for worker in workers if worker.page is not None]
         running = sum(run is not None and now_ns - run.since_ns > WINDOW_NS for run in oldest)
         busy.look(now_ns, sum(total.counts.busy_ns for total in self._ledger.totals(served)), len(workers), running)
+
+    def _served(self) -> list[tuple[str, int]]:
+        found = self._models.lifecycle.ready_models()
+        return [(name, number) for name, numbers in found.items() for number in numbers]
 
     def _footprints(self, served: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Footprint]:
         models = self._models.lifecycle.models

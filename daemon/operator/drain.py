@@ -68,7 +68,7 @@ class Drain:
     def announce(self) -> None:
         """Makes the daemon tell clients and load balancers that it is not ready; requests are still accepted."""
         self.phase = DrainPhase.ANNOUNCED
-        self._supervisor.drain_models(True)
+        self._supervisor.models.drain(True)
 
     async def finished(self) -> None:
         """Returns when no request is in flight.
@@ -93,7 +93,7 @@ class Drain:
             self._draining = None
         self.phase = DrainPhase.NONE
         self._supervisor.refuse_requests(False)
-        self._supervisor.drain_models(False)
+        self._supervisor.models.drain(False)
 
     async def _drain(self, seconds: float) -> str:
         """Waits, has new requests refused, and waits until none is in flight.

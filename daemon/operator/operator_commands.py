@@ -159,7 +159,7 @@ class OperatorCommands:
         rows: list[dict[str, Any]] = []
         for front in list(self._supervisor.fronts):
             rows += [{"front": front.name, **row} for row in await records(front, ConnectionRecords())]
-        return msgspec.json.encode([*rows, *self._supervisor.client_records()])
+        return msgspec.json.encode([*rows, *self._supervisor.lanes.records()])
 
     async def _sequences(self) -> bytes:
         """Returns the live sequences of all workers as JSON, each with the name of its worker."""

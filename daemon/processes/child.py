@@ -297,14 +297,9 @@ class FrontProcess(Child):
         on_record: Callable[[FrontProcess, Any, list[int]], None],
         on_exit: Callable[[FrontProcess], None],
     ) -> None:
-        """Stores what is needed to start the front process, and starts nothing yet.
+        """Stores what is needed to start the front process, and starts nothing yet; ``Child`` describes the other arguments.
 
-        Args:
-          module: the Python module that the process runs.
-          row: its number from 0 among the fronts of ``protocol``, "http" or "grpc".
-          incarnation: the number that only this process has.
-          on_record: called with this object, a record from the front, and the file descriptors that came with it.
-          on_exit: called with this object once the process is gone.
+        ``row``: its number from 0 among the fronts of ``protocol``, "http" or "grpc".
         """
         super().__init__(module, front_name(protocol, row), incarnation, FromFront, on_record, on_exit)
         self.protocol = protocol
