@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
-from tensord.daemon.processes.devices import usable_gpus
+from tensord.daemon.processes.devices import visible_gpus
 
 _PACKAGES = (
     "tensord", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "cuda-bindings", "cuda-python", "numpy", "ml-dtypes",
@@ -28,7 +28,8 @@ def describe() -> dict[str, Any]:
 
     ``gpus``: the devices' names in ``CUDA_VISIBLE_DEVICES``; where it is empty ``why`` has the reason.
     """
-    gpus, why = usable_gpus(os.environ)
+    found = visible_gpus(os.environ)
+    gpus, why = list(found.entries), found.reason
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "gpus": gpus,

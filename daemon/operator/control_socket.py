@@ -16,7 +16,6 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -69,27 +68,26 @@ class ControlSocket:
         """
         try:
             folder = runtime_directory.own(self._environment)
-            _remove_stale(folder)
+            for left in runtime_directory.sockets(folder, CONTROL_SOCKET):
+                # Daemons of this user that were killed have left it.
+                unix_socket.remove_stale(left, socket.SOCK_STREAM)
+            path = folder / CONTROL_SOCKET
             try:
-                self.path, sock = (
-                    folder / CONTROL_SOCKET,
-                    unix_socket.bind(folder / CONTROL_SOCKET, socket.SOCK_STREAM, 0o600),
-                )
+                sock = unix_socket.bind(path, socket.SOCK_STREAM, 0o600)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-                self.path = folder / runtime_directory.further(CONTROL_SOCKET, os.getpid())
-                sock = unix_socket.bind(self.path, socket.SOCK_STREAM, 0o600)
-                _log.info("another daemon of this user runs: tensorctl finds this one with --socket %s", self.path)
+                path = folder / runtime_directory.further(CONTROL_SOCKET, os.getpid())
+                sock = unix_socket.bind(path, socket.SOCK_STREAM, 0o600)
+                _log.info("another daemon of this user runs: tensorctl finds this one with --socket %s", path)
         except OSError as error:
-            self.path = None
-            reason = error.strerror or error
             _log.warning(
                 "tensorctl cannot reach this daemon: no control socket by default (%s); supervisor.control_socket names a "
                 "place for one",
-                reason,
+                error.strerror or error,
             )
             return None
+        self.path = path
         return sock
 
     def close(self) -> None:
@@ -127,9 +125,3 @@ class ControlSocket:
         except Exception:
             _log.exception("a question on the control socket failed")
             return msgspec.json.encode({"error": FAILED})
-
-
-def _remove_stale(folder: Path) -> None:
-    """Removes from a folder the control sockets that killed daemons of this user have left there."""
-    for path in runtime_directory.sockets(folder, CONTROL_SOCKET):
-        unix_socket.remove_stale(path, socket.SOCK_STREAM)

@@ -72,7 +72,7 @@ def find_devices(
     ``workers.cores``.
     """
     if options.device != "cpu":
-        found = _visible(environment, folder)
+        found = visible_gpus(environment, folder)
         gpus, reason = found.entries, found.reason
         if gpus:
             # Each worker sees its own GPUs only: it cannot take memory of another one by accident.
@@ -119,48 +119,42 @@ def _check_cores(lists: Sequence[str]) -> None:
             )
 
 
-def usable_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> tuple[list[str], str]:
-    """Returns each usable GPU's entry for ``CUDA_VISIBLE_DEVICES``, and the reason if there is none.
-
-    The reason is "" if there are GPUs, or none is expected: no driver is installed, or ``environment`` hides all GPUs by its
-    CUDA_VISIBLE_DEVICES. ``folder``: where the driver's device nodes are.
-    """
-    found = _visible(environment, folder)
-    return list(found.entries), found.reason
-
-
 @dataclass(frozen=True, slots=True)
-class _Visible:
-    """The visible GPUs: their entries in ``CUDA_VISIBLE_DEVICES`` and their PCI addresses; or the reason why there are none."""
+class VisibleGpus:
+    """The usable GPUs: their entries in ``CUDA_VISIBLE_DEVICES`` and their PCI addresses; or the reason why there are none.
+
+    The reason is "" if there are GPUs, or none is expected: no driver is installed, or the environment hides all GPUs.
+    """
 
     entries: Sequence[str] = ()
     addresses: Sequence[str] = ()
     reason: str = ""
 
 
-def _visible(environment: Mapping[str, str], folder: Path) -> _Visible:
+def visible_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> VisibleGpus:
+    """Returns the GPUs that ``environment`` shows (CUDA_VISIBLE_DEVICES). ``folder``: where the driver's device nodes are."""
     named = environment.get(_VARIABLE)
     entries = None if named is None else [entry.strip() for entry in named.split(",")]
     if entries is not None and entries[0] in ("", "-1"):
-        return _Visible()  # hidden on purpose
+        return VisibleGpus()  # hidden on purpose
     found = probe(environment)
     if found.trouble:
         nodes = sorted(path.name for path in folder.glob("nvidia[0-9]*"))
         # Without a GPU to drive, a driver that is not installed is no problem.
         said = f"{folder / nodes[0]} exists, but {found.trouble}" if nodes else "" if found.absent else found.trouble
-        return _Visible(reason=said)
+        return VisibleGpus(reason=said)
     if not found.count:
-        return _Visible(reason="" if named is None else f"the CUDA driver shows no GPU for {_VARIABLE}={named}")
+        return VisibleGpus(reason="" if named is None else f"the CUDA driver shows no GPU for {_VARIABLE}={named}")
     if not _has_plugin():
         there = "is a GPU" if found.count == 1 else f"are {found.count} GPUs"
         said = f"there {there}, but JAX's plugin for CUDA is not installed (pip install 'tensord[cuda13]', or [cuda12])"
-        return _Visible(reason=said)
+        return VisibleGpus(reason=said)
     if entries is None:
-        return _Visible([str(i) for i in range(found.count)], found.addresses)
+        return VisibleGpus([str(i) for i in range(found.count)], found.addresses)
     if found.count < len(entries):
         # CUDA reads the variable so: an entry that names no GPU hides those behind it.
         _log.warning("%s=%s names %d GPUs, the CUDA driver shows %d", _VARIABLE, named, len(entries), found.count)
-    return _Visible(entries[: found.count], found.addresses)
+    return VisibleGpus(entries[: found.count], found.addresses)
 
 
 def _has_plugin() -> bool:

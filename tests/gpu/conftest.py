@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.processes.devices import usable_gpus
+from tensord.daemon.processes.devices import visible_gpus
 from tests import on_stub, repositories
 from tests.cuda_owner import CudaOwner
 from tests.daemon_process import DaemonProcess
@@ -32,8 +32,8 @@ def missing() -> str:
     """Returns what these tests need and this host lacks; "": nothing."""
     if on_stub.wanted():
         return ""
-    gpus, reason = usable_gpus(os.environ)
-    return "" if gpus else reason or "no GPU: there is no CUDA driver, or CUDA_VISIBLE_DEVICES is empty"
+    found = visible_gpus(os.environ)
+    return "" if found.entries else found.reason or "no GPU: there is no CUDA driver, or CUDA_VISIBLE_DEVICES is empty"
 
 
 @pytest.fixture(scope="session")
