@@ -24,7 +24,14 @@ from tensord.daemon.grpc.unary import Unary
 from tensord.daemon.tracing import trace_settings
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.errors import InvalidArgument, NotFound, Unsupported
-from tensord.shm.operations import ChangeLog
+from tensord.shm.operations import (
+    ChangeLog,
+    ModelStatistics,
+    RegionStatus,
+    RegisterCudaRegion,
+    RepositoryIndex,
+    UnregisterRegion,
+)
 
 SERVICE = "inference.GRPCInferenceService"
 #: Log setting -> field of ChangeLog, its kind of parameter, and how Triton calls that.
@@ -91,14 +98,15 @@ class Management:
         return _filled(grpc_service_pb2.ModelConfigResponse(), {"config": msgspec.json.decode(config)})
 
     async def ModelStatistics(self, request: Any) -> Any:
-        statistics = await self._endpoints.statistics(request.name, read_version(request.name, request.version))
+        version = read_version(request.name, request.version)
+        statistics = await self._endpoints.ask(ModelStatistics(request.name, version))
         return _filled(grpc_service_pb2.ModelStatisticsResponse(), msgspec.json.decode(statistics))
 
     # -------------------------------------------------------------------------------------------- repository
 
     async def RepositoryIndex(self, request: Any) -> Any:
         _refuse_repository(request)
-        models = msgspec.json.decode(await self._endpoints.index(request.ready))
+        models = msgspec.json.decode(await self._endpoints.ask(RepositoryIndex(request.ready)))
         return _filled(grpc_service_pb2.RepositoryIndexResponse(), {"models": models})
 
     async def RepositoryModelLoad(self, client: Http2Connection, request: Any) -> Any:
@@ -125,7 +133,7 @@ class Management:
         return grpc_service_pb2.SystemSharedMemoryRegisterResponse()
 
     async def SystemSharedMemoryUnregister(self, client: Http2Connection, request: Any) -> Any:
-        await self._endpoints.unregister("system", request.name, peer_of(client.fileno()))
+        await self._endpoints.ask(UnregisterRegion("system", request.name), peer_of(client.fileno()))
         return grpc_service_pb2.SystemSharedMemoryUnregisterResponse()
 
     async def CudaSharedMemoryStatus(self, request: Any) -> Any:
@@ -134,13 +142,12 @@ class Management:
     async def CudaSharedMemoryRegister(self, client: Http2Connection, request: Any) -> Any:
         fd = client.fileno()
         with end_of(fd, client.connection_end, self._endpoints.reclaim) as end:
-            await self._endpoints.register_cuda(
-                request.name, request.raw_handle, request.device_id, request.byte_size, peer_of(fd), end
-            )
+            region = RegisterCudaRegion(request.name, request.raw_handle, request.device_id, request.byte_size)
+            await self._endpoints.ask(region, peer_of(fd), end)
         return grpc_service_pb2.CudaSharedMemoryRegisterResponse()
 
     async def CudaSharedMemoryUnregister(self, client: Http2Connection, request: Any) -> Any:
-        await self._endpoints.unregister("cuda", request.name, peer_of(client.fileno()))
+        await self._endpoints.ask(UnregisterRegion("cuda", request.name), peer_of(client.fileno()))
         return grpc_service_pb2.CudaSharedMemoryUnregisterResponse()
 
     # ---------------------------------------------------------------------------------------------- settings
@@ -157,9 +164,7 @@ class Management:
                 wanted[field] = getattr(given[name], kind)
         if wanted.get("format", "default") not in log_settings.FORMATS:
             raise InvalidArgument(f"invalid argument for log_format, got: {wanted['format']}")
-        settings = msgspec.json.decode(
-            await self._endpoints.log_settings(ChangeLog(**wanted), peer_of(client.fileno()))
-        )
+        settings = msgspec.json.decode(await self._endpoints.ask(ChangeLog(**wanted), peer_of(client.fileno())))
         answer = grpc_service_pb2.LogSettingsResponse()
         for name, value in settings.items():
             setattr(answer.settings[name], _LOG_KINDS.get(name, ("", "string_param", ""))[1], value)
@@ -169,14 +174,14 @@ class Management:
         await self._endpoints.check_traced(request.model_name)
         given = {name: list(value.value) for name, value in request.settings.items()}
         wanted = trace_settings.parse(request.model_name, given)
-        settings = msgspec.json.decode(await self._endpoints.trace_settings(wanted, peer_of(client.fileno())))
+        settings = msgspec.json.decode(await self._endpoints.ask(wanted, peer_of(client.fileno())))
         answer = grpc_service_pb2.TraceSettingResponse()
         for name, value in settings.items():
             answer.settings[name].value.extend(value if isinstance(value, list) else [value])
         return answer
 
     async def _status(self, kind: str, name: str, answer: Message) -> Any:
-        regions = msgspec.json.decode(await self._endpoints.region_status(kind, name))
+        regions = msgspec.json.decode(await self._endpoints.ask(RegionStatus(kind, name)))
         return _filled(answer, {"regions": {region["name"]: region for region in regions}})
 
 

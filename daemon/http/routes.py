@@ -33,7 +33,19 @@ from tensord.daemon.http.arriving_parameters import ArrivingParameters
 from tensord.daemon.submit.model_states import parse_version
 from tensord.daemon.tracing import trace_settings
 from tensord.shm.errors import DEFECT, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
-from tensord.shm.operations import ChangeLog, ChangeTrace
+from tensord.shm.operations import (
+    ChangeLog,
+    ChangeTrace,
+    DropParameters,
+    ListParameters,
+    ModelStatistics,
+    Peer,
+    RegionStatus,
+    RegisterCudaRegion,
+    RepositoryIndex,
+    RevertParameters,
+    UnregisterRegion,
+)
 
 Handler = Callable[[Request], Awaitable[Response]]
 Endpoint = tuple[str, str, Handler, str]
@@ -187,13 +199,13 @@ class Routes:
 
     async def statistics(self, request: Request) -> Response:
         model, version = _target(request) if "model" in request.path_params else ("", 0)
-        return _answer(await self._endpoints.statistics(model, version))
+        return _answer(await self._endpoints.ask(ModelStatistics(model, version)))
 
     # -------------------------------------------------------------------------------------------- repository
 
     async def index(self, request: Request) -> Response:
         ready = control_fields.boolean((await _fields(request)).get("ready", False))
-        return _answer(await self._endpoints.index(ready))
+        return _answer(await self._endpoints.ask(RepositoryIndex(ready)))
 
     async def load(self, request: Request) -> Response:
         # The one control request that carries files.
@@ -202,12 +214,12 @@ class Routes:
         for key, value in parameters.items():
             if key.startswith("file:"):
                 parameters[key] = control_fields.base64_content(key, value)
-        await self._endpoints.load(request.path_params["model"], parameters, peer_of(_fd(request)))
+        await self._endpoints.load(request.path_params["model"], parameters, _peer(request))
         return Response()
 
     async def unload(self, request: Request) -> Response:
         parameters = _parameters(await _fields(request))
-        await self._endpoints.unload(request.path_params["model"], parameters, peer_of(_fd(request)))
+        await self._endpoints.unload(request.path_params["model"], parameters, _peer(request))
         return Response()
 
     async def named_repository(self, request: Request) -> Response:
@@ -219,18 +231,19 @@ class Routes:
         async with self._arriving.receive(request, self._endpoints.max_parameter_byte_size) as (text, memory):
             byte_size = os.fstat(memory).st_size if memory >= 0 else -1
             wanted = push_fields.read(text).operation(*_target(request), request.path_params["set"], byte_size)
-            return _answer(await self._endpoints.push_parameters(wanted, peer_of(_fd(request)), memory))
+            return _answer(await self._endpoints.ask(wanted, _peer(request), memory))
 
     async def parameters(self, request: Request) -> Response:
-        return _answer(await self._endpoints.parameters(*_target(request), request.path_params.get("set", "")))
+        wanted = ListParameters(*_target(request), request.path_params.get("set", ""))
+        return _answer(await self._endpoints.ask(wanted))
 
     async def drop_parameters(self, request: Request) -> Response:
-        await self._endpoints.drop_parameters(*_target(request), request.path_params["set"], peer_of(_fd(request)))
+        await self._endpoints.ask(DropParameters(*_target(request), request.path_params["set"]), _peer(request))
         return Response()
 
     async def revert_parameters(self, request: Request) -> Response:
-        peer = peer_of(_fd(request))
-        return _answer(await self._endpoints.revert_parameters(*_target(request), request.path_params["set"], peer))
+        wanted = RevertParameters(*_target(request), request.path_params["set"])
+        return _answer(await self._endpoints.ask(wanted, _peer(request)))
 
     # ---------------------------------------------------------------------------------------------- settings
     #
@@ -239,7 +252,7 @@ class Routes:
     # Source: Triton docs/protocol/extension_logging.md, extension_trace.md; answers as recorded.
 
     async def log_settings(self, request: Request) -> Response:
-        return _answer(await self._endpoints.log_settings(ChangeLog()))
+        return _answer(await self._endpoints.ask(ChangeLog()))
 
     async def change_log_settings(self, request: Request) -> Response:
         body = control_fields.settings(await _read_body(request, MAX_BODY))
@@ -257,10 +270,10 @@ class Routes:
         if form is not None and form not in FORMATS:
             raise Unavailable(f"invalid argument for --log_format, got: {form}")
         wanted = ChangeLog(info, warning, error, verbose, form)
-        return _answer(await self._endpoints.log_settings(wanted, peer_of(_fd(request))))
+        return _answer(await self._endpoints.ask(wanted, _peer(request)))
 
     async def trace_settings(self, request: Request) -> Response:
-        return _answer(await self._endpoints.trace_settings(ChangeTrace(_traced(request))))
+        return _answer(await self._endpoints.ask(ChangeTrace(_traced(request))))
 
     async def change_trace_settings(self, request: Request) -> Response:
         body = await _read_body(request, MAX_BODY)
@@ -279,7 +292,7 @@ class Routes:
             else:
                 wanted[name] = [control_fields.text(value)]
         changed = trace_settings.parse(_traced(request), wanted)
-        return _answer(await self._endpoints.trace_settings(changed, peer_of(_fd(request))))
+        return _answer(await self._endpoints.ask(changed, _peer(request)))
 
     # ----------------------------------------------------------------------------------------------- regions
 
@@ -303,15 +316,17 @@ class Routes:
         registration = control_fields.cuda_registration(await _fields(request))
         name, fd = request.path_params["region"], _fd(request)
         with end_of(fd, request.scope["tensord.end"], self._endpoints.reclaim) as end:
-            await self._endpoints.register_cuda(name, *registration, peer_of(fd), end)
+            await self._endpoints.ask(RegisterCudaRegion(name, *registration), peer_of(fd), end)
         return Response()
 
     async def unregister(self, request: Request) -> Response:
-        await self._endpoints.unregister(_kind(request), request.path_params.get("region", ""), peer_of(_fd(request)))
+        region = UnregisterRegion(_kind(request), request.path_params.get("region", ""))
+        await self._endpoints.ask(region, _peer(request))
         return Response()
 
     async def region_status(self, request: Request) -> Response:
-        return _answer(await self._endpoints.region_status(_kind(request), request.path_params.get("region", "")))
+        region = RegionStatus(_kind(request), request.path_params.get("region", ""))
+        return _answer(await self._endpoints.ask(region))
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -395,6 +410,10 @@ def _fd(request: Request) -> int:
     """Returns the file descriptor of the client's connection; -1: the connection is already closed."""
     sock = request.scope["tensord.socket"]
     return -1 if sock is None else int(sock.fileno())
+
+
+def _peer(request: Request) -> Peer:
+    return peer_of(_fd(request))
 
 
 def _kind(request: Request) -> str:
