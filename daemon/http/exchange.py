@@ -471,22 +471,13 @@ class Exchange(InFlight):
         assert self._asked is not None
         asked = self._asked.asked
         self._version = prepared.version
-        if own.lease is not None and response_codec.is_large(prepared, own.contents, asked.binary, asked.all_binary):
-            steps = response_codec.encode_in_steps(
-                prepared,
-                own.contents,
-                self._head.model,
-                self._client_id,
-                asked.binary,
-                asked.all_binary,
-                lane.view,
-            )
+        answer = prepared, own.contents, self._head.model, self._client_id, asked, lane.view
+        if own.lease is not None and response_codec.large_texts(prepared, own.contents, asked):
+            steps = response_codec.encode_in_steps(*answer)
             self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
             return
         try:
-            head, parts = response_codec.encode(
-                prepared, own.contents, self._head.model, self._client_id, asked.binary, asked.all_binary, lane.view
-            )
+            head, parts = response_codec.encode(*answer)
         except ServingError as error:
             self._answer_error(http_status(error), error.message)
             return
@@ -521,11 +512,12 @@ class Exchange(InFlight):
 
     def _answer(self, head: list[response_codec.Buffer], parts: list[response_codec.Buffer]) -> None:
         json_size = len(head[0]) if len(head) == 1 else sum(map(len, head))
+        tail_size = sum(map(len, parts))
         if self._head.accepts:
             self._deflation = Deflation(self._head.accepts, self._serving.compression, (*head, *parts))
-            self._deflate(self._deflation, json_size, bool(sum(map(len, parts))))
+            self._deflate(self._deflation, json_size, tail_size)
             return
-        line = response_codec.response_head(json_size, sum(map(len, parts)), self._connection_line())
+        line = response_codec.response_head(json_size, tail_size, self._connection_line())
         self.phase = ExchangePhase.ANSWERED
         pieces: list[response_codec.Buffer] = [line, *head, *parts]
         if self._unwritten is None:
@@ -546,26 +538,23 @@ class Exchange(InFlight):
         if self._order.answer_pieces(pieces):
             self.written()
 
-    def _deflate(self, deflation: Deflation, json_size: int, binary: bool) -> None:
+    def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
         """Compresses the answer in steps, then writes it. The answer's lease is given back before that.
 
-        Args:
-          json_size: the bytes of JSON before compression.
-          binary: whether binary tensors follow the JSON.
+        ``json_size``, ``tail_size``: the bytes of JSON and of the binary tensors that follow it, before compression.
         """
         if self._gone:
             return
         if deflation.step():
-            asyncio.get_running_loop().call_soon(self._answer_or_cut, self._deflate, deflation, json_size, binary)
+            asyncio.get_running_loop().call_soon(self._answer_or_cut, self._deflate, deflation, json_size, tail_size)
             return
         self.written()
         self.phase = ExchangePhase.ANSWERED
         body = b"".join(deflation.compressed)
-        line = response_codec.compressed_head(
-            json_size if binary else None, deflation.coding, len(body), self._connection_line()
-        )
-        self._serving.answered.good(self, self._version, line + body)
-        self._hand_over([line + body])
+        lines = b"Content-Encoding: %b\r\n%b" % (deflation.coding.encode(), self._connection_line())
+        answer = response_codec.response_head(json_size, tail_size, lines, len(body)) + body
+        self._serving.answered.good(self, self._version, answer)
+        self._hand_over([answer])
 
     def _answer_error(self, status: int, message: str) -> None:
         if self._trace is not None:

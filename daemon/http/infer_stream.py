@@ -79,9 +79,7 @@ class InferStream(GenerateStream):
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
         decoded, contents = self._decoded, own.contents
         assert decoded is not None
-        said, parts = response_codec.encode(
-            prepared, contents, self._head.model, self._client_id, decoded.binary, decoded.all_binary, lane.view
-        )
+        said, parts = response_codec.encode(prepared, contents, self._head.model, self._client_id, decoded, lane.view)
         self._say(_response(said, parts), 200)
 
     def _fail(self, error: ServingError, final: bool) -> None:

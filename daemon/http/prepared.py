@@ -314,7 +314,7 @@ class AnswerText:
         for tensor in prepared.outputs:
             if tensor.region is None and not asked.binary.get(tensor.name, asked.all_binary):
                 return  # its values are in the JSON
-        text, parts = response_codec.encode(prepared, own.contents, model, "", asked.binary, asked.all_binary, view)
+        text, parts = response_codec.encode(prepared, own.contents, model, "", asked, view)
         if len(text) <= _MAX_TEXT:
             self._rest = text[1:]
             self._sizes = [*map(len, parts)]

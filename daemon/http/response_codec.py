@@ -8,12 +8,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Generator
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
 from tensord.daemon.http import json_text
-from tensord.shm.messages import Content, PreparedAnswer, RegionSlice, Slice, placed
+from tensord.daemon.http.decoded_request import DecodedRequest
+from tensord.shm.messages import Content, PreparedAnswer, PreparedTensor, RegionSlice, Slice, placed
 
 Buffer = bytes | memoryview
 _encode = msgspec.json.Encoder().encode
@@ -33,8 +34,7 @@ def encode(
     contents: tuple[Content, ...],
     model: str,
     client_id: str,
-    binary: dict[str, bool],
-    all_binary: bool,
+    asked: DecodedRequest,
     view: Callable[[Slice], memoryview],
     in_steps: bool = False,
 ) -> tuple[bytes, list[Buffer]]:
@@ -44,7 +44,7 @@ def encode(
       prepared: the constant part of the answer: output names, datatypes, shapes.
       contents: the bytes of its outputs, or where they lie.
       client_id: the request's id; "": it has none.
-      binary: output name -> whether the request wants the output as binary; ``all_binary`` applies to outputs not in it.
+      asked: the request, which says which outputs are binary.
       view: returns the bytes of a slice of the response arena.
       in_steps: put a placeholder into the JSON for each large tensor, which ``encode_in_steps`` replaces.
     Raises: InvalidArgument: an output cannot be written as JSON; the message says which one and what to do.
@@ -55,12 +55,12 @@ def encode(
         entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         if type(place) is not RegionSlice:
             content = place if type(place) is bytes else view(place)  # type: ignore[arg-type]
-            if binary.get(tensor.name, all_binary):
+            if asked.binary.get(tensor.name, asked.all_binary):
                 entry["parameters"] = {"binary_data_size": len(content)}
                 parts.append(content)
             else:
-                large = in_steps and type(place) is Slice and place.byte_size > _LARGE
-                entry["data"] = msgspec.Raw(_PLACEHOLDER if large else json_text.whole(tensor, content))
+                apart = in_steps and _is_large(place)
+                entry["data"] = msgspec.Raw(_PLACEHOLDER if apart else json_text.whole(tensor, content))
         outputs.append(entry)
     head: dict[str, Any] = {"id": client_id} if client_id else {}
     head["model_name"] = model
@@ -71,20 +71,22 @@ def encode(
     return _encode(head), parts
 
 
-def is_large(
-    prepared: PreparedAnswer, contents: tuple[Content, ...], binary: dict[str, bool], all_binary: bool
-) -> bool:
-    """Returns whether an answer has so large a tensor to write as JSON that it should be encoded in steps.
+def large_texts(
+    prepared: PreparedAnswer, contents: tuple[Content, ...], asked: DecodedRequest
+) -> list[tuple[PreparedTensor, Slice]]:
+    """Returns the tensors of an answer, with their places, that are so large to write as JSON that it is done in steps.
 
-    Args:
-      prepared: the constant part of the answer: output names, datatypes, shapes.
-      contents: the bytes of its outputs, or where they lie.
-      binary: output name -> whether the request wants the output as binary; ``all_binary`` applies to outputs not in it.
+    The arguments are those of ``encode``.
     """
-    for tensor, place in placed(prepared.outputs, contents):
-        if type(place) is Slice and place.byte_size > _LARGE and not binary.get(tensor.name, all_binary):
-            return True
-    return False
+    return [
+        (tensor, place)
+        for tensor, place in placed(prepared.outputs, contents)
+        if _is_large(place) and not asked.binary.get(tensor.name, asked.all_binary)
+    ]
+
+
+def _is_large(place: Content | RegionSlice) -> TypeGuard[Slice]:
+    return type(place) is Slice and place.byte_size > _LARGE
 
 
 def encode_in_steps(
@@ -92,8 +94,7 @@ def encode_in_steps(
     contents: tuple[Content, ...],
     model: str,
     client_id: str,
-    binary: dict[str, bool],
-    all_binary: bool,
+    asked: DecodedRequest,
     view: Callable[[Slice], memoryview],
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
     """Encodes a good answer as JSON head and binary parts, and yields after each piece of a large tensor's JSON.
@@ -102,65 +103,40 @@ def encode_in_steps(
     Raises: InvalidArgument: an output cannot be written as JSON.
     """
     texts: list[list[Buffer]] = []
-    for tensor, place in placed(prepared.outputs, contents):
-        if type(place) is Slice and place.byte_size > _LARGE and not binary.get(tensor.name, all_binary):
-            text: list[Buffer] = []
-            for piece in json_text.pieces(tensor, view(place)):
-                text.append(piece)
-                yield
-            texts.append(text)
-    head, parts = encode(prepared, contents, model, client_id, binary, all_binary, view, in_steps=True)
+    for tensor, place in large_texts(prepared, contents, asked):
+        text: list[Buffer] = []
+        for piece in json_text.pieces(tensor, view(place)):
+            text.append(piece)
+            yield
+        texts.append(text)
+    head, parts = encode(prepared, contents, model, client_id, asked, view, in_steps=True)
     pieces: list[Buffer] = []
     for number, rest in enumerate(head.split(_PLACEHOLDER)):
         pieces += [*texts[number - 1], rest] if number else [rest]
     return pieces, parts
 
 
-def response_head(json_size: int, tail_size: int, connection: bytes = b"") -> bytes:
+def response_head(json_size: int, tail_size: int, lines: bytes = b"", compressed_size: int | None = None) -> bytes:
     """Returns the status line and headers of a good answer.
 
     Args:
-      json_size: the bytes of JSON in the body.
+      json_size: the bytes of JSON in the body, before compression.
       tail_size: the bytes of binary tensors that follow the JSON; 0: the body is JSON alone.
-      connection: further header lines, each with its line end.
+      lines: further header lines, each with its line end.
+      compressed_size: the bytes of the body, if it is compressed.
     """
-    total = json_size + tail_size
+    total = json_size + tail_size if compressed_size is None else compressed_size
     if not tail_size:
-        return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n" % (
-            connection,
-            total,
-        )
+        return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n" % (lines, total)
     return (
         b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\n"
-        b"Inference-Header-Content-Length: %d\r\n%bContent-Length: %d\r\n\r\n" % (json_size, connection, total)
+        b"Inference-Header-Content-Length: %d\r\n%bContent-Length: %d\r\n\r\n" % (json_size, lines, total)
     )
 
 
 def timing_line(timing: tuple[int, int, int]) -> bytes:
     """Returns the Tensord-Timing header line of an answer: nanoseconds in the queue and of computing, and bytes copied."""
     return b"Tensord-Timing: queue-ns=%d, compute-ns=%d, copied-bytes=%d\r\n" % timing
-
-
-def compressed_head(json_size: int | None, coding: str, byte_size: int, connection: bytes = b"") -> bytes:
-    """Returns the status line and headers of a good answer whose body is compressed.
-
-    Args:
-      json_size: the bytes of the JSON before compression; None: the answer has no binary parts.
-      coding: how the body is compressed, as Content-Encoding names it.
-      byte_size: the bytes of the compressed body.
-      connection: further header lines, each with its line end.
-    """
-    binary = b"" if json_size is None else b"Inference-Header-Content-Length: %d\r\n" % json_size
-    return (
-        b"HTTP/1.1 200 OK\r\nContent-Type: application/%b\r\n%bContent-Encoding: %b\r\n%bContent-Length: %d\r\n\r\n"
-        % (
-            b"json" if json_size is None else b"octet-stream",
-            binary,
-            coding.encode(),
-            connection,
-            byte_size,
-        )
-    )
 
 
 def status_line(status: int) -> bytes:

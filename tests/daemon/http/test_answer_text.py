@@ -75,7 +75,7 @@ def test_every_answer_is_what_encoding_it_gives(completions: list[tuple[WholeAns
             ):
                 assert whole is None
                 continue
-            said, parts = encode(completion.prepared, contents, "echo", client_id, asked.binary, asked.all_binary, view)
+            said, parts = encode(completion.prepared, contents, "echo", client_id, asked, view)
             assert whole == b"".join((response_head(len(said), sum(map(len, parts))), said, *parts))
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.daemon.front.status import http_status
+from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.request_codec import decode
 from tensord.daemon.http.response_codec import CLOSE, encode, error_response, response_head
 from tensord.shm.arrays import DTYPES, array, byte_content
@@ -35,8 +36,11 @@ def answer_of(*outputs: Tensor, **fields: Any) -> WholeAnswer:
     return WholeAnswer(1, version=3, outputs=outputs, **fields)
 
 
-def encoded(answer: WholeAnswer, *how: Any) -> tuple[bytes, list[Any]]:
-    return encode(answer.prepared, answer.contents, *how)
+def encoded(
+    answer: WholeAnswer, model: str, client_id: str, binary: dict[str, bool], all_binary: bool, view: Any
+) -> tuple[bytes, list[Any]]:
+    asked = DecodedRequest("", [], (), binary, all_binary, {})
+    return encode(answer.prepared, answer.contents, model, client_id, asked, view)
 
 
 def json_of(*outputs: Tensor, **fields: Any) -> bytes:
