@@ -10,11 +10,12 @@ lease    | pad | JSON head | part | part | ...      pad = -head size mod 64, so 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from tensord.daemon.http.decoded_request import BinaryPart
+from tensord.daemon.http.decoded_request import BinaryPart, Source
+from tensord.daemon.submit.placement import InputContent, Unconverted
 from tensord.shm.arena import ALIGNMENT, Lease
 from tensord.shm.messages import Content, Slice
 
@@ -188,3 +189,25 @@ class PlacedBody:
 
 #: Where the bytes of a request's body go.
 Body = CollectedBody | TextBody | PlacedBody
+
+
+def located(
+    sources: Iterable[Source], body: Body, json_size: int, inline_byte_size: int
+) -> list[InputContent | Unconverted]:
+    """Returns the tensors of a request, in which parts of the body became their bytes, or their places in the arena.
+
+    Args:
+      sources: where the data of each input is: in the body, in a region, or in the JSON.
+      json_size: the bytes of JSON in the body before its binary parts.
+      inline_byte_size: the most bytes of a tensor that is sent to the worker within the request's record.
+    """
+    found: list[InputContent | Unconverted] = []
+    for source in sources:
+        if type(source) is not BinaryPart:
+            found.append(source)  # type: ignore[arg-type]
+        elif type(body) is PlacedBody:
+            found.append(body.place(json_size, source, inline_byte_size))
+        else:
+            start = json_size + source.offset
+            found.append(memoryview(body.whole())[start : start + source.byte_size])  # type: ignore[union-attr]
+    return found

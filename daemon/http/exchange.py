@@ -25,8 +25,8 @@ import msgspec
 
 from tensord.daemon.front import load_report
 from tensord.daemon.front.status import BodyTooLarge, http_status
-from tensord.daemon.http import json_cut, placement, request_codec, response_codec
-from tensord.daemon.http.body import Body, CollectedBody, PlacedBody
+from tensord.daemon.http import json_cut, request_codec, response_codec
+from tensord.daemon.http.body import Body, CollectedBody, PlacedBody, located
 from tensord.daemon.http.compression import Deflation
 from tensord.daemon.http.conversions import Job
 from tensord.daemon.http.json_array import PIECE_BYTE_SIZE
@@ -35,7 +35,9 @@ from tensord.daemon.http.prepared import ParsedRequest, Prepared
 from tensord.daemon.http.raw_request import decode_raw
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.serving import HttpServing
+from tensord.daemon.submit import placement
 from tensord.daemon.submit.in_flight import InFlight
+from tensord.daemon.submit.placement import InputContent, Unconverted
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm import trace_stamps
@@ -344,42 +346,45 @@ class Exchange(InFlight):
         if self._serving.makes_ids and not request.id:
             request = msgspec.structs.replace(request, id=str(uuid.uuid4()))
         self._asked, self._client_id = request.prepared, request.id
-        size = placement.room(request.sources, body, self._serving.submitter.inline_byte_size)
+        inline = self._serving.submitter.inline_byte_size
+        inputs = located(request.sources, body, self._head.json_size or 0, inline)
+        size = placement.room(inputs, inline)
         if size == 0:
-            self._place(request, body, None)
+            self._send(request.scheduling, placement.place(inputs, None, inline))
             return
         lease = self._serving.submitter.loan(size, self.account)
         if lease is not None:
-            self._place(request, body, lease)
+            self._place(request.scheduling, inputs, lease)
             return
 
         def granted(lease: Lease | ServingError) -> None:
             if not isinstance(lease, ServingError) and self._gone:
                 self._serving.submitter.give_back(lease)
             elif not self._gone:
-                self._answer_if_refused(self._place_granted, request, body, lease)
+                self._answer_if_refused(self._place, request.scheduling, inputs, lease)
 
         self._serving.submitter.wait_for_room(size, granted, self._head.model, self.account)
 
-    def _place_granted(self, request: ParsedRequest, body: Body, lease: Lease | ServingError) -> None:
+    def _place(
+        self, scheduling: Scheduling, inputs: list[InputContent | Unconverted], lease: Lease | ServingError
+    ) -> None:
+        """Copies a request's tensors into the lease, in steps where they are converted from JSON, and sends the request.
+
+        ``lease``: has room for them, or is the error that there is none, which is raised.
+        """
         if isinstance(lease, ServingError):
             raise lease
-        self._place(request, body, lease)
-
-    def _place(self, request: ParsedRequest, body: Body, lease: Lease | None) -> None:
-        if lease is not None:
-            self._leases = (lease,)
-        inline, json_size = self._serving.submitter.inline_byte_size, self._head.json_size or 0
-        contents = placement.place(request.sources, body, json_size, lease, inline)
-        if lease is None or placement.is_filled(request.sources):
-            self._send(request.scheduling, tuple(contents))
+        self._leases = (lease,)
+        placed = placement.place(inputs, lease, self._serving.submitter.inline_byte_size)
+        if all(isinstance(content, InputContent) for content in inputs):
+            self._send(scheduling, placed)
             return
 
-        def filled(contents: list[Content]) -> None:
+        def filled(contents: tuple[Content, ...]) -> None:
             self._job = None
-            self._answer_if_refused(self._send, request.scheduling, tuple(contents))
+            self._answer_if_refused(self._send, scheduling, contents)
 
-        filling = placement.fill(request.sources, contents, lease)
+        filling = placement.fill(inputs, placed, lease)
         self._job = self._serving.conversions.run(filling, filled, self._not_converted)
 
     def _send(self, scheduling: Scheduling, contents: tuple[Content, ...]) -> None:

@@ -14,15 +14,15 @@ import msgspec
 
 from tensord.daemon.front.status import http_status
 from tensord.daemon.http import request_codec, response_codec
-from tensord.daemon.http.body import PlacedBody
-from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest
+from tensord.daemon.http.body import PlacedBody, located
+from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.generate import GenerateStream
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.submit.placement import InputContent, UnsentRequest
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice
+from tensord.shm.messages import AnswerRecord, PreparedAnswer
 
 #: It is read at once, on the loop.
 _MAX_JSON = 256 << 10
@@ -53,17 +53,11 @@ class InferStream(GenerateStream):
             )
         text = bytes(body.head(json_size) if isinstance(body, PlacedBody) else whole[:json_size])
         decoded = self._decoded = request_codec.decode(text, size - json_size, head.model)
+        sources = [source for _, _, _, source in decoded.inputs]
+        contents = located(sources, body, json_size, self._serving.submitter.inline_byte_size)
         inputs: list[tuple[str, str, tuple[int, ...], InputContent]] = []
-        for name, datatype, shape, source in decoded.inputs:
-            content: InputContent
-            if not isinstance(source, BinaryPart):
-                assert isinstance(source, bytes | RegionSlice)  # which the data of so short a text are
-                content = source
-            elif isinstance(body, PlacedBody):
-                content = body.place(json_size, source, self._serving.submitter.inline_byte_size)
-            else:
-                start = json_size + source.offset
-                content = whole[start : start + source.byte_size]
+        for (name, datatype, shape, _), content in zip(decoded.inputs, contents, strict=True):
+            assert isinstance(content, InputContent)  # which the data of so short a text never are
             inputs.append((name, datatype, shape, content))
         return UnsentRequest(
             head.model,

@@ -3,16 +3,19 @@
     UnsentRequest ─▶ begin ─▶ tensors into the record or the request arena ─▶ Submitter ─▶ InFlight.completed
                           ╰─ waits for room where the arena is full
 
-Large tensors may lie in the request arena already, because they arrived there (``tensord.daemon.front.large_body``). Bodies over
-HTTP are placed by ``tensord.daemon.http.placement``: their tensors are parts of one body, and JSON among them is filled in later.
+Large tensors may lie in the request arena already, because they arrived there (``tensord.daemon.front.large_body``). Large JSON
+gets its room there with the others, and ``fill`` converts it into that.
+
+lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -36,7 +39,18 @@ _log = logging.getLogger(__name__)
 
 #: What an input's bytes are: themselves (BYTES length-prefixed), or where they lie: in a client's region, in the request's lease.
 InputContent = bytes | memoryview | RegionSlice | Slice
-_PLACES = (RegionSlice, Slice)
+_PLACES, _BYTES = (RegionSlice, Slice), (bytes, memoryview)
+
+
+class Unconverted(Protocol):
+    """The interface of a large tensor that came as JSON: it gets its place in the arena first, and is converted into that."""
+
+    @property
+    def byte_size(self) -> int:
+        """Returns the most bytes that the tensor can have."""
+
+    def fill(self, place: memoryview) -> Generator[None, None, int]:
+        """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written."""
 
 
 class UnsentRequest(msgspec.Struct):
@@ -77,10 +91,7 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
       asked: gets the answers to ``request``; it was not sent before.
     Raises: InvalidArgument: the arena could never hold the tensors.  Unavailable: too many requests are in flight.
     """
-    size = 0
-    for _, _, _, content in request.inputs:
-        if not isinstance(content, _PLACES) and len(content) > submitter.inline_byte_size:
-            size += -(-len(content) // ALIGNMENT) * ALIGNMENT
+    size = room([content for _, _, _, content in request.inputs], submitter.inline_byte_size)
     if not size:
         _send(submitter, asked, request, None)
         return
@@ -95,10 +106,28 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
         submitter.wait_for_room(size, partial(_granted, submitter, asked, request), request.model, asked.account)
 
 
-def place(contents: Iterable[InputContent], lease: Lease | None, inline_byte_size: int) -> tuple[Content, ...]:
+def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
+    """Returns how many bytes of the arena a request's tensors need that are too large for its record and not yet in the arena.
+
+    ``inline_byte_size``: the most bytes of a tensor that is sent within the record.
+    """
+    size = 0
+    for content in contents:
+        if isinstance(content, _BYTES):
+            if len(content) > inline_byte_size:
+                size += -(-len(content) // ALIGNMENT) * ALIGNMENT
+        elif not isinstance(content, _PLACES):
+            size += -(-content.byte_size // ALIGNMENT) * ALIGNMENT
+    return size
+
+
+def place(
+    contents: Iterable[InputContent | Unconverted], lease: Lease | None, inline_byte_size: int
+) -> tuple[Content, ...]:
     """Returns the contents for a request's record: small ones as bytes, large ones as slices of the arena.
 
-    Large contents are copied into the lease, unless they lie in the arena already. Contents in regions are left out.
+    Large contents are copied into the lease, unless they lie in the arena already. Contents in regions are left out; unconverted
+    ones only get their place.
     Args:
       lease: has room for all contents of more than ``inline_byte_size`` bytes; None: there are none.
     """
@@ -109,15 +138,37 @@ def place(contents: Iterable[InputContent], lease: Lease | None, inline_byte_siz
             continue
         if isinstance(content, Slice):
             placed.append(content)
-        elif len(content) <= inline_byte_size:
+        elif isinstance(content, _BYTES) and len(content) <= inline_byte_size:
             placed.append(bytes(content))
         else:
             assert lease is not None
-            size = len(content)
-            lease.view[used : used + size] = content
+            if isinstance(content, _BYTES):
+                size = len(content)
+                lease.view[used : used + size] = content
+            else:
+                size = content.byte_size
             placed.append(Slice(lease.place.segment, lease.place.offset + used, size))
             used += -(-size // ALIGNMENT) * ALIGNMENT
     return tuple(placed)
+
+
+def fill(
+    inputs: Sequence[InputContent | Unconverted], contents: tuple[Content, ...], lease: Lease
+) -> Generator[None, None, tuple[Content, ...]]:
+    """Converts the unconverted ones of ``inputs`` into the places that ``place`` gave them, and yields after each piece.
+
+    Returns: ``contents``, which ``place`` returned for these inputs, with the final sizes of these tensors.
+    Raises InvalidArgument: the data is wrong or does not fit the shape.
+    """
+    filled: list[Content] = []
+    own = [content for content in inputs if not isinstance(content, RegionSlice)]
+    for content, given in zip(contents, own, strict=True):
+        if isinstance(content, Slice) and not isinstance(given, InputContent):
+            start = content.offset - lease.place.offset
+            size = yield from given.fill(lease.view[start : start + content.byte_size])
+            content = Slice(content.segment, content.offset, size)
+        filled.append(content)
+    return tuple(filled)
 
 
 def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
@@ -150,7 +201,7 @@ def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: 
     if request.lease is not None:
         leases = (request.lease, *leases)
     try:
-        contents = place((content for _, _, _, content in request.inputs), lease, submitter.inline_byte_size)
+        contents = place([content for _, _, _, content in request.inputs], lease, submitter.inline_byte_size)
         asked.record = request.scheduling.record(
             submitter.next_id(),
             request.prepared,

@@ -23,10 +23,10 @@ from tensord.daemon.grpc.infer import Infer
 from tensord.daemon.grpc.prepared import PreparedMessages
 from tensord.daemon.grpc.response_codec import AnswerLayout
 from tensord.daemon.grpc.stream import Stream
-from tensord.daemon.http import placement
 from tensord.daemon.http import response_codec as http_codec
 from tensord.daemon.http.answer_order import AnswerOrder
 from tensord.daemon.http.prepared import PreparedRequests
+from tensord.daemon.submit import placement
 from tensord.daemon.submit.arena_space import ArenaSpace
 from tensord.daemon.submit.routing import Routing
 from tensord.daemon.submit.submitter import Submitter

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.daemon.http.body import CollectedBody, PlacedBody
-from tensord.daemon.http.decoded_request import BinaryPart
+from tensord.daemon.http.body import CollectedBody, PlacedBody, located
+from tensord.daemon.http.decoded_request import BinaryPart, Source
+from tensord.daemon.submit.placement import place, room
 from tensord.shm.arena import ALIGNMENT, Arena
-from tensord.shm.messages import Slice
+from tensord.shm.messages import RegionSlice, Slice
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +104,30 @@ def test_memory_of_bodies_that_inflate_is_given_back() -> None:
         assert held < 45 << 20
     del body
     assert process.memory_info().rss - before < 8 << 20
+
+
+def test_small_tensors_and_regions_need_no_room() -> None:
+    body = CollectedBody()
+    body.write(b"JSONabcdef")
+    sources: list[Source] = [BinaryPart(0, 2), RegionSlice("r", 0, 100), b"xyz", BinaryPart(2, 4)]
+    found = located(sources, body, 4, 16)
+    assert room(found, 16) == 0
+    assert place(found, None, 16) == (b"ab", b"xyz", b"cdef")
+
+
+def test_larger_ones_lie_aligned_behind_each_other(arena: Arena) -> None:
+    body = CollectedBody()
+    body.write(b"JSON" + b"a" * 100 + b"b" * 30)
+    sources: list[Source] = [BinaryPart(0, 100), b"c" * 70, BinaryPart(100, 30), RegionSlice("r", 0, 100)]
+    inputs = located(sources, body, 4, 16)
+    size = room(inputs, 16)
+    assert size == 128 + 128 + 64
+    lease = arena.loan(size)
+    assert lease is not None
+    first, second, third = place(inputs, lease, 16)
+    for found, content in ((first, b"a" * 100), (second, b"c" * 70), (third, b"b" * 30)):
+        assert isinstance(found, Slice)
+        at = found.offset - lease.place.offset
+        assert at % 64 == 0
+        assert lease.view[at : at + found.byte_size] == content
+    lease.release()
