@@ -24,10 +24,6 @@ _log = logging.getLogger(__name__)
 OnLease = Callable[[Lease | ServingError], None]
 
 
-def _nobody() -> None:
-    """Does nothing; stands in for ``closed`` where nobody wants to know that a segment of the arena was closed."""
-
-
 @dataclass(slots=True)
 class _Waiter:
     """Holds one wait for arena memory: when it ends, for how many bytes, and the callback that gets the lease."""
@@ -49,7 +45,7 @@ class ArenaSpace:
     """
 
     def __init__(
-        self, arena: Arena, wait_seconds: float, arriving_byte_size: int, closed: Callable[[], None] = _nobody
+        self, arena: Arena, wait_seconds: float, arriving_byte_size: int, closed: Callable[[], None] = lambda: None
     ) -> None:
         self._arena = arena
         self._closed = closed

@@ -38,8 +38,10 @@ class Routing:
         self._table = table
         self._row = row
         self._places = RegionPlaces()
-        self._workers: dict[int, WorkerLink] = {}
-        self._sequences = SequenceRouting(in_flight, self._workers, _LOST * max_sequences)
+        #: By incarnation, without those whose process is certainly gone (fenced). One that is ``closed`` is still here, but is
+        #: never chosen.
+        self.workers: dict[int, WorkerLink] = {}
+        self._sequences = SequenceRouting(in_flight, self.workers, _LOST * max_sequences)
         #: Whoever looks here finds some, or nothing.
         self.remembered: dict[Numbered[PreparedRequest] | None, tuple[WorkerLink, ...]] = {}
         #: Of those of a model that keeps sequences: which one it is.
@@ -49,17 +51,9 @@ class Routing:
         self.remembered.clear()
         self._sequenced.clear()
 
-    @property
-    def workers(self) -> dict[int, WorkerLink]:
-        """Returns the workers by incarnation, without those whose process is certainly gone (fenced).
-
-        A worker that is ``closed`` is still among them, but is never chosen.
-        """
-        return self._workers
-
     def add(self, worker: WorkerLink) -> None:
         """Adds a worker whose lane (channel) is open, so that requests can be sent to it."""
-        self._workers[worker.incarnation] = worker
+        self.workers[worker.incarnation] = worker
         self._forget()
 
     def close(self, worker: WorkerLink) -> None:
@@ -72,7 +66,7 @@ class Routing:
 
         Returns request id -> error for those of its unanswered requests that are lost, because their sequences are.
         """
-        del self._workers[worker.incarnation]
+        del self.workers[worker.incarnation]
         for request in worker.in_flight.values():
             request.worker = None
         gone = self._sequences.bury(worker, worker.in_flight.values())
@@ -122,7 +116,7 @@ class Routing:
             numbered = None
         workers: list[WorkerLink] = []
         for incarnation in state.workers:
-            worker = self._workers.get(incarnation)
+            worker = self.workers.get(incarnation)
             if worker is not None and not worker.closed:
                 workers.append(worker)
         if gpu:
@@ -158,7 +152,7 @@ class Routing:
         return gpu if state is not None and is_meant_for(state, gpu) else ""
 
     def __repr__(self) -> str:
-        return f"<Routing to {len(self._workers)} workers>"
+        return f"<Routing to {len(self.workers)} workers>"
 
 
 def load(worker: WorkerLink) -> int:

@@ -69,7 +69,10 @@ class SequenceRouting:
 
     def model(self, state: ModelState) -> SequencedModel:
         """Returns the routing state of a model's sequences, which is valid until the model changes."""
-        return self._models.get((state.name, state.version)) or self._learn(state)
+        model = self._models.get((state.name, state.version))
+        if model is None:
+            model = self._models[state.name, state.version] = SequencedModel(state)
+        return model
 
     def find(self, request: InFlight, model: SequencedModel, gpu: str) -> WorkerLink | None:
         """Returns the worker for a request of a sequence; None: the sequence's worker cannot be used now, or there is no worker.
@@ -179,10 +182,6 @@ class SequenceRouting:
             alive = self._in_flight
             self._starts = {key: each for key, each in self._starts.items() if each.record.request_id in alive}
         self._starts[key] = start
-
-    def _learn(self, state: ModelState) -> SequencedModel:
-        model = self._models[state.name, state.version] = SequencedModel(state)
-        return model
 
     def __repr__(self) -> str:
         return f"<SequenceRouting {len(self._starts)} STARTs, {len(self._lost)} lost>"

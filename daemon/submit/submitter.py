@@ -37,7 +37,7 @@ from tensord.daemon.submit.routing import Routing, load
 from tensord.daemon.submit.throttle import Throttle
 from tensord.shm.arena import Arena, LeaseKey, taken_by
 from tensord.shm.channel import ChannelClosed
-from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
+from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, WorkerFenced
 from tensord.shm.device_names import number_of
 from tensord.shm.errors import DEFECT, Cancelled, Internal, InvalidArgument, ServingError, Unavailable, from_code
 from tensord.shm.lane import SubmitterLane, response_byte_size
@@ -102,6 +102,7 @@ class Submitter:
         #: Keeps this front awake while answers are about to come; None: the operator does not want that.
         self._busy_poll = BusyPoll(loop, Spin(spin_ns), self._in_flight) if spin_ns else None
         self._routing = Routing(table, row, self._in_flight, options.requests.max_sequences)
+        self.is_loading, self.region_placed = self._routing.is_loading, self._routing.region_placed
         self._throttle = Throttle(self._in_flight, arenas.wait)
         # Workers that still map a segment that was closed keep its pages: the closure is announced to them.
         self._space = ArenaSpace(self._arena, arenas.wait, part(arenas, arenas.arriving_share), self._flush_all_later)
@@ -535,14 +536,10 @@ class Submitter:
             if not one.done():
                 one.set_result(None)
 
-    def is_loading(self, model: str, version: int) -> bool:
-        """Returns whether a model version is being loaded and no serving version can answer for it. ``version`` 0: the newest."""
-        return self._routing.is_loading(model, version)
-
     async def loaded(self, model: str, version: int) -> None:
         """Waits until a model version is no longer being loaded, with success or not. Raises Unavailable: it took too long."""
         deadline = self._loop.time() + self._worker_wait
-        while self._routing.is_loading(model, version):
+        while self.is_loading(model, version):
             changed = self._loop.create_future()
             self._loading.add(changed)
             await asyncio.wait((changed,), timeout=max(0.0, deadline - self._loop.time()))
@@ -553,10 +550,6 @@ class Submitter:
 
     def _still_loading(self, model: str) -> Unavailable:
         return Unavailable(f"model '{model}' is still being loaded after {self._worker_wait:g} s; ask again later")
-
-    def region_placed(self, place: RegionPlace) -> None:
-        """Routes requests that use a client's region to workers on the region's GPU from now on."""
-        self._routing.region_placed(place)
 
     # ---------------------------------------------------------------------------------------- a worker's death
 
