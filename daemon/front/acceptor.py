@@ -62,8 +62,10 @@ class Acceptor:
         self._closed = False
 
     def start(self) -> None:
-        """Starts to accept connections."""
-        self._go_on()
+        """Starts to accept connections, also after a pause."""
+        self._counters.serve(True)
+        for listener in self._listeners:
+            self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     async def close(self, timeout: float) -> None:
         """Accepts the connections that clients have made already, then no more.
@@ -117,15 +119,10 @@ class Acceptor:
         for listener in self._listeners:
             self._loop.remove_reader(listener.fileno())
 
-    def _go_on(self) -> None:
-        self._counters.serve(True)
-        for listener in self._listeners:
-            self._loop.add_reader(listener.fileno(), self._readable, listener)
-
     def _resume(self) -> None:
         """Resumes accepting after a pause, and accepts a waiting connection that no other front has accepted meanwhile."""
         self._timer = None
-        self._go_on()
+        self.start()
         for listener in self._listeners:
             if self._timer is None:
                 self._take(listener)

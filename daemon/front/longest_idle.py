@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection
+from operator import attrgetter
 from typing import Any, Protocol
 
 from tensord.daemon.submit.accounts import Account
@@ -65,7 +66,7 @@ class LongestIdle:
         return False
 
     def _search(self, now: float) -> None:
-        for guest in sorted(self._connections, key=_used_at):
+        for guest in sorted(self._connections, key=attrgetter("used_at")):
             if guest.asks_nothing:
                 self._found.append((guest.used_at, guest))
                 if len(self._found) == _FOUND_AT_ONCE:
@@ -90,7 +91,3 @@ def described(connection: IdleConnection, account: Account | None, now: float) -
         "request_bytes": 0 if account is None else account.requests,
         "answer_bytes": 0 if account is None else account.answers,
     }
-
-
-def _used_at(guest: IdleConnection) -> float:
-    return guest.used_at

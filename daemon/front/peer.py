@@ -64,20 +64,12 @@ def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
     ``reclaim``: "never", "owner" (when the client's process ends) or "connection". If the kernel gives no descriptor of the
     process, the end of the connection is used instead. Raises Unavailable: no descriptors are left.
     """
-    if reclaim == "never" or not _is_unix(fd):
+    if reclaim == "never" or peer_of(fd).kind != "unix":
         yield -1
         return
     with contextlib.ExitStack() as stack:
         end = stack.enter_context(process_of(fd)) if reclaim == "owner" else -1
         yield end if end >= 0 else stack.enter_context(connection.descriptor())
-
-
-def _is_unix(fd: int) -> bool:
-    try:
-        with _opened(fd) as sock:
-            return sock.family == socket.AF_UNIX
-    except OSError:
-        return False
 
 
 @contextlib.contextmanager

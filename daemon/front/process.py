@@ -195,24 +195,22 @@ class Front(ABC):
 
     async def _answer(self, call: ControlCall) -> None:
         """Sends the reply to a call of the supervisor: a JSON list, or b"" once the front is idle; else the error Unsupported."""
-        if isinstance(call.operation, ConnectionRecords):
-            records = list(itertools.islice(self.connections(), _MAX_CONNECTIONS))
-            self._connection.send(Reply(call.call_id, result=msgspec.json.encode(records)))
-            return
-        if isinstance(call.operation, RecentErrors):
-            recent = [] if self.answered is None else self.answered.recent()
-            self._connection.send(Reply(call.call_id, result=msgspec.json.encode(recent)))
-            return
-        if isinstance(call.operation, TraceExemplars):
-            self._connection.send(Reply(call.call_id, result=msgspec.json.encode(self.tracer.exemplars.told())))
-            return
-        if not isinstance(call.operation, AwaitIdle):
-            message = f"a front does not answer {type(call.operation).__name__}"
-            self._connection.send(Reply(call.call_id, Unsupported.code, message))
-            return
-        while self.submitter.in_flight() or self.is_busy():
-            await asyncio.sleep(_IDLE_POLL_SECONDS)
-        self._connection.send(Reply(call.call_id))
+        result = b""
+        match call.operation:
+            case ConnectionRecords():
+                result = msgspec.json.encode(list(itertools.islice(self.connections(), _MAX_CONNECTIONS)))
+            case RecentErrors():
+                result = msgspec.json.encode([] if self.answered is None else self.answered.recent())
+            case TraceExemplars():
+                result = msgspec.json.encode(self.tracer.exemplars.told())
+            case AwaitIdle():
+                while self.submitter.in_flight() or self.is_busy():
+                    await asyncio.sleep(_IDLE_POLL_SECONDS)
+            case other:
+                message = f"a front does not answer {type(other).__name__}"
+                self._connection.send(Reply(call.call_id, Unsupported.code, message))
+                return
+        self._connection.send(Reply(call.call_id, result=result))
 
     def _hand_over(self, traces: TracesEnded) -> bool:
         """Sends traces to the supervisor. Returns False, and drops them, if too many records wait for the supervisor already."""

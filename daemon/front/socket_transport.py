@@ -289,12 +289,9 @@ class SocketTransport(asyncio.Transport):
                 self._end_soon(None)
 
     def abort(self) -> None:
-        self._unsent = None
-        self._closing, self.reading = True, False
-        if not self._ending:
-            self._end_soon(None)
+        self._fail(None)
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: OSError | None) -> None:
         self._unsent = None
         self._closing, self.reading = True, False
         if not self._ending:
