@@ -139,9 +139,6 @@ class Supervisor:
         self._regions = RegionRegistry(options.regions, self.workers, self.fronts, each)
         self.lanes = ClientLanes(options, self)
         audit = Audit()
-        self._clients = ClientSocket(
-            options, environment, self._regions, self.fronts, self.lanes, self.parameters, audit
-        )
         self._log_settings = LogSettings(options.log, self._log_changed)
         self._trace_settings = TraceSettings(options.trace, self.models.lifecycle.is_ready, self.fronts.publish)
         #: Sends spans to a collector; None: none are sent.
@@ -156,6 +153,9 @@ class Supervisor:
             self.workers,
             self.fronts,
             audit,
+        )
+        self._clients = ClientSocket(
+            options, environment, self._regions, self.fronts, self.lanes, self._operations, audit
         )
         self._gpus = GpuWatcher()
         collection = Collection(

@@ -82,11 +82,9 @@ class ParameterSetName(msgspec.Struct, forbid_unknown_fields=True):
     set: str = MAIN_SET
 
 
-class ParameterSetNames(msgspec.Struct, forbid_unknown_fields=True):
+class ParameterSetNames(ParameterSetName, forbid_unknown_fields=True):
     """Names the parameter sets of a model that a client asks to list; version 0: all versions, set "": all sets."""
 
-    model: str
-    version: _Number = 0
     set: str = ""
 
 

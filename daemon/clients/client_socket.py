@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from tensord.daemon.clients.client_messages import (
     ClientQuestion,
     HelloAnswer,
     OpenLanes,
-    ParameterSetNames,
     Register,
 )
 from tensord.daemon.control import runtime_directory, unix_socket
@@ -47,7 +46,6 @@ from tensord.shm.operations import (
     ListParameters,
     Operation,
     Peer,
-    PushParameters,
     RegisterSystemRegion,
     RevertParameters,
     UnregisterRegion,
@@ -56,7 +54,7 @@ from tensord.shm.regions import check_sealed
 
 if TYPE_CHECKING:
     from tensord.daemon.operator.audit import Audit
-    from tensord.daemon.parameters.pushes import Parameters
+    from tensord.daemon.operator.operations import Operations
     from tensord.daemon.processes.fronts import Fronts
     from tensord.daemon.regions.region_registry import RegionRegistry
 
@@ -91,7 +89,7 @@ class ClientSocket:
         registry: RegionRegistry,
         fronts: Fronts,
         lanes: ClientLanes,
-        parameters: Parameters,
+        operations: Operations,
         audit: Audit,
     ) -> None:
         self.path = unix_socket.path(options.clients.socket, NAME, environment)
@@ -100,7 +98,7 @@ class ClientSocket:
         self._registry = registry
         self._fronts = fronts
         self._lanes = lanes
-        self._parameters = parameters
+        self._operations = operations
         self._audit = audit
         self._restricted = "parameters" in restrictions.parse(options.http.restricted_api)
         self._listener: socket.socket | None = None
@@ -266,17 +264,14 @@ class ClientSocket:
             if question.register is not None:
                 with end_of(client.fileno(), end, self._options.regions.reclaim) as closed:
                     await self._register(question.register, fds, connection.peer, closed)
-            elif question.unregister is not None:
-                unregistration = UnregisterRegion("system", question.unregister.name)
-                with self._noted(unregistration, connection.peer):
-                    await self._registry.unregister(unregistration, connection.peer)
-            elif self._restricted:
+                return {}, []
+            if question.unregister is None and self._restricted:
                 raise Unsupported("parameters need a key on this server (http.restricted_api): ask over HTTP")
-            elif question.parameters is not None:
-                return self._list_parameters(question.parameters), []
-            else:
-                return await self._change_parameters(question, fds, connection.peer), []
-            await self._fronts.settled()
+            operation = _operation(question, fds)
+            result = await self._operations.answer(operation, connection.peer, fds[0] if fds else -1)
+            if isinstance(operation, ListParameters):
+                return self._list_parameters(result), []
+            return msgspec.Raw(result) if result else {}, []
         except msgspec.MsgspecError as error:
             return ClientError.of(InvalidArgument(f"malformed request: {error}")), []
         except ServingError as error:
@@ -286,45 +281,8 @@ class ClientSocket:
         except Exception:
             _log.exception("a request on the clients' socket failed")
             return ClientError.of(Internal(FAILED)), []
-        return {}, []
 
-    async def _change_parameters(self, question: ClientQuestion, fds: list[int], peer: Peer) -> Any:
-        """Pushes, reverts or drops a parameter set. Returns the answer.
-
-        ``fds``: for a push, the memfd with the parameters, if it came with the question; the caller must close it.
-
-        Raises ServingError: the question was refused.
-        """
-        operation = _parameters_operation(question, fds)
-        with self._noted(operation, peer) as replied:
-            replied += await self._carry_out(operation, fds[0] if fds else -1, peer)
-        return msgspec.Raw(bytes(replied)) if replied else {}
-
-    @contextlib.contextmanager
-    def _noted(self, operation: Operation, peer: Peer) -> Iterator[bytearray]:
-        """Notes in the audit who changed something within the block, or why that was refused. The block adds what is replied."""
-        replied = bytearray()
-        try:
-            yield replied
-        except ServingError as error:
-            self._audit.note(operation, peer, error)
-            raise
-        self._audit.note(operation, peer, result=bytes(replied))
-
-    async def _carry_out(
-        self, operation: PushParameters | RevertParameters | DropParameters, memory: int, peer: Peer
-    ) -> bytes:
-        match operation:
-            case PushParameters(model):
-                with descriptors.needed(f"parameters of model '{model[:255]}'"):
-                    return await self._parameters.push(operation, peer, memory)
-            case RevertParameters():
-                return await self._parameters.revert(operation, peer)
-            case DropParameters():
-                return await self._parameters.drop(operation, peer)
-
-    def _list_parameters(self, names: ParameterSetNames) -> Any:
-        found = self._parameters.listed(ListParameters(names.model, names.version, names.set))
+    def _list_parameters(self, found: bytes) -> Any:
         if len(found) > MAX_ANSWER - _BESIDE_LIST:
             raise Unsupported(
                 f"the list of parameter sets has {len(found)} bytes, too many for this socket: ask over HTTP"
@@ -348,7 +306,7 @@ class ClientSocket:
 
     async def _register(self, wanted: Register, fds: list[int], peer: Peer, end: int) -> None:
         request = RegisterSystemRegion(wanted.name, "", wanted.offset, wanted.byte_size)
-        with self._noted(request, peer):
+        try:
             if len(fds) != 1:
                 raise InvalidArgument(
                     f"failed to register shared memory region '{wanted.name[:255]}': "
@@ -356,6 +314,11 @@ class ClientSocket:
                 )
             check_sealed(wanted.name, fds[0])
             await self._registry.register(request, peer, end, sealed=fds[0])
+        except ServingError as error:
+            self._audit.note(request, peer, error)
+            raise
+        self._audit.note(request, peer)
+        await self._fronts.settled()
 
     def _say(self, peer: Peer, what: str, error: ServingError) -> None:
         """Logs that ``what``, such as a connection, was refused to a user, and why: at most once in 10 s for each user."""
@@ -367,13 +330,15 @@ class ClientSocket:
             _log.warning("%s is refused to %s (process %d): %s", what, peer.owner, peer.pid, error.message)
 
 
-def _parameters_operation(
-    question: ClientQuestion, fds: list[int]
-) -> PushParameters | RevertParameters | DropParameters:
-    """Returns the operation that a question asks for. ``fds``: the descriptors that came with it.
+def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
+    """Returns the operation that a question about regions or parameters asks for. ``fds``: the descriptors that came with it.
 
     Raises InvalidArgument: the question of a push does not say where its parameters are, or too many descriptors came.
     """
+    if question.unregister is not None:
+        return UnregisterRegion("system", question.unregister.name)
+    if (listed := question.parameters) is not None:
+        return ListParameters(listed.model, listed.version, listed.set)
     if (push := question.push) is not None:
         if len(fds) > 1:
             raise InvalidArgument(f"{len(fds)} descriptors came with a push of parameters, 1 is expected at most")

@@ -152,8 +152,9 @@ class Operations:
                 return self._traces.change(operation)
             case RegionRecords(name):
                 return await self._regions.records(name)
-            case PushParameters():
-                return await self._parameters.push(operation, peer, end)
+            case PushParameters(model):
+                with descriptors.needed(f"parameters of model '{model[:255]}'"):
+                    return await self._parameters.push(operation, peer, end)
             case ListParameters():
                 return self._parameters.listed(operation)
             case DropParameters():

@@ -24,9 +24,10 @@ from tensord.daemon.clients.client_lanes import ClientLanes
 from tensord.daemon.clients.client_messages import OpenLanes
 from tensord.daemon.clients.client_socket import ClientSocket
 from tensord.daemon.operator.audit import Audit
+from tensord.daemon.operator.operations import Operations
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.shm import descriptors
-from tensord.shm.control_records import LaneClosed, LaneOpened, ModelState
+from tensord.shm.control_records import ControlCall, LaneClosed, LaneOpened, ModelState
 from tensord.shm.errors import InvalidArgument, Replaced, Unavailable, Unsupported
 from tensord.shm.messages import WIRE_VERSION
 from tensord.shm.operations import (
@@ -117,6 +118,8 @@ class Pushes:
     async def push(self, wanted: PushParameters, peer: Peer, memory: int) -> bytes:
         self.asked.append(wanted)
         self.peers.append(peer)
+        if wanted.number == 15:
+            raise OSError(errno.EMFILE, "too many")
         if wanted.number == 16:
             raise Replaced("number 16 of set 'main' of model 'm' is not newer than 17")
         if memory >= 0:
@@ -147,10 +150,19 @@ def listening(
     fronts: Any = NoFronts()
     parameters: Any = pushes or Pushes()
     lanes = lanes_of(options, *workers)
-    served = ClientSocket(options, environment or {}, registry, fronts, lanes, parameters, Audit())
+    audit = Audit()
+    operations = operations_of(registry, parameters, fronts, audit)
+    served = ClientSocket(options, environment or {}, registry, fronts, lanes, operations, audit)
     served.listen()
     served.serve()
     return served
+
+
+def operations_of(registry: RegionRegistry, parameters: Any, fronts: Any, audit: Audit) -> Operations:
+    """Returns the operations of a daemon without models, of which only those on regions and parameters work."""
+    models: Any = SimpleNamespace(lifecycle=None)
+    rest: Any = SimpleNamespace()
+    return Operations(models, parameters, registry, rest, rest, rest, fronts, audit)
 
 
 def registry_of(holder: Holder, options: RegionsOptions) -> RegionRegistry:
@@ -521,6 +533,14 @@ async def test_parameters_are_pushed_listed_reverted_and_dropped(tmp_path: Path)
         ]
         assert pushes.contents == [bytes(12)]
         assert (pushes.peers[0].uid, pushes.peers[0].pid) == (os.getuid(), os.getpid())
+
+
+async def test_a_push_for_which_no_file_can_be_opened(registry: RegionRegistry) -> None:
+    """However it comes, it is refused for now, and is no defect of the server."""
+    operations = operations_of(registry, Pushes(), NoFronts(), Audit())
+    reply = await operations.reply(ControlCall(1, PushParameters("m", 0, "main", MemorySource(12), 15)))
+    assert reply.code == "UNAVAILABLE"
+    assert reply.message.startswith("no file can be opened for parameters of model 'm'")
 
 
 async def test_pushes_that_are_refused_here(tmp_path: Path) -> None:
