@@ -94,8 +94,8 @@ class Submitter:
         #: Those that no worker can run now, in order of arrival, each with the time it gives up.
         self._waiting: dict[InFlight, float] = {}
         self._worker_wait = options.requests.worker_wait
-        #: Who waits for a model to be loaded, to know what it is.
-        self._loading: set[asyncio.Future[None]] = set()
+        #: Set, and replaced, with every change of a model.
+        self._model_changed = asyncio.Event()
         loop = self._loop = asyncio.get_running_loop()
         self.refusals = Refusals(loop, counted)
         spin_ns = options.expert.spin_us * 1000
@@ -531,22 +531,18 @@ class Submitter:
         """Updates the state of a model version; requests that wait for it are sent to a worker now, or fail."""
         self._routing.model_changed(state)
         self._send_waiting()
-        loading, self._loading = self._loading, set()
-        for one in loading:
-            if not one.done():
-                one.set_result(None)
+        self._model_changed.set()
+        self._model_changed = asyncio.Event()
 
     async def loaded(self, model: str, version: int) -> None:
         """Waits until a model version is no longer being loaded, with success or not. Raises Unavailable: it took too long."""
-        deadline = self._loop.time() + self._worker_wait
-        while self.is_loading(model, version):
-            changed = self._loop.create_future()
-            self._loading.add(changed)
-            await asyncio.wait((changed,), timeout=max(0.0, deadline - self._loop.time()))
-            if not changed.done():
-                self._loading.discard(changed)
-                self.refusals.note(model, Refusal.NO_WORKER)
-                raise self._still_loading(model)
+        try:
+            async with asyncio.timeout(self._worker_wait):
+                while self.is_loading(model, version):
+                    await self._model_changed.wait()
+        except TimeoutError:
+            self.refusals.note(model, Refusal.NO_WORKER)
+            raise self._still_loading(model) from None
 
     def _still_loading(self, model: str) -> Unavailable:
         return Unavailable(f"model '{model}' is still being loaded after {self._worker_wait:g} s; ask again later")

@@ -127,7 +127,6 @@ class Throttle:
         line, client = self.lines.get(account), account.client
         going: list[InFlight] = []
         if line is None:
-            self._unbar(account)
             return going
         line.sent &= self._in_flight.keys()
         client.sent &= self._in_flight.keys()
