@@ -71,42 +71,32 @@ class ArrivingParameters:
                 raise BodyTooLarge(f"has more than {MAX_TEXT} bytes of JSON", MAX_TEXT)
         return bytes(text)
 
-    def take(self, whole: int, more: int, limit: int) -> None:
-        """Reserves room for ``more`` bytes of one push. Nothing is reserved if this raises.
-
-        The caller must give the room back when it frees the bytes, by subtracting from ``byte_size``.
-
-        Args:
-          whole: the bytes that the push has so far, these included.
-          limit: the most bytes of one push, and of all pushes that arrive at the same time.
-        Raises BodyTooLarge: the push exceeds ``limit``; Unavailable: all pushes together would.
-        """
-        if whole > limit:
-            raise BodyTooLarge(f"has {whole} bytes of parameters or more", limit)
-        if self.byte_size + more > limit:
-            raise Unavailable(
-                f"{self.byte_size} bytes of parameters are arriving, {more} more are beyond the {limit} that are allowed "
-                "(workers.max_parameter_byte_size)"
-            )
-        self.byte_size += more
-
 
 class _Pushed:
     """Holds the memory of the parameters of one push while they arrive."""
 
     def __init__(self, arriving: ArrivingParameters, limit: int) -> None:
+        """Begins without memory. ``limit``: the most bytes of one push, and of all pushes that arrive at the same time."""
         self._arriving = arriving
         self._limit = limit
         self._memory = -1
         self._taken = self._written = 0
 
-    def reserve(self, byte_size: int) -> None:
-        """Reserves room for all parameters of the push, whose size is known in advance.
+    def reserve(self, whole: int) -> None:
+        """Reserves room until the push has room for ``whole`` bytes. Nothing is reserved if this raises.
 
         Raises BodyTooLarge: the push is too large; Unavailable: other pushes take the room.
         """
-        self._arriving.take(byte_size, byte_size, self._limit)
-        self._taken = byte_size
+        more, taken = whole - self._taken, self._arriving.byte_size
+        if whole > self._limit:
+            raise BodyTooLarge(f"has {whole} bytes of parameters or more", self._limit)
+        if taken + more > self._limit:
+            raise Unavailable(
+                f"{taken} bytes of parameters are arriving, {more} more are beyond the {self._limit} that are allowed "
+                "(workers.max_parameter_byte_size)"
+            )
+        self._arriving.byte_size += more
+        self._taken = whole
 
     def write(self, piece: memoryview) -> None:
         """Writes a received piece of the parameters to memory, and reserves room for it if none is reserved.
@@ -116,8 +106,7 @@ class _Pushed:
         """
         end = self._written + len(piece)
         if end > self._taken:
-            self._arriving.take(end, end - self._taken, self._limit)
-            self._taken = end
+            self.reserve(end)
         try:
             if self._memory < 0:
                 with descriptors.needed("pushed parameters"):

@@ -136,11 +136,6 @@ class PlacedBody:
         self.received = 0
 
     @staticmethod
-    def start(head_size: int) -> int:
-        """Returns the offset in a lease for a body with ``head_size`` bytes of JSON, so that its tensors are aligned."""
-        return -head_size % ALIGNMENT
-
-    @staticmethod
     def lease_size(byte_size: int) -> int:
         """Returns how many bytes of the arena to borrow for a body of ``byte_size`` bytes."""
         return byte_size + ALIGNMENT

@@ -84,10 +84,6 @@ class Inflation:
                 f"failed to decompress the request body: the {self._coding} stream is truncated after {self.received} bytes"
             )
 
-    def skip(self, chunk: bytes) -> None:
-        """Counts a piece of the compressed body as received and discards it, because the request is already refused."""
-        self.received += len(chunk)
-
     def drop(self) -> None:
         """Frees the compressed pieces that are left, and the decompressed body."""
         self._pending.clear()

@@ -39,11 +39,8 @@ class InferStream(GenerateStream):
 
     def _read(self, reception: Reception, state: ModelState) -> UnsentRequest:
         head, body = self._head, reception.body
-        json_size = head.json_size
-        whole = memoryview(b"") if isinstance(body, PlacedBody) else memoryview(body.whole())
-        size = body.received if isinstance(body, PlacedBody) else len(whole)
-        if json_size is None:
-            json_size = size
+        size = body.received
+        json_size = size if head.json_size is None else head.json_size
         if not 0 < json_size <= size:
             raise InvalidArgument(f"inference header size should be in range (1, {size}), got: {json_size}")
         if json_size > _MAX_JSON:
@@ -51,7 +48,7 @@ class InferStream(GenerateStream):
                 f"the JSON of a request for infer_stream has {json_size} bytes, at most {_MAX_JSON} are read: "
                 "send large tensors as binary data"
             )
-        text = bytes(body.head(json_size) if isinstance(body, PlacedBody) else whole[:json_size])
+        text = bytes(body.head(json_size) if isinstance(body, PlacedBody) else body.whole()[:json_size])
         decoded = self._decoded = request_codec.decode(text, size - json_size, head.model)
         sources = [source for _, _, _, source in decoded.inputs]
         contents = located(sources, body, json_size, self._serving.submitter.inline_byte_size)

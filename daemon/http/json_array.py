@@ -42,7 +42,6 @@ _BUFFERS: dict[str, tuple[Literal["d", "i", "u"], type[np.generic], msgspec.json
     "u": ("u", np.uint64, msgspec.json.Decoder(list[int])),
 }
 _booleans = msgspec.json.Decoder(list[bool])
-_MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' field"
 
 
 @dataclass(slots=True)
@@ -62,7 +61,7 @@ class JsonArray:
         json_data.refuse_half_floats(self.datatype, self.count, self.name)
         # A value and its comma take two bytes, so nobody gets room for more values than there are.
         if 2 * self.count > len(self.text):
-            raise InvalidArgument(_MISMATCH)
+            raise InvalidArgument(json_data.MISMATCH)
 
     @property
     def byte_size(self) -> int:
@@ -91,13 +90,13 @@ class JsonArray:
         for start, piece in self._pieces():
             values = self._values(piece.translate(_BRACKETS_TO_BLANKS) if nested else piece, start, parser)
             if at + len(values) > self.count:
-                raise InvalidArgument(_MISMATCH)
+                raise InvalidArgument(json_data.MISMATCH)
             with np.errstate(over="ignore"):  # beyond FP32 is infinity
                 out[at : at + len(values)] = values
             at += len(values)
             yield
         if at != self.count:
-            raise InvalidArgument(_MISMATCH)
+            raise InvalidArgument(json_data.MISMATCH)
         return self.byte_size
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:

@@ -37,6 +37,8 @@ _QUICK: dict[str, msgspec.json.Decoder[Any]] = {
     **dict.fromkeys(("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"), _integers),
 }
 _NO_JSON = ("FP16", "BF16")
+#: The error for data with more or fewer values than its shape has.
+MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' field"
 
 
 def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
@@ -85,7 +87,7 @@ def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) ->
     content = flat(leaves, datatype, name)
     # A shape without dimensions is the model's to refuse: no model but one of scalars has it.
     if len(leaves) != count and shape:
-        raise InvalidArgument("Unable to parse 'data': Shape does not match true shape of 'data' field")
+        raise InvalidArgument(MISMATCH)
     return content
 
 

@@ -26,7 +26,6 @@ PIECE_BYTE_SIZE = 16 << 10
 _FLAT = re.compile(rb'\[[ \t\r\n]*"')
 _SEPARATOR = re.compile(rb'"[ \t\r\n]*,[ \t\r\n]*(?=")')
 _strings = msgspec.json.Decoder(list[str])
-_MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' field"
 
 
 def is_flat(text: memoryview) -> bool:
@@ -46,7 +45,7 @@ class JsonStrings:
     def __post_init__(self) -> None:
         """Checks the length of the text. Raises InvalidArgument: the text is too short for ``count`` strings."""
         if 3 * self.count > len(self.text):
-            raise InvalidArgument(_MISMATCH)
+            raise InvalidArgument(json_data.MISMATCH)
 
     @property
     def byte_size(self) -> int:
@@ -66,7 +65,7 @@ class JsonStrings:
             values, start = self._piece(start)
             count += len(values)
             if count > self.count:
-                raise InvalidArgument(_MISMATCH)
+                raise InvalidArgument(json_data.MISMATCH)
             elements = np.empty(len(values), np.object_)
             elements[:] = values
             content = byte_content(elements)
@@ -74,7 +73,7 @@ class JsonStrings:
             written += len(content)
             yield
         if count != self.count:
-            raise InvalidArgument(_MISMATCH)
+            raise InvalidArgument(json_data.MISMATCH)
         return written
 
     def _piece(self, start: int) -> tuple[list[str], int]:
@@ -95,7 +94,7 @@ class JsonStrings:
         except InvalidArgument as error:
             raise InvalidArgument(f"{error.message.rpartition(' at ')[0]} Input '{self.name}'") from error
         json_data.flat(values, "BYTES", self.name)
-        raise InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
+        raise json_data.of_wrong_kind("BYTES")
 
     def _end_of_piece(self, search: int) -> tuple[int, int]:
         """Finds the first offset from ``search`` on where a piece may end: behind a string, before a comma and another string.

@@ -195,15 +195,11 @@ class Messages:
 
     def _begin_exchange(self, head: InferHead) -> None:
         serving, order = self._serving, self._order
-        if serving.has_rules:
-            self._apply_rules(head)
+        self._complete(head)
         limit = serving.options.http.max_body_byte_size
         if (head.content_length or 0) > limit:
             order.refuse(*BodyTooLarge(f"has {head.content_length} bytes", limit).refusal)
             return
-        if head.content_length is None:
-            self._chunks_begin()
-        self._join(head)
         if not self._expects_continue:
             self.meaning = head
         exchange = Exchange(serving, head, order, head.keep_alive, account=order.account)
@@ -219,6 +215,15 @@ class Messages:
             exchange.complete()
         if len(order.requests) == 1:
             exchange.take_turn()
+
+    def _complete(self, head: InferHead) -> None:
+        """Applies the operator's rules to a head, joins it to the client's trace, and begins its body if that is chunked."""
+        if self._serving.has_rules:
+            self._apply_rules(head)
+        if self._serving.joins:
+            head.trace_parent = dict(self.headers).get(b"traceparent", b"").decode("latin-1")
+        if head.content_length is None:
+            self._chunks_begin()
 
     def _apply_rules(self, head: InferHead) -> None:
         """Applies the operator's rules to a head: adds CORS lines, checks the header that calls must carry, hands headers on.
@@ -237,18 +242,9 @@ class Messages:
         except ServingError as error:
             head.error = head.error or error
 
-    def _join(self, head: InferHead) -> None:
-        """Puts the client's ``traceparent`` into the head, if this front sends spans, so that they join the client's trace."""
-        if self._serving.joins:
-            head.trace_parent = dict(self.headers).get(b"traceparent", b"").decode("latin-1")
-
     def _begin_generation(self, head: InferHead, endpoint: type[Generate | GenerateStream]) -> None:
         order = self._order
-        if self._serving.has_rules:
-            self._apply_rules(head)
-        self._join(head)
-        if head.content_length is None:
-            self._chunks_begin()
+        self._complete(head)
         generation = endpoint(self._serving, head, order)
         order.append(generation, self._expects_continue)
         if len(order.requests) == 1:

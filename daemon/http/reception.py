@@ -154,7 +154,10 @@ class Reception(Receiver):
     def receive(self, chunk: bytes) -> None:
         """Receives a piece of the body. If the request is refused, the piece is counted and discarded."""
         if self._inflation is not None:
-            self._inflation.feed(chunk) if self.error is None else self._inflation.skip(chunk)
+            if self.error is None:
+                self._inflation.feed(chunk)
+            else:
+                self._inflation.received += len(chunk)
             if not self._inflating:
                 self._inflate()
             return
