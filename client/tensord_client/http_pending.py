@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import select
 import threading
 import time
@@ -79,7 +80,10 @@ class Pool:
         """
         while self._line and self._in_use < self._limit:
             self._in_use += 1
-            self._grant(self._line.popleft(), self._usable())
+            pending = self._line.popleft()
+            channel = self._usable()
+            self._granted.add(pending)
+            pending.grant(channel)
 
     def _usable(self) -> Channel | None:
         """Removes a usable idle channel from the pool and returns it; None: there is none. Closes idle ones that are unusable."""
@@ -89,11 +93,6 @@ class Pool:
                 return channel
             channel.close()
         return None
-
-    def _grant(self, pending: HttpPending, channel: Channel | None) -> None:
-        """Gives a request a channel, or (None) the right to open one. The caller holds the lock."""
-        self._granted.add(pending)
-        pending.grant(channel)
 
     def give(self, pending: HttpPending, channel: Channel | None) -> None:
         """Takes a channel back from a request: for the first queued request, or as an idle one where none is queued.
@@ -483,23 +482,32 @@ class Waiter:
     """
 
     def __init__(self) -> None:
-        import os
-
         #: Without a lock, which the garbage collector may find this very thread to have when it ends a stream.
         self._new: collections.deque[tuple[HttpPending, Callable[[HttpPending], object]]] = collections.deque()
         self._wakes, self._wake_end = os.pipe()
         os.set_blocking(self._wakes, False)
         os.set_blocking(self._wake_end, False)
-        self._close_fd = os.close
         self._closed = False
+        #: Held to write to the pipe or close it. The garbage collector may cancel a request in a thread that has the lock.
+        self._lock = threading.RLock()
+        self._ended = False
         self._thread = threading.Thread(target=self._main, name="tensord-client", daemon=True)
         self._thread.start()
 
     def add(self, pending: HttpPending, called: Callable[[HttpPending], object]) -> None:
-        """Has the thread wait for a request's answer from now on, and call ``called`` with the request when it has come."""
-        pending._wake = self._wake
-        self._new.append((pending, called))
-        self._wake()
+        """Has the thread wait for a request's answer from now on, and call ``called`` with the request when it has come.
+
+        Once the thread has ended, the pool was closed before: the request then has an answer, or ends with Cancelled, at once.
+        """
+        with self._lock:
+            ended = self._ended
+            if not ended:
+                pending._wake = self._wake
+                self._new.append((pending, called))
+                self._wake()
+        if ended:
+            pending.step()
+            _call(called, pending)
 
     def cancel(self, pending: HttpPending) -> None:
         """Has the thread cancel a request that was given to ``add``."""
@@ -512,12 +520,9 @@ class Waiter:
         return threading.current_thread() is self._thread
 
     def _wake(self) -> None:
-        import os
-
-        try:
-            os.write(self._wake_end, b"\0")
-        except (BlockingIOError, OSError):
-            pass
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if not self._ended:
+                os.write(self._wake_end, b"\0")
 
     def close(self) -> None:
         """Has the thread end once it waits for no request any more. Idempotent."""
@@ -525,15 +530,14 @@ class Waiter:
         self._wake()
 
     def abandon(self) -> None:
-        """Closes the waiter's file descriptors, after a fork in the child process, or when the thread has ended."""
-        self._close_fd(self._wakes)
-        self._close_fd(self._wake_end)
+        """Closes the waiter's file descriptors, after a fork in the child process, or when the thread ends."""
+        self._ended = True
+        os.close(self._wakes)
+        os.close(self._wake_end)
 
     def _main(self) -> None:
-        import os
-
         under_way: dict[HttpPending, Callable[[HttpPending], object]] = {}
-        while under_way or self._new or not self._closed:
+        while under_way or not self._ends():
             while self._new:
                 pending, called = self._new.popleft()
                 if called is HttpPending.cancel:
@@ -556,11 +560,16 @@ class Waiter:
             if self._closed and not under_way:
                 continue
             poll.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()) * 1e3 + 1)
-            try:
+            with contextlib.suppress(BlockingIOError):
                 os.read(self._wakes, 4096)
-            except BlockingIOError:
-                pass
-        self.abandon()
+
+    def _ends(self) -> bool:
+        """Closes the pipe if the thread has nothing left to do and nothing more may come. Returns whether that is so."""
+        with self._lock:
+            if self._new or not self._closed:
+                return False
+            self.abandon()
+            return True
 
 
 def _call(called: Callable[[HttpPending], object], pending: HttpPending) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import gc
+import os
 import time
 from collections.abc import Iterator
 from typing import cast
@@ -115,3 +116,28 @@ def test_a_request_that_ends_while_a_connection_is_looked_for_leaves_its_own_to_
     pool._idle.append((cast(Channel, idle), time.monotonic()))
     assert [queued(pool)._granted for _ in range(3)] == [True, True, False]
     assert idle.is_closed
+
+
+def test_a_callback_that_comes_after_the_end_of_the_waiter_is_called() -> None:
+    """A request may be sent before ``close``, and get its callback when the waiter's thread, and its pipe, have gone."""
+    pool, waiter = Pool(Address("none"), limit=0), Waiter()
+    pending = HttpPending(pool, Exchange([b"x"], None, True), lambda: waiter, 1.0)
+    pool.close()
+    waiter.close()
+    waiter._thread.join(10)
+    # Whoever opens a file gets the numbers of the pipe.
+    read, write = os.pipe()
+    try:
+        called: list[HttpPending] = []
+        pending.add_done_callback(called.append)
+        waiter.close()
+        pending.cancel()
+        assert called == [pending]
+        os.set_blocking(read, False)
+        with pytest.raises(BlockingIOError):
+            os.read(read, 1)
+    finally:
+        os.close(read)
+        os.close(write)
+    with pytest.raises(Cancelled, match=r"^the client was closed$"):
+        pending.waited()
