@@ -57,6 +57,18 @@ class PreparedCall(Protocol):
         """
 
 
+class RepeatedCall:
+    """A ``PreparedCall`` of a connection that makes an ordinary request of each call."""
+
+    def __init__(self, connection: Connection, call: Call) -> None:
+        self._connection = connection
+        self._call = call
+
+    def __call__(self, timeout: float | None = None) -> Answer:
+        """Sends the request and waits for its answer, as ``PreparedCall`` says."""
+        return self._connection.ask(self._call).result(timeout)
+
+
 class Connection(Protocol):
     """A connection to a server, over which requests are sent. Thread-safe."""
 

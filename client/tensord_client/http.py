@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from tensord_client.call import MAX_WAITING, Call
+from tensord_client.connection import RepeatedCall
 from tensord_client.datatypes import datatype_of, decode, dtype_of
 from tensord_client.errors import (
     CLOSED,
@@ -58,22 +59,12 @@ class Pending(HttpPending):
     """An inference request that was sent over HTTP. ``await`` on it returns its answer, as ``result`` does."""
 
     def result(self, timeout: float | None = None) -> Answer:
-        """Waits for the answer and returns it, or raises it if it is an error (ServingError).
-
-        Args:
-          timeout: seconds to wait; None: until the request's deadline.
-
-        Raises: DeadlineExceeded: no answer came in time; the request is cancelled.
-        """
+        """Waits for the answer and returns it, or raises its error. ``timeout`` and Raises: as ``connection.Pending.result``."""
         self.hurry(timeout)
         return cast(Answer, self.waited())
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses. ``timeout``: seconds to wait for each; None: until the request's deadline.
-
-        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
-        in time.
-        """
+        """Iterates over the responses. ``timeout`` and Raises: as ``connection.Pending.responses``."""
         try:
             while True:
                 self.hurry(timeout)
@@ -89,11 +80,7 @@ class Pending(HttpPending):
         return self.result()
 
     async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop.
-
-        ``timeout``: seconds to wait for each; None: until the request's deadline. Leaving the iteration early cancels the
-        request. Raises ServingError: a response is an error; DeadlineExceeded: none came in time.
-        """
+        """Iterates over the responses on the running event loop. ``timeout`` and Raises: as ``Pending.async_responses``."""
         try:
             while True:
                 self.hurry(timeout)
@@ -222,15 +209,7 @@ class HttpConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters into the set ``name`` of a model (version 0: the newest). Returns the answer, with its "number".
-
-        Args:
-          said: the other fields of the push, such as "number", "partial" or "file".
-          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
-          timeout: seconds to wait for the server's answer; None: without limit.
-
-        Raises: ServingError: the server refuses the parameters, or does not answer in time.
-        """
+        """Pushes parameters into a parameter set of a model. Args, Returns and Raises: as ``Connection.push``."""
         text = json.dumps(said, separators=(",", ":")).encode()
         size = len(text) + sum(map(len, pieces))
         head = b"Inference-Header-Content-Length: %d\r\n" % len(text) if pieces else b""
@@ -239,10 +218,7 @@ class HttpConnection:
         return cast("dict[str, Any]", self._manage(b"POST", path, [fields, *pieces], timeout))
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets of a model, as ``ModelParameters.list`` explains them; version 0: of all versions.
-
-        Raises: ServingError: there is no such model, or no answer came.
-        """
+        """Returns the parameter sets of a model; version 0: of all versions. Raises ServingError: no such model, or no answer."""
         return cast("list[dict[str, Any]]", self.get(f"{_path(model, version)}/parameters"))
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
@@ -250,10 +226,7 @@ class HttpConnection:
         self._manage(b"DELETE", f"{_path(model, version)}/parameters/{_quoted(name)}", [b"\r\n"])
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Puts the parameters that the set ``name`` had before its newest push into use again. Returns the server's answer.
-
-        Raises: ServingError: nothing was pushed into the set, or the server has not kept the earlier parameters.
-        """
+        """Undoes a set's newest push. Args, Returns and Raises: as ``Connection.revert_parameters``."""
         path = f"{_path(model, version)}/parameters/{_quoted(name)}/revert"
         return cast("dict[str, Any]", self._manage(b"POST", path, [b"Content-Length: 0\r\n\r\n"]))
 
@@ -284,9 +257,9 @@ class HttpConnection:
     def _send(self, exchange: Exchange) -> Pending:
         return Pending(self._pool, exchange, self._waiter, self._patience)
 
-    def prepare(self, call: Call) -> PreparedCall:
+    def prepare(self, call: Call) -> RepeatedCall:
         """Makes a request that can be sent many times, each time with what its arrays hold then; nothing is sent yet."""
-        return PreparedCall(self, call)
+        return RepeatedCall(self, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Makes an ordinary numpy array: over HTTP the server shares no memory of the host with this process.
@@ -411,21 +384,6 @@ class HttpConnection:
 
     def __repr__(self) -> str:
         return f"<HttpConnection to {self.address}>"
-
-
-class PreparedCall:
-    """A request that can be sent over HTTP many times: its arrays are read anew at each call."""
-
-    def __init__(self, connection: HttpConnection, call: Call) -> None:
-        self._connection = connection
-        self._call = call
-
-    def __call__(self, timeout: float | None = None) -> Answer:
-        """Sends the request, waits for the answer at most ``timeout`` seconds (None: without limit), and returns it.
-
-        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time.
-        """
-        return self._connection.ask(self._call).result(timeout)
 
 
 class _Get(Exchange):

@@ -320,17 +320,9 @@ class LaneConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters into the parameter set ``name`` of a model; the daemon receives ``pieces`` in a sealed memfd.
+        """Pushes parameters into a parameter set of a model; the daemon receives ``pieces`` in a sealed memfd.
 
-        Returns the daemon's answer, whose "number" identifies the push.
-
-        Args:
-          version: the model's version; 0: the newest.
-          said: the other fields of the push, such as "number", "partial" or "file".
-          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
-          timeout: seconds to wait for the daemon's answer; None: without limit.
-
-        Raises: ServingError: the daemon refuses the parameters, or does not answer in time.
+        Args, Returns and Raises: as ``Connection.push``.
         """
         question = {"push": {"model": model, "version": version, "set": name, **said}}
         if not pieces:
@@ -342,10 +334,7 @@ class LaneConnection:
             os.close(memory)
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets of a model, as ``ModelParameters.list`` explains them; version 0: of all versions.
-
-        Raises: ServingError: there is no such model, or no answer came.
-        """
+        """Returns the parameter sets of a model; version 0: of all versions. Raises ServingError: no such model, or no answer."""
         found: list[dict[str, Any]] = self._manage({"parameters": {"model": model, "version": version}})["parameters"]
         return found
 
@@ -354,10 +343,7 @@ class LaneConnection:
         self._manage({"drop": {"model": model, "version": version, "set": name}})
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Puts the parameters that the set ``name`` had before its newest push into use again. Returns the daemon's answer.
-
-        Raises: ServingError: nothing was pushed into the set, or the daemon has not kept the earlier parameters.
-        """
+        """Undoes a set's newest push. Args, Returns and Raises: as ``Connection.revert_parameters``."""
         return self._manage({"revert": {"model": model, "version": version, "set": name}})
 
     def _manage(self, question: dict[str, Any], timeout: float | None = None, *fds: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tensord_client.call import Call
+from tensord_client.connection import RepeatedCall
 from tensord_client.errors import CLOSED, NotFound, Unavailable, Unsupported, from_code
 from tensord_client.http_channel import Buffer
 from tensord_client.results import Answer, Array, Description, written
@@ -110,9 +111,9 @@ class LocalConnection:
             call.inputs = {name: array.copy() for name, array in call.inputs.items()}
         return LocalPending(self.loaded(call.model, call.version), call)
 
-    def prepare(self, call: Call) -> LocalPrepared:
+    def prepare(self, call: Call) -> RepeatedCall:
         """Makes a request that can be run many times, each time with what its arrays hold then."""
-        return LocalPrepared(self, call)
+        return RepeatedCall(self, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Makes an ordinary numpy array: models in this process need no shared memory.
@@ -180,21 +181,6 @@ def _described(tensor: testing.Tensor) -> dict[str, Any]:
     return {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
 
 
-class LocalPrepared:
-    """A request to a model in this process that can be run many times."""
-
-    def __init__(self, connection: LocalConnection, call: Call) -> None:
-        self._connection = connection
-        self._call = call
-
-    def __call__(self, timeout: float | None = None) -> Answer:
-        """Runs the request on what its arrays hold now; returns its answer, or raises it if it is an error (ServingError).
-
-        ``timeout``: seconds to wait for the answer; None: without limit.
-        """
-        return self._connection.ask(self._call).result(timeout)
-
-
 class LocalPending:
     """A request to a model in this process. It begins when somebody waits for its answer or adds a callback."""
 
@@ -242,11 +228,7 @@ class LocalPending:
         return answer
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses. ``timeout``: seconds to wait for each; None: until the request's deadline.
-
-        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
-        in time.
-        """
+        """Iterates over the responses. ``timeout`` and Raises: as ``connection.Pending.responses``."""
         with _as_ours():
             found = self._timed(timeout).stream(self._call.inputs, outputs=self._call.outputs, **self._own)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -115,8 +116,6 @@ class Calls:
 
     def sequence_id(self) -> int:
         """Returns a new random sequence id of 63 bits, never 0: no other client will choose the same one."""
-        import os
-
         return int.from_bytes(os.urandom(8), "little") >> 1 | 1
 
     def __reduce__(self) -> Any:

@@ -249,12 +249,9 @@ class Pending:
     # ------------------------------------------------------------------------------------------------- from a thread
 
     def result(self, timeout: float | None = None) -> Answer:
-        """Waits for the answer and returns it, or raises it if it is an error (ServingError).
+        """Waits for the answer and returns it, or raises its error. ``timeout`` and Raises: as ``connection.Pending.result``.
 
-        Args:
-          timeout: seconds to wait; None: until the request's deadline.
-
-        Raises: DeadlineExceeded: no answer came in time; the request is cancelled, as it is if a signal's handler ends the wait.
+        The request is also cancelled if a signal's handler ends the wait.
         """
         if self._result is None:
             try:
@@ -267,11 +264,7 @@ class Pending:
         return self._result
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses. ``timeout``: seconds to wait for each; None: until the request's deadline.
-
-        Leaving the iteration early cancels the request. Raises ServingError: a response is an error; DeadlineExceeded: none came
-        in time.
-        """
+        """Iterates over the responses. ``timeout`` and Raises: as ``connection.Pending.responses``."""
         try:
             while True:
                 response = self._next(self._until(timeout))
@@ -409,11 +402,7 @@ class Pending:
         return self._result
 
     async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop.
-
-        ``timeout``: seconds to wait for each; None: until the request's deadline. Leaving the iteration early cancels the
-        request. Raises ServingError: a response is an error; DeadlineExceeded: none came in time.
-        """
+        """Iterates over the responses on the running event loop. ``timeout`` and Raises: as in ``connection.Pending``."""
         try:
             while True:
                 response = await self._next_async(timeout)

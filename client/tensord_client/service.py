@@ -108,26 +108,11 @@ class ServiceConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters into the parameter set ``name`` of a model.
-
-        Returns the daemon's answer, whose "number" identifies the push.
-
-        Args:
-          version: the model's version; 0: the newest.
-          said: the other fields of the push, such as "number", "partial" or "file".
-          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
-          timeout: seconds to wait for the daemon's answer; None: without limit.
-
-        Raises: ServingError: the daemon refuses the parameters, or does not answer in time.
-        """
+        """Pushes parameters into a parameter set of a model. Args, Returns and Raises: as ``Connection.push``."""
         return self._lane.push(model, version, name, said, pieces, timeout)
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets of a model, as ``ModelParameters.list`` explains them; version 0: of all versions.
-
-        A list that is too long for the daemon's socket is fetched over HTTP. Raises ServingError: there is no such model, or no
-        answer came.
-        """
+        """Returns a model's parameter sets, as ``Connection.parameter_sets``; over HTTP if the socket cannot carry the list."""
         try:
             return self._lane.parameter_sets(model, version)
         except Unsupported:
@@ -138,10 +123,7 @@ class ServiceConnection:
         self._lane.drop_parameters(model, version, name)
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Puts the parameters that the set ``name`` had before its newest push into use again. Returns the daemon's answer.
-
-        Raises: ServingError: nothing was pushed into the set, or the server has not kept the earlier parameters.
-        """
+        """Undoes a set's newest push. Args, Returns and Raises: as ``Connection.revert_parameters``."""
         return self._lane.revert_parameters(model, version, name)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
