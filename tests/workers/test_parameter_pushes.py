@@ -37,6 +37,7 @@ from tensord.shm.operations import (
 )
 from tensord.workers.parameters import layout
 from tensord.workers.parameters.layout import SealedMemory
+from tensord.workers.parameters.slices import SLICE
 from tests.repositories import write_model
 from tests.workers.parameters.made_sets import layout_bytes, sealed, sealed_bytes, unaligned
 from tests.workers.parameters.pushing import PushingLoop, numbered, value, write_numbered
@@ -186,6 +187,57 @@ def test_a_region_that_shrinks_is_refused(loop: PushingLoop, registered: Callabl
     with pytest.raises(InvalidArgument, match=r"lost its memory|could be read"):
         loop.make("m", RegionSource("region"))
     assert value(loop.ask_value("m")) == 1
+
+
+@pytest.mark.parametrize("processors", [1, 16])
+def test_a_region_that_shrinks_in_the_middle_of_a_push_is_refused(
+    loop: PushingLoop, registered: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, processors: int
+) -> None:
+    """Whichever threads copy then: the worker lives, and what is made of the region's rest is thrown away."""
+    loop.push("m", numbered(1), 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    memory = registered(layout_bytes(numbered(4)) + bytes(64 << 20))
+    cut = threading.Event()
+    copyto, pwrite = np.copyto, os.pwrite
+
+    def shrink(byte_size: int) -> None:
+        if not cut.is_set() and byte_size == SLICE:
+            os.ftruncate(memory.fd, 5000)
+            cut.set()
+
+    def copying(target: Array, source: Array) -> None:
+        shrink(len(target))
+        copyto(target, source)
+
+    def writing(fd: int, content: memoryview, at: int) -> int:
+        shrink(len(content))
+        return pwrite(fd, content, at)
+
+    monkeypatch.setattr(np, "copyto", copying)
+    monkeypatch.setattr(os, "pwrite", writing)
+    with pytest.raises(InvalidArgument, match="lost its memory"):
+        loop.make("m", RegionSource("region"))
+    assert cut.is_set()
+    monkeypatch.undo()
+    assert loop.worker._regions.leases() == {"system": 0, "cuda": 0}
+    assert value(loop.ask_value("m")) == 1
+
+
+@pytest.mark.parametrize("processors", [1, 16])
+def test_a_region_larger_than_a_slice(
+    loop: PushingLoop, registered: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, processors: int
+) -> None:
+    """Whole, and with the spaces behind its header by which its leaves are aligned."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    large = {"w": np.random.default_rng(1).random(5 << 18, np.float32), "deep.0.v": numbered(1)["w"]}
+    given = layout_bytes(large)
+    length = int.from_bytes(given[:8], "little")
+    odd = (length + 5).to_bytes(8, "little") + given[8 : 8 + length] + b" " * 5 + given[8 + length :]
+    registered(odd)
+    made = loop.make("m", RegionSource("region", 0, len(odd)), checksum=f"crc32:{zlib.crc32(odd):08x}")
+    assert os.fstat(made).st_size == len(odd) + 59
+    found = content(made)
+    assert all(np.array_equal(found[name], large[name]) for name in large)
 
 
 def test_a_client_that_writes_meanwhile_cannot_change_what_was_checked(

@@ -8,11 +8,12 @@ in the worker's loop; ``Making.make`` copies, in another thread.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,15 +36,13 @@ from tensord.shm.regions import Region, check_range
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.devices.late_tensor import CudaTensor, RegionTensor
 from tensord.workers.parameters import layout
-from tensord.workers.parameters.layout import LaidLeaf, NewMemory, SealedMemory
+from tensord.workers.parameters.layout import Copy, LaidLeaf, NewMemory, Part, SealedMemory, leaf_of, part_of
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.regions.region_table import AnyRegion, RegionTable, check_intact
 
-#: Bytes that are copied in one piece: other threads may go on between two of them.
+#: Bytes of a file that are read in one piece.
 _PIECE = 4 << 20
 _BYTES = np.dtype(np.uint8)
-#: ``copy(at, target)``: fills a UINT8 array with the bytes of a source from offset ``at`` on.
-Copy = Callable[[int, Array], None]
 
 
 class _Digest(Protocol):
@@ -126,7 +125,9 @@ class Making:
                 os.close(made)
         else:
             leaves = made
-        return self._laid_out({**self._missing(leaves), **leaves})
+        described = [leaf_of(name, array) for name, array in {**self._missing(leaves), **leaves}.items()]
+        with contextlib.closing(layout.laid_out(described, self._limit, self.what)) as memory:
+            return memory.sealed()
 
     def _missing(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the leaves of the base set (name -> array) that a source does not have."""
@@ -141,19 +142,6 @@ class Making:
             if array is not None and leaf.name not in leaves and not (self._named and leaf.shared)
         }
 
-    def _laid_out(self, leaves: Mapping[str, Array]) -> int:
-        described = [LaidLeaf(name, array.dtype, tuple(array.shape)) for name, array in leaves.items()]
-        memory, places = NewMemory.laid_out(described, self._limit, self.what)
-        try:
-            while places:
-                name, place = places.popitem()
-                np.copyto(place, leaves[name])
-                # Nothing may refer to memory that is to be sealed.
-                del place
-            return memory.sealed()
-        finally:
-            memory.close()
-
     def copied(self, byte_size: int, copy: Copy, lies: memoryview | None = None) -> int:
         """Copies a source that is in safetensors' layout as a single piece. Returns the file descriptor of the sealed memory.
 
@@ -161,7 +149,7 @@ class Making:
 
         Args:
           byte_size: of the source.
-          copy: ``copy(at, target)`` fills an array with bytes of the source from offset ``at`` on.
+          copy: fills an array with bytes of the source.
           lies: the bytes of the source in this process' memory; None: they are not mapped.
         Raises InvalidArgument: the source is empty, too large, too short by now, or its checksum is wrong; Unavailable: there is
         no memory.
@@ -177,42 +165,31 @@ class Making:
         # Where no spaces are needed, or the header is none, all of it is behind the head.
         begin = len(head) + length if spaces else len(head)
         first = (length + spaces).to_bytes(layout.LENGTH, "little") if spaces else head.tobytes()
-        if lies is not None:
-            parts = [memoryview(first), lies[len(head) : begin], memoryview(b" " * spaces), lies[begin:]]
-            memory = NewMemory(byte_size + spaces, [part for part in parts if part])
-        else:
-            memory = NewMemory(byte_size + spaces)
-        try:
-            if lies is None:
-                memory.content[: len(head)] = np.frombuffer(first, _BYTES)
-                copy(len(head), memory.content[len(head) : begin])
-                memory.content[begin : begin + spaces] = ord(" ")
-                copy(begin, memory.content[begin + spaces :])
+        header, tensors = _behind(len(head), begin, copy, lies), _behind(begin, byte_size, copy, lies)
+        parts = [part_of(first), header, part_of(b" " * spaces), tensors]
+        with contextlib.closing(NewMemory(parts)) as memory:
             check_intact(self._regions)
             self.check_sum([head, memory.content[len(head) : begin], memory.content[begin + spaces :]])
             return memory.sealed()
-        finally:
-            memory.close()
 
-    def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> Mapping[str, Array]:
-        """Copies leaves from regions into new arrays, one by one. Returns leaf name -> array.
+    def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> int:
+        """Copies leaves from regions. Returns the file descriptor of sealed memory with all of them.
 
-        ``places``: each leaf, and the function ``copy(at, target)`` that fills an array with its bytes from offset ``at`` on.
+        ``places``: each leaf, and the function that fills an array with its bytes.
 
         Raises InvalidArgument: the leaves are too large, not valid or not there any more, or their checksum is wrong.
         """
-        found: dict[str, Array] = {}
-        layout.check_size(sum([leaf.byte_size for leaf, _ in places]), self._limit, self.what)
-        for leaf, copy in places:
-            content = np.empty(leaf.byte_size, _BYTES)
-            copy(0, content)
-            array = content.view(leaf.dtype) if leaf.byte_size else np.empty(0, leaf.dtype)
-            if leaf.dtype == np.bool_ and leaf.byte_size and content.max() > 1:
-                raise InvalidArgument(f"{self.what}: leaf '{leaf.name}' has a truth value that is neither 0 nor 1")
-            found[leaf.name] = array.reshape(leaf.shape)
-        check_intact(self._regions)
-        self.check_sum([array.reshape(-1).view(_BYTES) for array in found.values() if array.nbytes])
-        return found
+        with contextlib.closing(layout.laid_out(places, self._limit, self.what)) as memory:
+            check_intact(self._regions)
+            self.check_sum(self._contents(memory, places))
+            return memory.sealed()
+
+    def _contents(self, memory: NewMemory, places: Sequence[tuple[LaidLeaf, Copy]]) -> Iterator[Array]:
+        """Yields the bytes of leaves in new memory, in the order of the push."""
+        found = layout.read(memory.content.data, self.what)
+        for leaf, _ in places:
+            if leaf.byte_size:
+                yield found[leaf.name].reshape(-1).view(_BYTES)
 
     def check_sum(self, contents: Iterable[Any]) -> None:
         """Compares the checksum of ``contents`` with that in the push, if it has one. Raises InvalidArgument: they differ.
@@ -342,6 +319,14 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
     return making.copied(found, _reading(fd, making.what))
 
 
+def _behind(start: int, end: int, copy: Copy, lies: memoryview | None) -> Part:
+    """Returns the part of a source from ``start`` to ``end``.
+
+    ``copy``: fills an array with bytes of the source. ``lies``: all of its bytes; None: they are not mapped.
+    """
+    return Part(end - start, lambda at, target: copy(start + at, target), None if lies is None else lies[start:end])
+
+
 def _reading(fd: int, what: str) -> Copy:
     """Returns a function ``copy(at, target)``, which fills an array with the bytes of a file from offset ``at`` on.
 
@@ -351,7 +336,7 @@ def _reading(fd: int, what: str) -> Copy:
     def copy(at: int, target: Array) -> None:
         content, done = target.data, 0
         while done < len(content):
-            count = os.preadv(fd, [content[done : done + _PIECE]], at + done)
+            count = os.preadv(fd, [content[done:]], at + done)
             if not count:
                 raise InvalidArgument(f"{what}: {at + done} bytes could be read, {at + len(content)} are needed")
             done += count
@@ -394,9 +379,7 @@ def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> 
 
     def copy(at: int, target: Array) -> None:
         if isinstance(region, Region):
-            for start in range(0, len(target), _PIECE):
-                piece = target[start : start + _PIECE]
-                np.copyto(piece, np.frombuffer(view[at + start : at + start + len(piece)], _BYTES))
+            np.copyto(target, np.frombuffer(view[at : at + len(target)], _BYTES))
         elif len(target) and isinstance(region, SnapshotRegion):
             RegionTensor(region, offset + at, _BYTES, (len(target),)).copy_into(target)
         elif len(target):

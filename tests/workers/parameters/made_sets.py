@@ -7,11 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from tensord.shm.arrays import Array
 from tensord.workers.loading.parameters import host_sets
-from tensord.workers.parameters.layout import LaidLeaf, NewMemory
+from tensord.workers.parameters import layout
 from tensord.workers.parameters.parameter_set import ParameterSets
 
 LIMIT = 1 << 30
@@ -24,12 +22,7 @@ def loaded(parameters: Any) -> ParameterSets:
 
 def sealed(leaves: Mapping[str, Array]) -> int:
     """Returns a descriptor of sealed memory with these leaves; the caller closes it."""
-    described = [LaidLeaf(name, array.dtype, array.shape) for name, array in leaves.items()]
-    memory, places = NewMemory.laid_out(described, LIMIT, "these")
-    while places:
-        name, place = places.popitem()
-        np.copyto(place, leaves[name])
-        del place
+    memory = layout.laid_out([layout.leaf_of(*leaf) for leaf in leaves.items()], LIMIT, "these")
     return memory.sealed()
 
 
