@@ -81,8 +81,9 @@ class Place:
 class Front(ABC):
     """Base class of the HTTP and gRPC fronts: takes the supervisor's records, serves clients from ``open`` to ``drain``."""
 
-    #: Exists from Start on.
+    #: Both exist from Start on, the supervisor's first record.
     tracer: Tracer
+    submitter: Submitter
     #: Exists once it is open.
     answered: Answered | None = None
     #: Modules written in C -> what the front does without them.
@@ -94,7 +95,6 @@ class Front(ABC):
         self._started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
         self._serve: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
-        self._submitter: Submitter | None = None
         self.calls = ControlCalls(self._connection)
         self.table = ModelStates()
 
@@ -140,12 +140,6 @@ class Front(ABC):
     def is_busy(self) -> bool:
         """Returns whether any client waits for a response, or for the rest of one."""
 
-    @property
-    def submitter(self) -> Submitter:
-        """Returns the submitter, which exists once the supervisor has sent Start."""
-        assert self._submitter is not None, "Start is the first record"
-        return self._submitter
-
     def _record(self, record: Any, fds: list[int]) -> None:
         """Applies a record from the supervisor: passes it on to the submitter, table, tracer or log that it concerns."""
         match record:
@@ -156,7 +150,7 @@ class Front(ABC):
                 self.tracer = Tracer(record.incarnation, options.trace, options.metrics.buckets, self._hand_over)
                 row = self.place.row
                 counters = self.place.counters.front(row)
-                self._submitter = Submitter(
+                self.submitter = Submitter(
                     record.incarnation, options, self.table, row, counters.refuse, counters.note_number
                 )
                 self._started.set_result(record)
