@@ -9,54 +9,35 @@ generator is paused and the thread runs others; when the client is gone its gene
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Internal
-from tensord.workers.calls.caller import Caller, ModelPort, calling
+from tensord.workers.calls.caller import Caller, calling
 from tensord.workers.jax_internals.wide import precision
-from tensord.workers.models.execution import Execution, describe_failure, own_failure
-from tensord.workers.models.host_model import fetched
-from tensord.workers.parameters.parameter_set import ParameterSets
+from tensord.workers.models.execution import Execution, own_failure
+from tensord.workers.models.host_model import HostFunction, fetched
 from tensord.workers.programs.lowering import check_output
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.result import STREAMED, Response, Result
-from tensord.workers.tensors.signature import Signature
 
 _END: Any = object()
 
 
-class GeneratorModel:
-    """One version of a model whose function is a Python generator: each value that it yields is sent as a response.
-
-    The version's instances share the function and its parameters.
-    """
-
-    def __init__(
-        self,
-        version: int,
-        signature: Signature,
-        apply: Callable[[Any, dict[str, Array]], Generator[Any, None, None]],
-        sets: ParameterSets,
-        port: ModelPort,
-    ) -> None:
-        self.port = port
-        self._version = version
-        self._signature = signature
-        self._apply = apply
-        self._sets = sets
+class GeneratorModel(HostFunction):
+    """One version of a model whose function is a Python generator: each value that it yields is sent as a response."""
 
     def execute(self, execution: Execution) -> None:
         (request,) = execution.requests
         inputs, execution.copied_byte_size = fetched(request)
         execution.gathered_ns = time.monotonic_ns()
         chosen = execution.parameters = self._sets.chosen_by([request])
-        run = _Run(self, self._signature, request, execution, self._apply(chosen.on(0), inputs))
-        with precision(self._signature.wide), calling(execution.caller(self.port)) as caller:
+        run = _Run(self, request, execution, self._apply(chosen.on(0), inputs))
+        with precision(self.signature.wide), calling(execution.caller(self.port)) as caller:
             run.go_on(alone=False)
         caller.close()
         execution.computed_ns = time.monotonic_ns()
@@ -73,28 +54,19 @@ class GeneratorModel:
             parameters = {} if parameters is None else parameters
         if not isinstance(made, Mapping) or not isinstance(parameters, Mapping):
             raise Internal(
-                f"model '{self._signature.model}' yielded {type(made).__name__}, a dict of arrays is expected, or one with a "
+                f"model '{self.signature.model}' yielded {type(made).__name__}, a dict of arrays is expected, or one with a "
                 "dict of parameters"
             )
         outputs = {output: self._checked(request, output, array) for output, array in made.items()}
         return Response(outputs, dict(parameters)) if parameters else outputs
 
     def _checked(self, request: Request, output: str, made: Any) -> Array:
-        spec, batches = self._signature.outputs.get(output), self._signature.batches
+        spec, batches = self.signature.outputs.get(output), self.signature.batches
         if spec is None:
-            raise Internal(f"model '{self._signature.model}' yielded '{output}', which is no output of it")
+            raise Internal(f"model '{self.signature.model}' yielded '{output}', which is no output of it")
         array = spec.as_objects(np.asarray(made))
-        check_output(self._signature.model, spec, batches, request.rows, array.shape, array.dtype)
+        check_output(self.signature.model, spec, batches, request.rows, array.shape, array.dtype)
         return spec.for_client(array, batches)
-
-    def describe(self, error: BaseException) -> str:
-        return describe_failure(self._signature.model, self._version, error)
-
-    def initialize(self) -> None:
-        """Does nothing: a generator model needs no initialisation."""
-
-    def close(self) -> None:
-        """Does nothing: a generator model holds nothing to release."""
 
 
 class _Run:
@@ -103,13 +75,11 @@ class _Run:
     def __init__(
         self,
         model: GeneratorModel,
-        signature: Signature,
         request: Request,
         execution: Execution,
         generator: Generator[Any, None, None],
     ) -> None:
         self._model = model
-        self._signature = signature
         self._request = request
         self._generator = generator
         self._sender: ResponseSender = execution.sender(request)
@@ -142,7 +112,7 @@ class _Run:
         try:
             if self._sender.is_cancelled:
                 self._generator.close()
-            with precision(self._signature.wide), calling(Caller(self._model.port, [self._request])) as caller:
+            with precision(self._model.signature.wide), calling(Caller(self._model.port, [self._request])) as caller:
                 self.go_on(alone=True)
             caller.close()
         except BaseException as error:  # also sys.exit() in a model

@@ -24,8 +24,8 @@ from tensord.workers.tensors.ragged import batch_input, cut, elements, flat, uni
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
-class HostModel:
-    """One version of a model whose function runs on the host and is not compiled; its instances share function and parameters."""
+class HostFunction:
+    """A function of a model version that runs on the host and is not compiled; instances share it and its parameters."""
 
     def __init__(
         self,
@@ -35,17 +35,30 @@ class HostModel:
         sets: ParameterSets,
         port: ModelPort,
     ) -> None:
-        self._port = port
+        self.port = port
+        self.signature = signature
         self._version = version
-        self._signature = signature
         self._apply = apply
         self._sets = sets
+
+    def describe(self, error: BaseException) -> str:
+        return describe_failure(self.signature.model, self._version, error)
+
+    def initialize(self) -> None:
+        """Does nothing: a host-side function needs no initialisation."""
+
+    def close(self) -> None:
+        """Does nothing: a host-side function holds nothing to release."""
+
+
+class HostModel(HostFunction):
+    """One version of a model whose function runs on the host and returns a dict of arrays for a batch."""
 
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
         chosen = execution.parameters_of(requests[0]) or self._sets.chosen_by(requests)
         execution.parameters = chosen
-        if self._signature.ragged:
+        if self.signature.ragged:
             inputs = self._laid_out(requests)
             execution.copied_byte_size = sum(array.nbytes for array in inputs.values())
         elif len(requests) == 1:
@@ -57,19 +70,19 @@ class HostModel:
             }
             execution.copied_byte_size = sum(array.nbytes for array in inputs.values())
         execution.gathered_ns = time.monotonic_ns()
-        with calling(execution.caller(self._port)) as caller:
+        with calling(execution.caller(self.port)) as caller:
             made = self._apply(chosen.on(0), inputs)
         caller.close()
         rows = sum(request.rows for request in requests)
-        outputs = {spec.name: self._checked(spec, made, rows, inputs) for spec in self._signature.outputs.values()}
+        outputs = {spec.name: self._checked(spec, made, rows, inputs) for spec in self.signature.outputs.values()}
         execution.computed_ns = time.monotonic_ns()
         cuts = {
-            name: cut(outputs.pop(name), self._signature.inputs[spec.cut_like], requests)
-            for name, spec in self._signature.outputs.items()
+            name: cut(outputs.pop(name), self.signature.inputs[spec.cut_like], requests)
+            for name, spec in self.signature.outputs.items()
             if spec.cut_like
         }
         results: list[Result] = [outputs]
-        if self._signature.batches:
+        if self.signature.batches:
             results, at = [], 0
             for number, request in enumerate(requests):
                 part = {name: array[at : at + request.rows] for name, array in outputs.items()}
@@ -82,9 +95,9 @@ class HostModel:
         """Concatenates the ragged inputs of a batch, without padding, and adds the batch inputs that describe their lengths."""
         inputs: dict[str, Array] = {}
         rows = sum(request.rows for request in requests)
-        for spec in self._signature.inputs.values():
+        for spec in self.signature.inputs.values():
             if spec.of_batch is not None:
-                source = self._signature.inputs[spec.of_batch.source]
+                source = self.signature.inputs[spec.of_batch.source]
                 counts = [elements(request, source.name) for request in requests]
                 shape = whole_shape(spec, source, rows, sum(counts) // unit(source), max(counts))
                 inputs[spec.name] = batch_input(spec, source, shape, rows, requests)
@@ -94,7 +107,7 @@ class HostModel:
         return inputs
 
     def _checked(self, spec: TensorSpec, made: Any, rows: int, inputs: Mapping[str, Array]) -> Array:
-        name = self._signature.model
+        name = self.signature.model
         if not isinstance(made, dict):
             raise Internal(f"model '{name}' returned {type(made).__name__}, a dict of arrays is expected")
         if spec.name not in made:
@@ -103,17 +116,8 @@ class HostModel:
         if spec.cut_like:
             check_cut(name, spec, inputs[spec.cut_like].size, array.shape, array.dtype)
             return array
-        check_output(name, spec, self._signature.batches, rows, array.shape, array.dtype)
-        return spec.for_client(array, self._signature.batches)
-
-    def describe(self, error: BaseException) -> str:
-        return describe_failure(self._signature.model, self._version, error)
-
-    def initialize(self) -> None:
-        """Does nothing: a host-side model needs no initialisation."""
-
-    def close(self) -> None:
-        """Does nothing: a host-side model holds nothing to release."""
+        check_output(name, spec, self.signature.batches, rows, array.shape, array.dtype)
+        return spec.for_client(array, self.signature.batches)
 
 
 def fetched(request: Request) -> tuple[dict[str, Array], int]:
