@@ -140,9 +140,6 @@ class ExecutableCache:
         self.threads = 1 if outside is None else outside.count + 1
         #: Counts compilations through this cache, and others that its users report.
         self.compiles = CompileCounts()
-        #: For tests.
-        self.hits = 0
-        self.misses = 0
 
     def found_or_made(
         self,
@@ -171,8 +168,7 @@ class ExecutableCache:
         if self._directory is None:
             return self.make(key, what, make, cancellation), True
         with self._directory.sole(_name(key), cancellation.check):
-            if (found := self._found(key, usual, small)) is not None:
-                self.compiles.found()
+            if (found := self.load(key, usual, small)) is not None:
                 return found, False
             return self.make(key, what, make, cancellation), True
 
@@ -211,7 +207,7 @@ class ExecutableCache:
         return digest.hexdigest()
 
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
-        """Loads the executable for a key from the cache, and counts a hit or a miss.
+        """Loads the executable for a key from the cache, and counts it as found there.
 
         Returns None if there is none, or if it runs on the single-thread device and ``small`` cannot open that device.
 
@@ -219,15 +215,6 @@ class ExecutableCache:
           usual: where the program runs, unless it was stored for the single-thread device (a CPU device for small programs).
           small: opens the single-thread device; None: no program runs there.
         """
-        found = self._found(key, usual, small)
-        if found is None:
-            self.misses += 1
-        else:
-            self.hits += 1
-            self.compiles.found()
-        return found
-
-    def _found(self, key: str, usual: Placement, small: SmallPrograms | None) -> CompiledProgram | None:
         name = _name(key)
         content = None if self._directory is None else self._directory.read(name)
         if self._directory is None or content is None:
@@ -238,10 +225,12 @@ class ExecutableCache:
             placement = usual if here else None if small is None else small.open()
             if placement is None:
                 return None
-            return CompiledProgram(_loaded(program, placement, where), placement, len(content))
+            found = CompiledProgram(_loaded(program, placement, where), placement, len(content))
         except Exception as error:  # whatever a stale entry raises, the answer is to compile again
             self._directory.remove(name, error)
             return None
+        self.compiles.found()
+        return found
 
     def store(
         self,

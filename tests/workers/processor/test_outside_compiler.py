@@ -73,10 +73,10 @@ def test_the_same_program_kept_and_found(tmp_path: Path, small: bool) -> None:
     first = ExecutableCache(CacheDirectory(tmp_path / "cache"), None, made)
     expected = answers(model(**device))
     assert answers(model(cache=first, **device)) == expected
-    assert (first.hits, first.misses, made.made) == (0, 3, 3)
+    assert (first.compiles.figures().cache_hits, first.compiles.figures().count, made.made) == (0, 3, 3)
     second = ExecutableCache(CacheDirectory(tmp_path / "cache"))
     assert answers(model(cache=second, **device)) == expected
-    assert (second.hits, second.misses) == (3, 0)
+    assert (second.compiles.figures().cache_hits, second.compiles.figures().count) == (3, 0)
 
 
 def test_without_a_directory() -> None:

@@ -149,7 +149,7 @@ def test_a_version_that_cannot_be_there_serves_as_ever(
             model = products(apply, parameters, cache=cache)
         assert len(caplog.records) == lines
         assert not lines or ("its programs get all threads" in caplog.text and words in caplog.text)
-        assert (cache.hits, cache.misses) == counts
+        assert (cache.compiles.figures().cache_hits, cache.compiles.figures().count) == counts
         assert placed(model) == [False, False, False]
         check(model)
 
@@ -161,7 +161,7 @@ def test_a_second_start_finds_each_where_it_was(tmp_path: Path) -> None:
         cache = ExecutableCache(folder)
         model = products(cache=cache, single_thread=single_thread)
         check(model)
-        return (cache.hits, cache.misses), placed(model)
+        return (cache.compiles.figures().cache_hits, cache.compiles.figures().count), placed(model)
 
     assert start(SingleThreadDevice(FEW * ROW_FLOPS)) == ((0, 3), [True, True, False])
     assert start(SingleThreadDevice(FEW * ROW_FLOPS)) == ((3, 0), [True, True, False])

@@ -193,11 +193,11 @@ def test_a_second_start_finds_everything_in_the_cache(tmp_path: Path) -> None:
         return cache, float(run(model, {"x": np.ones((1, 2), np.float32)})[0]["y"][0, 0])
 
     first, value = start(1.0)
-    assert (first.hits, first.misses, value) == (0, 2, 3.0)
+    assert (first.compiles.figures().cache_hits, first.compiles.figures().count, value) == (0, 2, 3.0)
     second, value = start(1.0)
-    assert (second.hits, second.misses, value) == (2, 0, 3.0)
+    assert (second.compiles.figures().cache_hits, second.compiles.figures().count, value) == (2, 0, 3.0)
     third, value = start(5.0)
-    assert (third.hits, third.misses, value) == (0, 2, 7.0)
+    assert (third.compiles.figures().cache_hits, third.compiles.figures().count, value) == (0, 2, 7.0)
 
 
 def test_what_was_traced_is_given_back() -> None:

@@ -111,7 +111,7 @@ def test_shapes_that_are_known_at_load_have_their_programs_then_and_keep_them(tm
         version = model(traced, cache=cache)
         before = len(times)
         version.prepare_grouped(Cancellation())
-        counts.append(((cache.hits, cache.misses), len(times) - before))
+        counts.append(((cache.compiles.figures().cache_hits, cache.compiles.figures().count), len(times) - before))
         made, _ = series(version)
         assert lengths_of(made)[:4] == [0, 1, 2, 2]
     # One program for one request, and one for several; the second start traces nothing for these.
