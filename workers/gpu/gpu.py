@@ -207,10 +207,6 @@ class GpuExecutable(Executable):
         return RunOutputs(cast(dict[str, Array], outputs), None)
 
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """Returns output name -> bytes if the answer's memory should be reserved before the run; otherwise None.
-
-        That is so if one request gets the outputs uncut (``whole``), and they are large or may be wanted on the GPU.
-        """
         if not whole:
             return None
         sizes = self.output_sizes

@@ -26,7 +26,7 @@ from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.imports.own_flags import OwnFlags
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.python_model import auto_complete
-from tensord.workers.models.warmup import Sample, prepared_samples
+from tensord.workers.models.warmup import Sample, samples
 from tensord.workers.parameters.set_stack import SetDeclaration
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.tensors.ragged import declare_ragged, ragged_signature
@@ -62,7 +62,9 @@ class VersionLoad:
 
         Raises InvalidArgument: a sample does not fit the model, or its file cannot be read.
         """
-        return prepared_samples(self.record, self.message, described, made_inputs)
+        nobody = made_inputs.nobody
+        made = {*nobody, *(name for name, spec in described.inputs.items() if spec.of_batch is not None)}
+        return samples(self.message, described.without_inputs(made), Path(self.record.model_path), nobody)
 
 
 @dataclass(frozen=True, slots=True)

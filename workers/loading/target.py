@@ -13,6 +13,7 @@ from tensord.workers.gpu.gpu import Gpu
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.processor.outside_compiler import OutsideCompiler
 from tensord.workers.processor.processor import Processor
+from tensord.workers.processor.single_thread import choose
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.jax_cache import use_persistent_cache
@@ -56,14 +57,14 @@ class LoadTarget:
         """
         directory = cache_directory(options.executables.cache_directory)
         cache = ExecutableCache(directory, use_persistent_cache(directory), outside)
-        execution = Gpu(cuda) if cuda is not None else Processor.opened(device, options.workers.single_thread_flops)
+        execution = Gpu(cuda) if cuda is not None else Processor(choose(device, options.workers.single_thread_flops))
         room = DeviceRoom(options.workers.parameter_byte_size, pinned)
         return cls(options, device, gpu, cache, execution, alone, room)
 
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:
         """Makes the target for a process that is no worker of the daemon (``LocalWorker``); JAX's own cache is not turned on."""
-        execution = Processor.opened(device, options.workers.single_thread_flops)
+        execution = Processor(choose(device, options.workers.single_thread_flops))
         return cls(options, device, gpu, cache, execution, room=DeviceRoom(options.workers.parameter_byte_size))
 
     @property

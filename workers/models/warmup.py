@@ -20,11 +20,9 @@ import numpy as np
 from tensord.config.model_config import ModelConfig, data_type_name
 from tensord.shm import datatypes
 from tensord.shm.arrays import Array, array
-from tensord.shm.control_records import Load
 from tensord.shm.datatypes import byte_size
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import PreparedRequest, RequestRecord
-from tensord.workers.declarations.made_inputs import MadeInputs
 from tensord.workers.models.execution import Execution, RunnableModel, run
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.programs.run_errors import CheckDevice, works
@@ -93,16 +91,6 @@ class Sample:
     def failed(self, reason: str) -> InvalidArgument:
         """Returns the error with which loading the model fails because of this sample."""
         return InvalidArgument(f"warmup sample '{self.name}' failed: {reason}")
-
-
-def prepared_samples(record: Load, message: ModelConfig, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
-    """Makes the warmup samples of a version that is being loaded. ``made_inputs``: inputs that the worker adds to requests.
-
-    Raises InvalidArgument: a sample does not fit the model, or its file cannot be read.
-    """
-    nobody = made_inputs.nobody
-    made = {*nobody, *(name for name, spec in described.inputs.items() if spec.of_batch is not None)}
-    return samples(message, described.without_inputs(made), Path(record.model_path), nobody)
 
 
 def samples(

@@ -136,11 +136,6 @@ class HostExecutable(Executable):
     # -------------------------------------------------------------------------------------------------------- outputs in place
 
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """Returns output name -> bytes if the program can write an output straight to its place and one is large enough for that.
-
-        None: the outputs are copied to their places. ``whole``: whether there is a single request, which gets all rows of the
-        program's outputs.
-        """
         if self.memory_of_outputs is None or not whole:
             return None
         sizes = self.memory_of_outputs.sizes

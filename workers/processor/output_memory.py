@@ -46,20 +46,16 @@ def attach() -> bool:
     if not available:
         return False  # said at the start (workers/native/extensions.py)
     if not _attached:
-        reason = _led() or _tried()
+        led = _native.redirect_allocations(f"{Path(jaxlib.__file__).parent}/")
+        reason = (
+            _tried() if led else "XLA's library does not take its memory from the C library in the way that is known"
+        )
         _attached = not reason
         if _attached:
             _log.info("XLA writes large outputs straight to the memory of their clients, without a copy")
         else:
             _log.warning("outputs are copied to their places: %s", reason)
     return _attached
-
-
-def _led() -> str:
-    """Redirects XLA's allocations to the C extension. Returns the reason for a failure, or "" if it is done."""
-    if not _native.redirect_allocations(f"{Path(jaxlib.__file__).parent}/"):
-        return "XLA's library does not take its memory from the C library in the way that is known"
-    return ""
 
 
 def _tried(byte_size: int = WORTH) -> str:
@@ -120,8 +116,7 @@ class OutputMemory:
         """
         #: Output name -> bytes, the same in every run.
         self.sizes = {name: array.nbytes for name, array in outputs.items()}
-        #: Output name -> how many allocations of its size come before its allocation. An output is missing if XLA did not
-        #: allocate it separately, or if there are too many outputs.
+        #: Names in ``offerable`` -> how many allocations of the output's size come before its allocation.
         self._skips: dict[str, int] = {}
         counts: dict[int, int] = {}
         found: dict[tuple[int, int], int] = {}

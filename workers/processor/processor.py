@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from tensord.workers.parameters.parameter_set import ParameterSets
-from tensord.workers.processor import single_thread
 from tensord.workers.processor.host_executable import HostExecutable
 from tensord.workers.processor.single_thread import SingleThreadDevice
 from tensord.workers.processor.small_programs import SmallPrograms
@@ -29,16 +27,6 @@ class Processor(ExecutionDevice):
     def __init__(self, single: SingleThreadDevice | None = None) -> None:
         """``single``: the device with one thread for small programs; None: small programs use all threads, too."""
         self._single = single
-
-    @classmethod
-    def opened(cls, device: jax.Device, single_thread_flops: int) -> Processor:
-        """Makes a processor device as configured; to be called before any model is loaded.
-
-        Args:
-          device: JAX's device of the worker.
-          single_thread_flops: the most floating-point operations of a program that runs with one thread; 0: all use all threads.
-        """
-        return cls(single_thread.choose(device, single_thread_flops))
 
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:
         return HostExecutable(wanted, signature, program, self)

@@ -182,10 +182,7 @@ class SingleRun:
     def _run_placed(self, arguments: dict[str, Array], chosen: ParameterSet | None) -> Outcome | None:
         """Runs the program and has XLA write its large outputs straight to their places, in a lease or in regions.
 
-        Returns what ``__call__`` returns: the lease's segment (-1: no lease), offset and generation, and the other outputs. None:
-        the request must be run as a batch instead.
-
-        Raises LookupError: XLA can no longer be made to write outputs to their places.
+        Returns and raises what ``__call__`` does.
         """
         memory, lane = self._executable.memory_of_outputs, self._lane
         if memory is None:
