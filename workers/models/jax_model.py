@@ -186,7 +186,7 @@ class JaxModel:
         if self.grouped is not None:
             planned = [self.executables.planned(Wanted(*wanted)) for wanted in self._buckets.planned()]
             singles = [single for single in planned if single is not None]
-            self.grouped.prepare(singles, self.executables.kept_grouped(cancellation))
+            self.grouped.prepare(singles, functools.partial(self.executables.kept_grouped, cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
         """Returns a function that runs an executable on inputs that are already in its memory, and returns the outputs.
@@ -328,7 +328,7 @@ class JaxModel:
     def _execute_grouped(self, execution: Execution, program: GroupedProgram, chosen: ParameterSet) -> None:
         execution.copied_byte_size = program.gather(execution.requests)
         execution.gathered_ns = time.monotonic_ns()
-        stacks = program.compute(chosen)
+        stacks = program.run(chosen)
         execution.computed_ns = time.monotonic_ns()
         execution.runs = len(execution.requests)
         execution.cut = lambda: program.split(stacks)

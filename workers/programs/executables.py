@@ -164,23 +164,22 @@ class Executables:
         return self._cache.found_or_made(key, self._usual, self._small, what, make, cancellation)
 
     def kept_grouped(
-        self, cancellation: Cancellation
-    ) -> Callable[[Shapes, int | None, Callable[[int | None], CompiledProgram]], CompiledProgram]:
-        """Returns the function by which ``GroupedCalls`` gets its programs: from the cache, or else compiled and stored there.
+        self,
+        cancellation: Cancellation,
+        shapes: Shapes,
+        number: int | None,
+        compile_it: Callable[[int | None], CompiledProgram],
+    ) -> CompiledProgram:
+        """Returns a program of ``GroupedCalls``: from the cache, or else compiled by ``compile_it`` and stored there.
 
-        The function takes the shapes of a request's inputs, the number of requests in a call (None: any number), and a function
-        that compiles the program for that number. It raises Cancelled: the loading of the version was given up; or whatever
-        compiling raises.
+        Args:
+          shapes: of a request's inputs.
+          number: how many requests are in a call, passed to ``compile_it``; None: any number.
+        Raises Cancelled: the loading of the version was given up; or whatever ``compile_it`` raises.
         """
-
-        def make(
-            shapes: Shapes, number: int | None, compile_it: Callable[[int | None], CompiledProgram]
-        ) -> CompiledProgram:
-            parts = ("series", repr(shapes), str(number))
-            what = f"program for {'several' if number is None else number} requests of {shapes}"
-            return self._kept(parts, what, functools.partial(compile_it, number), cancellation)[0]
-
-        return make
+        parts = ("series", repr(shapes), str(number))
+        what = f"program for {'several' if number is None else number} requests of {shapes}"
+        return self._kept(parts, what, functools.partial(compile_it, number), cancellation)[0]
 
     def _place(self, planned: Sequence[Wanted]) -> None:
         """Chooses one device for all programs, because they share sequence state or a stack of parameter sets.

@@ -252,15 +252,7 @@ class GroupedProgram:
 
         Raises: Unavailable: its parameters are not on the device and there is no room for them; or whatever the program raises.
         """
-        return self.compute(chosen or self._sets.main)
-
-    def compute(self, chosen: ParameterSet) -> list[Content]:
-        """Computes the gathered requests with the parameters of a set, and waits for the results.
-
-        Returns the results, whose first dimension counts the requests. Raises what ``ParameterSet.on`` (Unavailable: no room
-        for the parameters) or the program raises.
-        """
-        parameters = chosen.on(self._at)
+        parameters = (chosen or self._sets.main).on(self._at)
         if self._signature.wide:
             with precision(self._signature.wide):
                 return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])

@@ -68,9 +68,7 @@ class PipelineProgram:
         """
         self.rows = rows
         self._outputs = tuple(outputs)
-        self._links: list[tuple[Executable, Any, Any]] = [
-            (link.executable, link.inputs, link.outputs) for link in links
-        ]
+        self._links = list(links)
         taken = {tensor for link in links for _, tensor, _ in link.inputs}
         self._specs = [spec for spec in signature.inputs.values() if spec.name in taken]
         self._batches = signature.batches

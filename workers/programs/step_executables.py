@@ -145,7 +145,9 @@ class StepExecutables:
             key = self._cache.key((self._source, *text, repr(self._signature), repr(what), repr(self._place.device)))
 
             def compile_it() -> CompiledProgram:
-                return self._compile(known.get(what) or self._lower(what, self._place))
+                lowered = known.get(what) or self._lower(what, self._place)
+                with precision(self._signature.wide):
+                    return CompiledProgram(self._place.compile(lowered), self._place)
 
             return self._cache.found_or_made(
                 key,
@@ -161,10 +163,6 @@ class StepExecutables:
             self._adopt(what, compiled.call)
         self._run_once()
 
-    def _compile(self, lowered: jax.stages.Lowered) -> CompiledProgram:
-        with precision(self._signature.wide):
-            return CompiledProgram(self._place.compile(lowered), self._place)
-
     def _adopt(self, what: _Wanted, call: DeviceCall) -> None:
         if what.name == "init":
             self.init = call
@@ -175,14 +173,11 @@ class StepExecutables:
 
     def _lower(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
         """Lowers one program for a placement; only one thread at a time traces the model. Raises whatever tracing raises."""
-        with self._tracing:
-            return self._traced(what, place)
 
-    def _traced(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
         def spec(array: Any) -> jax.ShapeDtypeStruct:
             return place.spec(array.shape, array.dtype)
 
-        with precision(self._signature.wide):
+        with self._tracing, precision(self._signature.wide):
             parameters = place.parameter_specs(1)
             if what.name == "init":
                 return self._lowered(what, self._init.trace(parameters))
