@@ -186,19 +186,15 @@ class _Artifact:
         return tuple(sorted(sizes))
 
     def _declared(self, groups: Sequence[Sequence[ProgramArray]]) -> dict[str, str]:
+        """Returns what a model.py would declare, in the order of the program. ``groups``: the same tensors in each program."""
         found: dict[str, str] = {}
-        for leaves in zip(*(sorted(group, key=lambda leaf: leaf.name) for group in groups), strict=True):
-            name, start = leaves[0].name, int(self._batches)
-            dims = [
-                column[0] if len(set(column)) == 1 else -1
-                for column in zip(*(leaf.dims for leaf in leaves), strict=True)
-            ]
-            text = ", ".join(map(str, dims[start:]))
-            found[self._names.get(name, name)] = f"{leaves[0].datatype}[{text}]"
-        # In the order of the program, which is that of its arguments.
-        return {
-            self._names.get(leaf.name, leaf.name): found[self._names.get(leaf.name, leaf.name)] for leaf in groups[0]
-        }
+        by_name = [{leaf.name: leaf for leaf in group} for group in groups]
+        for leaf in groups[0]:
+            columns = zip(*(leaves[leaf.name].dims for leaves in by_name), strict=True)
+            dims = [column[0] if len(set(column)) == 1 else -1 for column in columns]
+            text = ", ".join(map(str, dims[int(self._batches) :]))
+            found[self._names.get(leaf.name, leaf.name)] = f"{leaf.datatype}[{text}]"
+        return found
 
     def _loaded(self) -> dict[str, Any]:
         """Returns the parameters by their names as arguments. Raises InvalidArgument if they do not fit the program."""

@@ -168,9 +168,6 @@ class ProcessState:
             sys.path[:] = [*(entry for entry in sys.path if entry not in self._path), *self._path]
             yield f"sys.path lacked {', '.join(map(repr, gone))}"
 
-    def __repr__(self) -> str:
-        return "<ProcessState>"
-
 
 def _warn(who: str, changed: list[str]) -> None:
     _log.warning("%s changed what all models of this process share; it is put back: %s", who, "; ".join(changed))

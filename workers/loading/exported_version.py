@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import jax
 
@@ -36,24 +37,8 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
         module = ModelImports.of_version(load.name, folders).run(
             folders[0] / (message.default_model_filename or "model.py")
         )
-        if not callable(getattr(module, "create", None)) or getattr(module, "host", False):
-            raise Unsupported(
-                f"model '{load.name}': only a JAX model with a function create(path, config, device) is exported"
-            )
-        if hasattr(module, "slots"):
-            raise Unsupported(
-                f"model '{load.name}': a stepped model is no program that is run once, it cannot be exported"
-            )
-        if getattr(module, "state", None) or getattr(module, "request", None) or message.HasField("sequence_batching"):
-            raise Unsupported(
-                f"model '{load.name}': a program has no state, and is told nothing of a request but its inputs"
-            )
-        if any(getattr(module, name, None) for name in ("ragged", "batch_inputs", "batch_outputs")) or any(
-            tensor.allow_ragged_batch for tensor in message.input
-        ):
-            raise Unsupported(f"model '{load.name}': what is exported has no ragged inputs")
-        if device_count(message, module) > 1:
-            raise Unsupported(f"model '{load.name}': what is exported runs on one device")
+        if why := _unsupported(message, module):
+            raise Unsupported(f"model '{load.name}': {why}")
         message.backend = "jax"
         axes = declare_tensors(message, module)
         if declare_sets(message, module) is not None:
@@ -81,6 +66,22 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
         raise InvalidArgument(f"{error.filename or folder} cannot be written: {error.strerror}") from error
     except Exception as error:
         raise Internal(f"model '{load.name}' cannot be exported: {describe_exception(error, folders)}") from error
+
+
+def _unsupported(message: ModelConfig, module: ModuleType) -> str:
+    """Returns why a model of this kind cannot be exported; "": it can. Raises InvalidArgument: its ``devices`` is malformed."""
+    if not callable(getattr(module, "create", None)) or getattr(module, "host", False):
+        return "only a JAX model with a function create(path, config, device) is exported"
+    if hasattr(module, "slots"):
+        return "a stepped model is no program that is run once, it cannot be exported"
+    if getattr(module, "state", None) or getattr(module, "request", None) or message.HasField("sequence_batching"):
+        return "a program has no state, and is told nothing of a request but its inputs"
+    ragged = any(getattr(module, name, None) for name in ("ragged", "batch_inputs", "batch_outputs"))
+    if ragged or any(tensor.allow_ragged_batch for tensor in message.input):
+        return "what is exported has no ragged inputs"
+    if device_count(message, module) > 1:
+        return "what is exported runs on one device"
+    return ""
 
 
 def _copy(message: ModelConfig, source: Path, folder: Path) -> None:

@@ -93,10 +93,8 @@ class InstanceGroups:
         groups = groups or list(message.instance_group)
         self.instances: list[Planned] = []
         for row, group in enumerate(groups):
-            needs: dict[str, int] = {}
-            for resource in group.rate_limiter.resources if limits is not None else ():
-                if resource.count:
-                    needs[resource.name.lower()] = resource.count
+            resources = () if limits is None else group.rate_limiter.resources
+            needs = {resource.name.lower(): resource.count for resource in resources if resource.count}
             for name, count in needs.items():
                 if limits is not None and count > limits.get(name, count):
                     raise InvalidArgument(

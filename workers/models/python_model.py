@@ -40,7 +40,7 @@ from tensord.workers.python_backend.response import InferenceResponse, parameter
 from tensord.workers.requests.request import Request, controls_of, named, traced
 from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender, SenderClosed
 from tensord.workers.requests.result import STREAMED, Response, Result
-from tensord.workers.tensors.signature import Signature, TensorSpec
+from tensord.workers.tensors.signature import Signature
 from tensord.workers.threads.coroutine_thread import CoroutineThread
 
 _log = logging.getLogger(__name__)
@@ -364,14 +364,10 @@ class DeclaredOutputs:
             if self._strict:
                 raise
             self._warn(error.message)
-            if not self._has_dims(spec, array):
+            lead = int(self._signature.batches)
+            if len(array.shape) < lead or not spec.fits_model(array.shape[lead:]):
                 return array
         return spec.for_client(array, self._signature.batches)
-
-    def _has_dims(self, spec: TensorSpec, array: Array) -> bool:
-        """Returns whether an output's dimensions, without the batch dimension, are as declared."""
-        lead = int(self._signature.batches)
-        return len(array.shape) >= lead and spec.fits_model(array.shape[lead:])
 
     def _warn(self, why: str) -> None:
         with self._lock:

@@ -100,8 +100,6 @@ class RegisteredSequences:
     def waiting(self, correlation_id: int | str, generation: int) -> None:
         """Registers a sequence on the sequence page before it is admitted (gets a slot).
 
-        ``generation``: its number; later sequences have higher ones.
-
         Raises Unavailable: too many are live; then it is not registered.
         """
         self._register.add()
@@ -110,17 +108,11 @@ class RegisteredSequences:
         self._register.changed.add(self)
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the sequence page that a sequence's first request is about to run.
-
-        ``generation``: its number; later sequences have higher ones.
-        """
+        """Writes to the sequence page that a sequence's first request is about to run."""
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the sequence page that a sequence has ended: none of its requests waits or runs.
-
-        ``generation``: its number; later sequences have higher ones.
-        """
+        """Writes to the sequence page that a sequence has ended: none of its requests waits or runs."""
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array, address_of
@@ -111,33 +110,21 @@ class DevicePlacer(Placer):
                 # They are used where they lie.
                 leaves = host_put(jax.tree.leaves(self.lay(host)), self._device, committed=False)
                 return jax.tree.unflatten(self._structure, leaves)
-        arrays = self._whole(host)
+        arrays = _whole(host, self._fixed)
         with precision(self._signature.wide):
-            if self._several is None:
-                self._check_memory()
+            if self._several is None and self._device.platform != "cpu":
+                byte_size = self.leaves.byte_size_of(named=False)
+                device_memory.check(self._signature.model, "pushed parameters need", byte_size, [self._device])
             if any(isinstance(given, jax.Array) for given in host):
                 # Page-locked copies go back to the devices that they came from.
-                placed = jax.device_put(arrays, [self._on_device(array.sharding) for array in arrays])
+                memory = self._device.default_memory().kind
+                placed = jax.device_put(arrays, [array.sharding.with_memory_kind(memory) for array in arrays])
             elif self._several is None:
                 placed = jax.device_put(arrays)
             else:
                 # As the programs want them, which main shows.
                 placed = jax.device_put(arrays, [leaf.sharding for leaf in jax.tree.leaves(main.on(0))])
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
-
-    def _whole(self, host: Sequence[Any]) -> list[Any]:
-        """Returns all leaves of a set: those given, and the model's own in place of None, which cannot be pushed."""
-        return [own if given is None else given for given, own in zip(host, self._fixed, strict=True)]
-
-    def _check_memory(self) -> None:
-        """Checks that the worker's device, unless it is a processor, has memory for a set. Raises Internal: it has not."""
-        if self._device.platform != "cpu":
-            byte_size = self.leaves.byte_size_of(named=False)
-            device_memory.check(self._signature.model, "pushed parameters need", byte_size, [self._device])
-
-    def _on_device(self, sharding: Sharding) -> Sharding:
-        """Returns the sharding that brings an array from page-locked host memory back to its devices."""
-        return sharding.with_memory_kind(self._device.default_memory().kind)
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
         """Returns the bytes of the arrays that XLA uses without a copy; 0 if the device is no processor.
@@ -188,6 +175,11 @@ def _hosted(described: Leaves, leaves: Sequence[Any]) -> list[Array | None]:
 def _fixed(described: Leaves, leaves: Sequence[Any]) -> list[Any]:
     """Returns the leaves that cannot be pushed, which every set has of the model, with None in place of all others."""
     return [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
+
+
+def _whole(host: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
+    """Returns all leaves of a set: those given, and the model's own (``fixed``) in place of None, which cannot be pushed."""
+    return [own if given is None else given for given, own in zip(host, fixed, strict=True)]
 
 
 def _lies(array: Array, dtype: Any) -> bool:
@@ -248,8 +240,8 @@ class StackPlacer(Placer):
 
         Raises Internal: the device has no memory left.
         """
-        arrays = [own if given is None else given for given, own in zip(host, self._fixed, strict=True)]
-        shared = [array if leaf.shared else None for leaf, array in zip(self.leaves, arrays, strict=True)]
+        whole = zip(self.leaves, _whole(host, self._fixed), strict=True)
+        shared = [array if leaf.shared else None for leaf, array in whole]
         with precision(self._signature.wide):
             byte_size = sum([array.nbytes for array in shared if array is not None])
             device_memory.check(self._signature.model, "its parameters need", byte_size, jax.local_devices()[:1])
