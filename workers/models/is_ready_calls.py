@@ -64,10 +64,10 @@ class IsReadyCalls:
         self._waiting.append(answered)
         if self._thread is None:
             self._thread = threading.Thread(target=self._check, name=f"{self._name} is_ready", daemon=True)
-            self._timer = threading.Timer(_SECONDS, lambda: self._inbox.post(self._late))
-            self._timer.daemon = True
+            timer = self._timer = threading.Timer(_SECONDS, lambda: self._inbox.post(lambda: self._late(timer)))
+            timer.daemon = True
             self._thread.start()
-            self._timer.start()
+            timer.start()
 
     def _check(self) -> None:
         ready = False
@@ -83,8 +83,9 @@ class IsReadyCalls:
         self._thread = self._timer = None
         self._answer(ready)
 
-    def _late(self) -> None:
-        if self._waiting:
+    def _late(self, timer: threading.Timer) -> None:
+        # One that ended as the answer came says nothing of those who have asked since.
+        if self._waiting and timer is self._timer:
             _log.warning("is_ready of model '%s' has not answered within %g s: it is not ready", self._name, _SECONDS)
             self._answer(False)
 

@@ -1,0 +1,49 @@
+"""Calls of ``is_ready()``, by which Triton Python models say whether they can work."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from tensord.workers.models import is_ready_calls
+from tensord.workers.models.is_ready_calls import IsReadyCalls
+
+
+class Posted:
+    """Keeps what is posted, for the test to call in its own order."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def post(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+
+    def take(self) -> Callable[[], None]:
+        return self._calls.get(timeout=60)
+
+
+def test_a_time_limit_that_ends_as_the_answer_comes_is_not_that_of_the_next_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The limit of the first question is reached while its answer is on its way: whoever asks next is not told "no" by it."""
+    inbox, goes_on, answers = Posted(), threading.Event(), list[bool]()
+    calls = IsReadyCalls("m", cast(Any, inbox))
+    calls.join(goes_on.wait)
+    monkeypatch.setattr(is_ready_calls, "_SECONDS", 0.01)
+    calls.ask(answers.append)
+    late = inbox.take()
+    goes_on.set()
+    inbox.take()()
+    assert answers == [True]
+    goes_on.clear()
+    monkeypatch.setattr(is_ready_calls, "_SECONDS", 60.0)
+    calls.ask(answers.append)
+    late()
+    assert answers == [True]
+    goes_on.set()
+    inbox.take()()
+    assert answers == [True, True]
