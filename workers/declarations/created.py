@@ -64,10 +64,8 @@ def created(
 
 
 def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
-    """Calls ``create`` of model.py with ``path``, ``config`` and ``device``, by position, and returns its result.
+    """Calls ``create`` of model.py with ``path`` (the version's folder), ``config`` and ``device``; returns its result.
 
-    Args:
-      path: the version's folder.
     Raises: InvalidArgument: ``create`` cannot be called with these three arguments; or whatever ``create`` raises.
     """
     check_arguments(model, "create()", module.create, ["path", "config", "device"])

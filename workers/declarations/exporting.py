@@ -77,7 +77,6 @@ def write(
 
     Args:
       function: takes parameters and a dict of inputs, returns a dict of outputs.
-      inputs: the declared inputs.
       platforms: the platforms to export for, as jax.export names them; None: the platform of this process.
     Raises: InvalidArgument: the folder has a version 1 already, or the function cannot be exported.  OSError: the folder cannot
     be written.

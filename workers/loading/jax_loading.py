@@ -38,7 +38,6 @@ def run_samples(
     """Runs each warm-up sample on a jitted model, before the model serves.
 
     Args:
-      prepared: the samples.
       own: the device for the calling thread; it is closed afterwards.
       check: raises DeviceLost if the device failed.
     Raises: InvalidArgument: a sample failed.

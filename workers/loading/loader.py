@@ -101,7 +101,6 @@ class Loader:
         Args:
           target: the device, the cache of programs and the limits to load for.
           inbox: calls from other threads to the worker's loop.
-          page: the worker's status page.
           server: carries out calls that models make to other models; None: no model is served.
           aside: makes a context that the loader's thread enters while other loads may go on.
         """

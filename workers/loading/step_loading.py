@@ -31,8 +31,6 @@ def load_stepped(
 ) -> SteppedModel:
     """Creates a stepped model (it computes many requests together, step by step) and compiles its programs.
 
-    Args:
-      steps: what model.py declares about slots and steps.
     Raises: ServingError: the model cannot be served; or whatever the model's code raises.
     """
     message, module, flags, described = load.message, load.module, load.flags, declared.taken

@@ -66,8 +66,7 @@ class ResponseStatistics:
     def to_dict(self) -> dict[str, dict[str, int]]:
         """Returns one entry of ``response_stats``, with its fields in the order of Triton's statistics extension."""
         names = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
-        found: dict[str, Duration] = {name: getattr(self, name) for name in names}
-        return {name: duration.to_dict() for name, duration in found.items()}
+        return {name: getattr(self, name).to_dict() for name in names}
 
 
 class ResponsesByNumber:

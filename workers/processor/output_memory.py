@@ -156,11 +156,8 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program and learns how XLA allocates its outputs.
+    """Runs a program with ``call`` and learns how XLA allocates its outputs, which have these names.
 
-    Args:
-      call: runs the program.
-      names: of the outputs.
     Returns: what ``call`` returned, and the object by which later runs can write outputs to given memory.
     """
     _native.watch_allocations()
@@ -174,11 +171,7 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 def given_up(address: int, view: memoryview) -> bool:
     """Returns whether no array lies any more in memory that XLA was to write an output to.
 
-    If one does, the memory is never unmapped, which is logged.
-
-    Args:
-      address: of the memory.
-      view: the memory.
+    If one does, the memory is never unmapped, which is logged. ``address``: of ``view``, the memory.
     """
     if not _native.holds(address):
         return True

@@ -91,13 +91,11 @@ class SingleRun:
         """Makes arrays of the inputs that lie in regions, and finds where each output goes.
 
         Args:
-          executable: runs the requests.
           lane: the submitter's lane, with the arenas of inputs and outputs.
           inputs: the inputs that the prepared request describes.
           sizes: how many bytes each input has.
           plan: how the requests are answered.
           names: ``PlannedOutput.content`` in the plan -> output name.
-          rows: of each request.
           regions: the regions that the prepared request names, by name.
         """
         self._executable = executable

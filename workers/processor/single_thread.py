@@ -36,8 +36,7 @@ class SingleThreadDevice:
         To be called before any model is loaded: an environment variable is set to one thread for a moment, which no other thread
         may read and no process may inherit.
 
-        Args:
-          max_flops: the most floating-point operations of a program that suits the device.
+        ``max_flops``: the most floating-point operations of a program that suits the device.
         """
         self.max_flops = max_flops
         self.device = _opened()
@@ -75,9 +74,7 @@ def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
     Returns None if ``device`` is no CPU or has only one thread, if ``max_flops`` is 0 (not wanted), or if this JAX version cannot
     have such a device, which is logged.
 
-    Args:
-      device: the worker's.
-      max_flops: the most floating-point operations of a program that suits the single-thread device.
+    ``device``: the worker's. ``max_flops``: the most floating-point operations of a program that suits the single-thread device.
     """
     if device.platform != "cpu" or thread_count() < 2 or not max_flops:
         return None

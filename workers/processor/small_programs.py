@@ -36,11 +36,7 @@ class SmallPrograms:
     """
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:
-        """
-        Args:
-          device: the single-thread device (a CPU device with one thread).
-          sets: the version's parameter sets, which are on the worker's device.
-        """
+        """``sets``: the version's parameter sets, which are on the worker's device."""
         self._signature = signature
         self._device = device
         self._sets = sets

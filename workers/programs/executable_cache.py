@@ -211,9 +211,7 @@ class ExecutableCache:
 
         Returns None if there is none, or if it runs on the single-thread device and ``small`` cannot open that device.
 
-        Args:
-          usual: where the program runs, unless it was stored for the single-thread device (a CPU device for small programs).
-          small: opens the single-thread device; None: no program runs there.
+        ``usual``, ``small``: as for ``found_or_made``.
         """
         name = _name(key)
         content = None if self._directory is None else self._directory.read(name)

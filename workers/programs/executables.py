@@ -65,9 +65,7 @@ class Executables:
     ) -> None:
         """
         Args:
-          signature: the model's inputs and outputs.
           buckets: which batch sizes and shapes to compile at load.
-          apply: the model's function.
           sets: the model's parameters (``placed_sets``).
           source: the model's source code, part of the cache's keys.
           max_unexpected: how many executables of other shapes are kept.

@@ -180,8 +180,6 @@ class GroupedProgram:
     ) -> None:
         """
         Args:
-          rows: the number of requests in a call.
-          program: the compiled program.
           memory: where the requests' inputs are gathered.
           outputs: the layout of a request's outputs in the results.
           read: copies results to host memory.

@@ -36,7 +36,6 @@ class LoadProgress:
     def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
         """
         Args:
-          name, version: of the model that is loaded.
           tell: called before each program is made, with its number, the number of all programs, and how many were compiled.
           cancellation: tells whether the load of the model was given up; None: it cannot be given up.
         """

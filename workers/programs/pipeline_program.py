@@ -64,7 +64,6 @@ class PipelineProgram:
           links: the programs in the order in which they run, with their inputs and outputs.
           outputs: names of the pipeline's tensors that are its outputs.
           rows: the batch size of the bucket.
-          device: the device of all programs.
         """
         self.rows = rows
         self._outputs = tuple(outputs)

@@ -97,9 +97,7 @@ class StepPrograms:
     ) -> None:
         """
         Args:
-          functions: those that the model's author wrote.
           slots: how many requests the carry (the state of all requests on the device) has room for.
-          rows: the layout of a row of results.
           insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
         """
         self._functions = functions
