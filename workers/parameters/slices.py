@@ -13,15 +13,19 @@ _MOST_THREADS = 8
 
 
 def threads_for(byte_size: int) -> int:
-    """Returns how many threads share work on so many bytes: one for each slice, and at most half of the processors."""
-    return max(1, min(-(-byte_size // SLICE), _MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+    """Returns how many threads share work on so many bytes: one for each slice, and at most half of the processors.
+
+    One instead of two: what several do to fill new memory takes twice the processor time of one that writes to it.
+    """
+    threads = min(-(-byte_size // SLICE), _MOST_THREADS, len(os.sched_getaffinity(0)) // 2)
+    return threads if threads > 2 else 1
 
 
 def in_slices(byte_size: int, work: Callable[[int, int], object]) -> None:
     """Calls ``work(start, end)`` once for each slice of some memory, and returns when all calls have returned.
 
-    The calls are shared by as many threads as half of the processors that this thread may run on, because the worker computes
-    meanwhile. No thread is left at the end.
+    The calls are shared by at most half as many threads as there are processors that this thread may run on, because the worker
+    computes meanwhile. No thread is left at the end.
 
     Args:
       byte_size: of the memory.
