@@ -70,10 +70,10 @@ def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]
     graph = loaded.ensemble
-    steps = [
-        step._replace(outputs=_in_its_order(step, member), streams=member.loaded.streams)
-        for step, member in zip(graph.steps, members, strict=True)
-    ]
+    steps: list[EnsembleStep] = []
+    for step, member in zip(graph.steps, members, strict=True):
+        ordered = {name: step.outputs[name] for name in member.signature.outputs if name in step.outputs}
+        steps.append(step._replace(outputs=ordered, streams=member.loaded.streams))
     return dataclasses.replace(
         loaded,
         signature=_labelled(loaded.signature, graph, members),
@@ -83,10 +83,6 @@ def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
         streams=any(member.loaded.streams for member in members),
         ensemble=EnsembleGraph(graph.inputs, graph.outputs, steps, graph.most),
     )
-
-
-def _in_its_order(step: EnsembleStep, member: ModelVersion) -> dict[str, str]:
-    return {name: step.outputs[name] for name in member.signature.outputs if name in step.outputs}
 
 
 def _labelled(signature: Signature, graph: EnsembleGraph, members: list[ModelVersion]) -> Signature:

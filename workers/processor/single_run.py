@@ -42,13 +42,9 @@ _LEASED = -1
 def plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
     """Returns the plan by which a prepared request, alone in its run, was answered, and the output names to which it refers.
 
-    A prepared request is the constant part of many requests. The names: ``PlannedOutput.content`` -> output name.
+    The names: ``PlannedOutput.content`` -> output name. None: there can be no plan, and repeats are run as batches.
 
-    None: there can be no plan, and repeats are run as batches.
-
-    Args:
-      execution: a run that has ended, of one request that used the prepared request.
-      preparation: the prepared request, with the plans of its answers.
+    ``execution``: a run that has ended, of one request that used the prepared request (the constant part of many requests).
     """
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)

@@ -286,15 +286,12 @@ def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, .
 def serialize(compiled: jax.stages.Compiled, executable: bytes | None = None) -> tuple[Any, ...]:
     """Serialises a program into the arguments of ``jax.experimental.serialize_executable.deserialize_and_load``.
 
-    For a program that another process compiled, JAX's own pickler is used with the bytes of XLA's executable from that process.
-    This is not a public part of JAX (``PICKLER``, ``UNLOADED_EXECUTABLE``). If a JAX version has moved ``PICKLER``, nothing is
-    compiled in other processes (``outside_compiler``), because such programs could not be stored.
+    A program that another process compiled cannot be serialised again here: JAX's own pickler is used with ``executable``, the
+    bytes of XLA's executable from that process (None: this process compiled it). This is not a public part of JAX
+    (``PICKLER``, ``UNLOADED_EXECUTABLE``). If a JAX version has moved ``PICKLER``, nothing is compiled in other processes
+    (``outside_compiler``), because such programs could not be stored.
 
     Raises ValueError: the program cannot be stored; or whatever JAX's ``serialize`` raises.
-
-    Args:
-      executable: the bytes of XLA's executable if another process compiled the program, because it cannot be serialised
-        again; None: this process compiled it.
     """
     if executable is None:
         return tuple(serialize_executable.serialize(compiled))

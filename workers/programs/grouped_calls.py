@@ -25,8 +25,7 @@ LENGTHS = (MOST, 4, 2, 1)
 _LONGEST = [max([length for length in LENGTHS if length <= waiting], default=0) for waiting in range(MOST + 1)]
 #: Requests with larger inputs gain little: what is saved is a call, and their inputs are better used where they lie.
 _SMALL_BYTE_SIZE = 48 << 10
-#: Makes the program of a shape for a number of requests, or finds it in the cache. Takes and raises what
-#: ``GroupedProgramMaker.compile`` does.
+#: Makes the program of a shape for a number of requests, or finds it in the cache (``GroupedCalls.compile``).
 Make = Callable[[Shapes, int | None, Callable[[int | None], CompiledProgram]], CompiledProgram]
 
 
@@ -60,11 +59,7 @@ class GroupedCalls:
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
         """Makes the programs for the shapes that are known when the model is loaded, before it serves.
 
-        Args:
-          singles: the executable for one request of each shape.
-          make: makes a program or takes it from the cache; gets the input shapes, the number of requests in a call (None: any
-            number), and a function that compiles the program for that number.
-        Raises whatever tracing the model raises.
+        ``singles``: the executable for one request of each shape. Raises whatever tracing the model raises.
         """
         for single in singles:
             if self.wants(single):
@@ -108,7 +103,8 @@ class GroupedCalls:
 
         Args:
           single: the executable for one request.
-          make: makes a program or takes it from the cache, as for ``prepare``; by default compiles it.
+          make: makes a program or takes it from the cache; gets the input shapes, the number of requests in a call (None: any
+            number), and a function that compiles the program for that number. By default it is compiled.
           lengths: the numbers of requests in a call for which a program is made.
         Raises whatever tracing the model raises.
         """
