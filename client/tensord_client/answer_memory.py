@@ -1,9 +1,9 @@
-"""The worker's memory that the answers on a lane (the socket to one worker) lie in.
+"""Keeps track of the memory of one worker in which the answers on a lane (the socket to the worker) lie.
 
     segment   a memfd of the worker's, mapped here read-only      lease   the right to use a part of it, which an answer came with
 
-A lease that is given back is told to the worker with the next request, or once there are 16 of them, or once they stand for an
-eighth of the memory that answers may hold.
+The worker learns which leases were given back with the next request; without one, once there are 16 of them, or once their memory
+is an eighth of what answers may hold.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class HeldResults:
     """Counts the answers in workers' memory that the program holds, over all lanes of a connection. Thread-safe."""
 
     def __init__(self, most: int) -> None:
-        """Begins with none. ``most``: the most answers that may be held."""
+        """Starts counting at zero. ``most``: the most answers that the program may hold."""
         self.most = most
         #: The bytes of each answer, by the memory of its lane and the key of its lease.
         self._sizes: dict[tuple[AnswerMemory, LeaseKey], int] = {}
 
     def add(self, memory: AnswerMemory, key: LeaseKey, byte_size: int) -> None:
-        """Counts an answer whose outputs have ``byte_size`` bytes, until ``discard``."""
+        """Adds an answer, whose outputs have ``byte_size`` bytes, to those that the program holds, until ``discard``."""
         self._sizes[memory, key] = byte_size
 
     def discard(self, memory: AnswerMemory, key: LeaseKey) -> None:
-        """Counts an answer no more, if it was counted."""
+        """Removes an answer from those that the program holds; does nothing if it is not among them."""
         self._sizes.pop((memory, key), None)
 
     def too_many(self) -> ResultsHeld | None:
@@ -52,7 +52,7 @@ class HeldResults:
         return ResultsHeld(held, self.most) if held >= self.most else None
 
     def explained(self, error: ServingError, memory: AnswerMemory, room: int) -> ServingError:
-        """Returns the error to raise for ``error``: ResultsHeld if the answers that the program holds leave no room for another.
+        """Returns ResultsHeld if a request failed because the answers that the program holds leave no room; else ``error``.
 
         Args:
           error: how a request ended: a worker's error, or a deadline, which ends a wait for room, too.
@@ -80,7 +80,7 @@ class Lease:
         self.__array_interface__: dict[str, Any] = {}
 
     def hold(self, byte_size: int) -> None:
-        """Counts this lease, of an answer of ``byte_size`` bytes, until ``release`` among those that the program holds."""
+        """Counts this lease's answer, of ``byte_size`` bytes, as one that the program holds, until ``release``."""
         for key in self._key:
             self._memory.held.add(self._memory, key, byte_size)
 
@@ -147,7 +147,7 @@ class AnswerMemory:
     """The segments that answers on one lane lie in, and the leases that are to be given back to the worker. Thread-safe."""
 
     def __init__(self, held: HeldResults, byte_size: int, release: Callable[[], None]) -> None:
-        """Begins without a segment.
+        """Prepares for the answers on a new lane (socket to a worker); the worker has announced no segment (memfd) yet.
 
         Args:
           held: counts the answers that the program holds, over all lanes of the connection.
@@ -167,7 +167,7 @@ class AnswerMemory:
         self._ended = False
 
     def open(self, number: int, byte_size: int, fds: Sequence[int], lost: bool) -> bool:
-        """Maps a segment that the worker has announced. Returns False: it cannot be mapped, which the worker should know.
+        """Maps a segment (memfd) that the worker has announced. Returns whether that worked; if not, the caller tells the worker.
 
         Args:
           fds: the file descriptors that came with the announcement.
@@ -187,12 +187,12 @@ class AnswerMemory:
         return True
 
     def close(self, number: int) -> None:
-        """Lets go of a segment that the worker has closed; arrays in it stay valid."""
+        """Drops a segment (memfd) that the worker has closed; arrays in it stay valid."""
         self.segments.pop(number, None)
         self._refused.discard(number)
 
     def lease(self, answer: AnswerRecord) -> Lease | None:
-        """Returns the lease that an answer came with; None: its outputs do not lie in the worker's memory.
+        """Returns an answer's lease (right to use the worker's memory); None: its outputs do not lie in the worker's memory.
 
         Raises: Unavailable: this process could not map the segment; the lease is given back.  ValueError: the worker announced no
           such segment.
@@ -212,23 +212,23 @@ class AnswerMemory:
         return Lease(self, key, segment)
 
     def error(self, answer: AnswerRecord) -> ServingError:
-        """Returns the error that an answer with a code stands for."""
+        """Converts an answer with an error code into the exception to raise."""
         return self.explained(from_code(answer.code, answer.message))
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns the error to raise for ``error``, of a request on this lane: ResultsHeld if the answers held are its cause."""
+        """Returns ResultsHeld if a request failed because the program holds too many answers; else returns ``error``."""
         return self.held.explained(error, self, self._byte_size)
 
     def drop(self, answer: AnswerRecord) -> None:
-        """Gives the lease back of an answer that nobody waits for."""
+        """Gives the worker's memory back that an answer lies in, because nobody waits for the answer."""
         if answer.lease is not None:
             segment, offset, generation = answer.lease
             self.give_back((segment, offset, generation), 0)
 
     def give_back(self, key: LeaseKey, byte_size: int) -> None:
-        """Notes that a lease is to be given back to the worker, and has this sent if it is time.
+        """Queues a lease (right to use the worker's memory) to be given back; sends the queue to the worker if it is long enough.
 
-        ``byte_size``: how much memory it stands for. The garbage collector may call this at any moment.
+        ``byte_size``: the size of the lease's memory. The garbage collector may call this at any moment.
         """
         if self._ended:
             return
@@ -240,7 +240,7 @@ class AnswerMemory:
                 release()
 
     def release_record(self) -> bytes:
-        """Encodes the record that gives back the leases in ``releases``, as many as fit; empty bytes if there are none."""
+        """Encodes a message that gives queued leases (memory) back to the worker, as many as fit; b"" if none is queued."""
         if not self.releases:
             return b""
         leases: list[LeaseKey] = []
@@ -250,6 +250,6 @@ class AnswerMemory:
         return wire.release(leases)
 
     def end(self) -> None:
-        """Lets go of all segments, because the lane has ended; arrays in them stay valid."""
+        """Drops all segments (memfds), because the lane (socket to the worker) has ended; arrays in them stay valid."""
         self._ended = True
         self.segments.clear()

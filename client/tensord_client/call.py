@@ -36,7 +36,7 @@ class Own(TypedDict, total=False):
 
 
 def checked(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a request's own fields in the types that the protocol has: numpy's scalars become Python's. None is left out.
+    """Checks keyword arguments of a request, and returns them in Python's types (no numpy scalars), without those that are None.
 
     Raises: InvalidArgument: a value is of another type or out of range.  TypeError: a request has no such field.
     """
@@ -110,12 +110,12 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def named(name: Any, version: Any) -> tuple[str, int]:
-    """Returns a model's name and version as they are asked for. Raises InvalidArgument: no text, or no whole number from 0 on."""
+    """Checks and returns a model's name and version. Raises InvalidArgument: no text, or no whole number from 0 on."""
     return _text("a model's name", name), _natural("a model's version", version)
 
 
 def seconds(timeout: Any) -> float | None:
-    """Returns a timeout in seconds; None: without limit, as an infinite one is. Raises InvalidArgument: it is no number."""
+    """Checks a timeout in seconds and returns it; None if it is None or infinite: no limit. Raises InvalidArgument: no number."""
     if timeout is None:
         return None
     try:

@@ -242,7 +242,7 @@ def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
 
 
 def _on_socket(path: str, patience: float) -> Connection:
-    """Connects to a unix socket, whose kind says whether clients' messages (SEQPACKET) or HTTP (STREAM) go over it.
+    """Connects to a unix socket: as a client of a daemon if its type is SEQPACKET, over HTTP if it is STREAM.
 
     ``patience``: seconds that later requests wait for a server that has gone away. Raises: Unavailable: no server answers there.
     """

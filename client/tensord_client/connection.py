@@ -58,7 +58,7 @@ class PreparedCall(Protocol):
 
 
 class RepeatedCall:
-    """A ``PreparedCall`` of a connection that makes an ordinary request of each call."""
+    """A prepared call for connections that cannot prepare requests: each call sends an ordinary request."""
 
     def __init__(self, connection: Connection, call: Call) -> None:
         self._connection = connection

@@ -244,7 +244,7 @@ class DeviceMemory:
     """Makes one connection's arrays on GPUs, and frees those that nothing refers to. Thread-safe; a forked child has none."""
 
     def __init__(self, http: HttpConnection) -> None:
-        """``http``: the connection over which arrays are registered with the daemon, even if requests go over another one."""
+        """Allocates nothing yet. ``http``: registers arrays with the daemon; requests may go over another connection."""
         self._http = http
         self._lock = threading.Lock()
         self._driver: Driver | None = None

@@ -107,7 +107,7 @@ class ResultsHeld(ServingError):
 
 
 def too_many_waiting(count: int, most: int) -> Unavailable:
-    """Makes the error for a request that is one too many: ``count`` others wait in this process, and ``most`` may."""
+    """Makes the error for a request that cannot be queued: ``count`` requests wait in this process, and at most ``most`` may."""
     return Unavailable(f"{count} requests wait in this process to be sent, at most {most} may: wait for answers first")
 
 

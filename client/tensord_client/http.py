@@ -154,7 +154,7 @@ class HttpConnection:
     def _get(
         self, path: str, patience: float | None = None, deadline: float | None = None
     ) -> tuple[Any, dict[bytes, bytes]]:
-        """Does the work of ``get``, with the same arguments and errors. Returns the JSON, and the header fields of the answer."""
+        """Sends a GET request, as ``get`` does. Returns the JSON of the answer, and its header fields by name."""
         head = b"GET " + path.encode() + self._fields + b"\r\n"
         patience = self._patience if patience is None else patience
         exchange = _Get([head], deadline, True)

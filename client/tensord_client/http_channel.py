@@ -239,7 +239,7 @@ class Channel:
         self._socket.close()
 
     def shut_down(self) -> None:
-        """Ends the connection, so that whoever waits for it returns; ``close`` is called by who uses it. From any thread."""
+        """Ends the connection, so that a thread that waits on it wakes up and calls ``close``. May be called in any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -260,7 +260,7 @@ class Channel:
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Has the unsent bytes sent from ``content``, a copy of the whole request, and no longer from the caller's arrays."""
+        """Sends the unsent bytes from ``content``, a copy of the whole request, so that the caller's arrays are read no more."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 

@@ -60,7 +60,7 @@ class Pool:
         self._granted: weakref.WeakSet[HttpPending] = weakref.WeakSet()
 
     def take(self, pending: HttpPending) -> None:
-        """Gives a request an idle channel, or the right to open one (``HttpPending.grant``), or else puts the request in a queue.
+        """Assigns an idle channel (connection) to a request, or lets it open one, or queues it if all channels are in use.
 
         Raises: Unavailable: the pool was closed, or the queue is as long as it may be.
         """
@@ -73,7 +73,7 @@ class Pool:
             self._serve()
 
     def _serve(self) -> None:
-        """Gives queued requests a channel each, as long as no more than ``limit`` are in use. The caller holds the lock.
+        """Assigns channels (connections) to queued requests until ``limit`` channels are in use. The caller holds the lock.
 
         A request leaves the queue before a channel is looked for: the garbage collector may run meanwhile and end another request
         in this thread, which comes here too.
@@ -95,7 +95,7 @@ class Pool:
         return None
 
     def give(self, pending: HttpPending, channel: Channel | None) -> None:
-        """Takes a channel back from a request: for the first queued request, or as an idle one where none is queued.
+        """Puts a request's channel (connection) back into the pool, for the first queued request; it is idle if none is queued.
 
         ``channel`` None: the channel was closed; the first queued request may then open another one in its place.
         """
@@ -111,7 +111,7 @@ class Pool:
             self._serve()
 
     def leave_line(self, pending: HttpPending) -> bool:
-        """Removes a request from the queue for a channel. Returns False: it was not there, but was granted a channel."""
+        """Removes a request from the queue for a channel (connection). Returns whether it was in the queue."""
         with self._lock:
             if pending in self._line:
                 self._line.remove(pending)
@@ -313,7 +313,7 @@ class HttpPending:
         self._pool.give(self, None)
 
     def _broke(self, error: OSError) -> None:
-        """After the channel (connection) failed: has this request sent again if that does no harm, else ends it with an error."""
+        """Handles a failed channel (connection): has this request sent again if that does no harm, else ends it with an error."""
         channel, self._channel = self._channel, None
         why = error.strerror or str(error)
         if channel is None or not channel.sent:
@@ -497,7 +497,7 @@ class Waiter:
     def add(self, pending: HttpPending, called: Callable[[HttpPending], object]) -> None:
         """Has the thread wait for a request's answer from now on, and call ``called`` with the request when it has come.
 
-        Once the thread has ended, the pool was closed before: the request then has an answer, or ends with Cancelled, at once.
+        If the thread has ended already, because the client was closed, ``called`` is called before this returns.
         """
         with self._lock:
             ended = self._ended
@@ -564,7 +564,7 @@ class Waiter:
                 os.read(self._wakes, 4096)
 
     def _ends(self) -> bool:
-        """Closes the pipe if the thread has nothing left to do and nothing more may come. Returns whether that is so."""
+        """Returns whether the thread is to end, because ``close`` was called and no request is left; closes the pipe then."""
         with self._lock:
             if self._new or not self._closed:
                 return False
