@@ -80,8 +80,8 @@ class LaneConnection:
           max_results: the most answers in workers' memory that the program may hold; while it does, ``ask`` raises ResultsHeld.
           timeout: seconds to wait for each answer on the clients' socket.
           patience: seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
-          max_waiting: the most requests that wait for a worker, beyond those that it takes, and as many that wait because there
-            is no worker, of all models; one more is refused (Unavailable).
+          max_waiting: the most requests that are queued for one worker, and also the most, of all models together, that wait
+            because there is no worker; one more is refused (Unavailable).
 
         Raises: Unavailable: no daemon answers there.
         """
@@ -238,9 +238,9 @@ class LaneConnection:
         return opened
 
     def _close_idle(self, ended: Sequence[int]) -> None:
-        """Closes lanes of workers that are gone and on which nobody waits; who waits on a lane sees its end.
+        """Closes lanes (sockets) to workers that are gone, except lanes with requests in flight, which still get an error.
 
-        ``ended``: the numbers of such lanes, besides those of a former daemon.
+        ``ended``: the numbers of lanes to workers that are gone. Lanes of a former daemon are closed as well.
         """
         gone = [lane for lane in self._former if not lane.in_flight]
         self._former = [lane for lane in self._former if lane not in gone]
@@ -347,7 +347,7 @@ class LaneConnection:
         return self._manage({"revert": {"model": model, "version": version, "set": name}})
 
     def _manage(self, question: dict[str, Any], timeout: float | None = None, *fds: int) -> dict[str, Any]:
-        """Asks the daemon on a separate connection, because the answer may take long. Returns the answer.
+        """Sends the daemon a question on a separate connection, because the answer may take long. Returns the answer.
 
         Args:
           timeout: seconds that the daemon may take in addition to the constructor's ``timeout``; None: without limit.
@@ -472,7 +472,7 @@ class LaneConnection:
             raise
 
     def may_ask_again(self, pending: Pending, refusal: ServingError) -> bool:
-        """Returns whether the daemon may be asked where a model is, after a worker refused a request.
+        """Returns whether to ask the daemon where a model is, after a worker refused a request.
 
         That is so if this connection is open and has not asked for the model in the last 0.25 seconds, or if the worker does not
         serve the model any more.
@@ -485,7 +485,7 @@ class LaneConnection:
         return refusal.message.startswith(_GONE) or time.monotonic() - known.opened_at > _REFUSED_AFTER
 
     def look_again(self, call: Call, ended: WorkerLane, until: float | None) -> None:
-        """Asks the daemon which workers are alive after ``ended``, the lane of one that had a request, unless it was asked since.
+        """Asks the daemon which workers are alive, because the lane (socket) to one has ended, unless it was asked since.
 
         Other workers may be ending at the same time, with the daemon for example; the request is not to be lost with all of them.
 

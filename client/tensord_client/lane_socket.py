@@ -37,7 +37,7 @@ class LaneEnded(Exception):
 
 
 class WaitEnded(TimeoutError):
-    """A wait has lasted until its time. (A TimeoutError that a signal's handler raises is none.)"""
+    """A wait has reached its time limit. (A TimeoutError that a signal's handler raises is not of this class.)"""
 
 
 class LaneSocket:
@@ -108,7 +108,7 @@ class LaneSocket:
         return True
 
     def send_backlog(self) -> None:
-        """Sends as much of ``backlog`` as the socket takes; does nothing if the worker is gone."""
+        """Sends as many queued datagrams (``backlog``) as the socket takes; does nothing if the worker is gone."""
         with self.lock, contextlib.suppress(LaneEnded):
             while self.backlog:
                 datagram, fd, _ = self.backlog[0]
@@ -119,7 +119,7 @@ class LaneSocket:
                     os.close(fd)
 
     def take_unsent(self) -> set[int]:
-        """Empties ``backlog``. Returns the ids of the requests in it. The caller holds ``lock``."""
+        """Drops the datagrams in ``backlog``, which were not sent, and returns their requests' ids. The caller holds ``lock``."""
         unsent = {request_id for _, _, ids in self.backlog for request_id in ids}
         for _, fd, _ in self.backlog:
             if fd >= 0:
@@ -150,7 +150,7 @@ class LaneSocket:
         return size, ancillary, said
 
     def limit_wait(self, until: float | None) -> None:
-        """Has a receive wait until a time at most, in seconds of ``time.monotonic()``, or less; None: without limit.
+        """Limits how long ``receive`` waits: to ``until`` (seconds of ``time.monotonic()``) or less; None: without limit.
 
         Raises: WaitEnded: ``until`` has passed.
         """
@@ -167,7 +167,9 @@ class LaneSocket:
             self.timeout_ms = milliseconds
 
     def wait_for_room(self, until: float | None) -> bool:
-        """Waits until ``backlog`` can be sent, and sends it, or a datagram has come. Returns True: one has come.
+        """Waits until the socket takes queued datagrams (``backlog``) or has received one. Returns whether it has received one.
+
+        Sends what the socket takes.
 
         Raises: WaitEnded: ``until`` (monotonic seconds; None: no limit) has passed.
         """

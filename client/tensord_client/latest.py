@@ -27,7 +27,7 @@ class Newest:
     """Base class of ``Latest`` and ``AsyncLatest``: sends the inputs of ``put``, stores the newest answer for their ``get``."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
-        """``submit``: a function that sends a request with the inputs given, and returns a future of the answer."""
+        """Sends nothing yet. ``submit``: sends a request with the inputs that it is given, and returns a future of the answer."""
         self._submit = submit
         self._lock = threading.RLock()
         #: Futures of the requests in flight, by number.
@@ -64,7 +64,7 @@ class Newest:
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: Any) -> None:
-        """Called when the request of the ``number``-th ``put`` has ended: stores its answer or error unless there is a newer one.
+        """Stores the answer or error of the ``number``-th ``put``, whose request has ended, unless there is a newer one.
 
         Also sends the inputs that ``put`` kept, if any. ``future``: of the request.
         """

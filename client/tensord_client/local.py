@@ -52,7 +52,7 @@ class LocalConnection:
         self._process = os.getpid()
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns the description of a model, which is loaded unless it is there; version 0: of the newest version.
+        """Returns the description of a model, after loading the model if need be; version 0: of the newest version.
 
         Raises: ServingError: there is no such model, or it cannot be loaded.
         """
@@ -76,7 +76,7 @@ class LocalConnection:
         )
 
     def loaded(self, model: str, version: int) -> testing.Model:
-        """Returns a model, and loads it first if it was not used before. Version 0: the newest.
+        """Returns a model, after loading it if it was not used before. Version 0: the newest.
 
         Raises: ServingError: there is no such model, or it cannot be loaded.  Unavailable: this process was forked off since.
         """

@@ -1,4 +1,4 @@
-"""Imports the client's optional part in C. Its names are None if it was not built, or not from the source that is here."""
+"""Imports the client's optional part in C; its names are None if it was not built, or was built from other source files."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ class OpenedModel:
     """Holds a model's description as the daemon gave it, of one version or the newest, and the lanes (sockets) to its workers."""
 
     def __init__(self, description: Description, lanes: list[WorkerLane], coming: int, opened_at: float) -> None:
-        """Stores an answer of the daemon.
+        """Stores what the daemon answered when it was asked for the model.
 
         Args:
           lanes: the lanes to the workers that serve the model.

@@ -171,7 +171,7 @@ class Pending:
         self.astray = True
 
     def claim(self) -> bool:
-        """Returns True, to one thread only, if the request must be sent again: this thread then has to send it."""
+        """Returns whether the calling thread must send the request again; of several threads only one gets True."""
         with self._lock:
             astray, self.astray = self.astray, False
         if astray:
@@ -277,7 +277,7 @@ class Pending:
             self.cancel()
 
     def _explained(self, error: ServingError) -> ServingError:
-        """Returns the error to raise for one that ended a stream: whoever holds too many answers leaves no room for more."""
+        """Returns ResultsHeld if a stream failed because the program holds too many answers; else returns ``error``."""
         held = self._connection.held.too_many() if isinstance(error, (DeadlineExceeded, Unavailable)) else None
         return held or error
 
@@ -522,7 +522,7 @@ def _plan(outputs: Sequence[OutputTensor]) -> tuple[Plan, ...]:
 
 
 def arrays(answer: Answer, outputs: tuple[Plan, ...], contents: list[Any]) -> bool:
-    """Adds an array for each output to an answer, or returns False: some bytes are not in the record, or do not fit a shape.
+    """Adds an array for each output to an answer. Returns False if bytes are not in the record or do not fit; else True.
 
     Args:
       outputs: (name, shape, dtype, byte size) of each output.
@@ -551,7 +551,7 @@ def deadline_error(lane: WorkerLane | None) -> ServingError:
 
 
 def _judged(lane: WorkerLane, answer: AnswerRecord) -> tuple[AnswerRecord, Lease | None] | ServingError:
-    """Returns an answer and its lease (None: it has none), or the error to raise: the answer is one, or cannot be read."""
+    """Returns (answer, lease of its memory or None); if the answer is an error or cannot be read, the error to raise."""
     lease = None
     error: ServingError | None = None
     try:

@@ -62,7 +62,7 @@ class Slots:
     """
 
     def __init__(self, memory: Memory) -> None:
-        """``memory``: where the slots lie; free ones have together at most half of the bytes that it may have."""
+        """Starts without slots. ``memory``: what slots are allocated in; free slots may take half of its greatest size."""
         self._memory = memory
         self._lock = threading.Lock()
         #: Free slots by kind, the kind used last at the end; no list is empty.
@@ -70,7 +70,7 @@ class Slots:
         self._byte_size = 0
 
     def take(self, kind: Any) -> Slot | None:
-        """Returns a free slot for a request of that kind, which is free no more; None: there is none."""
+        """Removes a slot for requests of that kind from the free ones and returns it; None: there is none."""
         with self._lock:
             free = self._free.get(kind)
             if free is None:
@@ -82,7 +82,7 @@ class Slots:
             return slot
 
     def add(self, slot: Slot) -> None:
-        """Makes a slot free; drops other free slots if they have too many bytes, so that this one always stays."""
+        """Adds a slot to the free ones; drops other free slots if they have too many bytes, but never this one."""
         with self._lock:
             self._free.setdefault(slot.kind, []).append(slot)
             self._free.move_to_end(slot.kind)
@@ -135,9 +135,9 @@ Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 
 
 class Layout:
-    """Says how each input of a call gets to the worker: in place, inside the request, or copied.
+    """How each input of a call gets to the worker: in place, inside the request, or copied.
 
-    A layout is valid for every request with the same arrays. It holds strings encoded, so with strings it is valid for one only.
+    It is valid for every request with the same arrays; with strings, which it holds encoded, for one request only.
     """
 
     __slots__ = ("copied", "has_strings", "hold", "inline", "kind", "outputs", "prepared", "segments", "tensors")
@@ -288,7 +288,7 @@ class Placement:
         return tuple(wanted.items())
 
     def room(self, array: np.ndarray) -> np.ndarray:
-        """Returns an array in shared memory for a copy of ``array``; gives up all free slots if there is no room otherwise.
+        """Allocates an array in shared memory for a copy of ``array``; frees memory that is kept for reuse if there is no room.
 
         Raises: InvalidArgument: the copy is larger than the daemon allows.  Unavailable: there is no room now.
         """

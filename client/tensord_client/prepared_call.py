@@ -251,7 +251,7 @@ class PreparedCall:
                 raise
 
     def _cancel(self) -> None:
-        """Tells the worker that nobody waits for the answer any more. The next call waits until it has come all the same."""
+        """Tells the worker that nobody waits for the answer any more; the next call still waits until that answer has come."""
         if self.waiting and self._lane is not None:
             self._lane.cancel(self.request_id)
 
@@ -422,7 +422,7 @@ class PreparedCall:
                 return lane, bound
 
     def _queue(self, lane: WorkerLane, bound: Bound) -> int:
-        """Sends the request as an ordinary one, which may wait for others: numbers may have other meanings when it is sent.
+        """Sends the request as an ordinary one, in full, because it may be queued and numbers in it be invalid when it is sent.
 
         Returns its id. Raises: LaneEnded: it was not sent.  Unavailable: too many wait.  InvalidArgument: with its constant part,
         which a prepared call names by a number, it is too large for one record.
@@ -446,9 +446,10 @@ class PreparedCall:
         return made
 
     def _matches(self, lane: WorkerLane, bound: Bound, until: float | None, begun: tuple[int, _Came] | None) -> bool:
-        """Waits for the answer. Returns True: its bytes equal the last answer's but for id and times, so ``bound.outputs`` hold.
+        """Waits for the answer. Returns whether its bytes equal the last answer's but for id and times.
 
-        Returns False: ``_answer`` or ``_error`` holds what came. Raises WaitEnded: ``until`` has passed.
+        If so, ``bound.outputs`` hold for it; else ``_answer`` or ``_error`` holds what came.
+        Raises WaitEnded: ``until`` has passed.
 
         ``begun``: the request's id and the datagram that came, if any, where the C extension has sent the request; else None.
         """
@@ -501,7 +502,7 @@ class PreparedCall:
             self._learn(lane, bound, size, self.request_id)
 
     def _learn(self, lane: WorkerLane, bound: Bound, size: int, request_id: int) -> None:
-        """Stores an answer's bytes, to recognize the next by, if its datagram of ``size`` bytes has no output or other answer."""
+        """Stores an answer's bytes, to recognize the next by, if its datagram holds no output bytes and no other answer."""
         assert self._answer is not None
         record, lease = self._answer
         bound.learned, bound.exchange = -1, None

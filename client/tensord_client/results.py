@@ -43,7 +43,7 @@ class Tensors(tuple):  # type: ignore[type-arg]
 
 
 class Timing(NamedTuple):
-    """Says how long one request was queued and executed in the server (nanoseconds), and how many bytes were copied for it."""
+    """How long one request was queued and executed in the server (nanoseconds), and how many bytes were copied for it."""
 
     queue_ns: int
     compute_ns: int

@@ -51,7 +51,7 @@ def datagrams(record: bytes) -> list[bytes]:
 
 
 def region(place: Place) -> tuple[str, str, int, int]:
-    """Returns a place as records name it: "r", the region's name or "@" with the segment's number, offset, byte size."""
+    """Converts a place in shared memory to its form in records: "r", region's name or "@" + segment number, offset, byte size."""
     return ("r", place[0] if isinstance(place[0], str) else f"@{place[0]}", place[1], place[2])
 
 

@@ -42,7 +42,7 @@ _NOTICED = 0.05
 
 
 class Waiting(Protocol):
-    """Describes what a lane (the socket to a worker) calls of a request in flight: on its answers, and at the lane's end."""
+    """What a request in flight must implement so that its lane (the socket to a worker) can deliver answers, or its own end."""
 
     #: False once an answer has come or the request has ended.
     waiting: bool
@@ -247,7 +247,7 @@ class WorkerLane:
         return known
 
     def _number(self, prepared: bytes) -> bytes:
-        """Returns the encoded number that stands for ``prepared``, the constant part of a request; empty: send that in full.
+        """Returns the encoded number that stands for ``prepared``, a request's constant part; b"": it is to be sent in full.
 
         Many are used only once, so a number is given at the second use. The caller holds ``lock``. Raises LaneEnded: the worker
         is gone.
@@ -344,7 +344,7 @@ class WorkerLane:
             return request_id
 
     def _release(self) -> None:
-        """Sends the leases that are to be given back now, unless a thread is sending: the next request takes them along then."""
+        """Gives answers' memory (leases) back to the worker; if a thread is sending, leaves that to the next request."""
         if not self.lock.acquire(False):
             return
         try:
@@ -358,7 +358,7 @@ class WorkerLane:
             self.lock.release()
 
     def advance(self) -> None:
-        """Sends as many queued requests as the worker takes now; does nothing if it is gone."""
+        """Sends as many queued requests as the worker takes now; does nothing if the worker is gone."""
         with self.lock, contextlib.suppress(LaneEnded):
             self._advance()
 
@@ -495,9 +495,9 @@ class WorkerLane:
                 self.promote()
 
     def _follow(self, request: Waiting, until: float | None) -> bool:
-        """Sleeps while another thread reads the socket. Returns True: an answer to ``request`` has come, or the lane has ended.
+        """Sleeps while another thread reads the socket. Returns True if an answer to ``request`` has come or the lane has ended.
 
-        Returns False: this thread holds the lock ``reading`` now and has to read. Raises WaitEnded: ``until`` has passed.
+        Returns False if not: this thread holds the lock ``reading`` now and has to read. Raises WaitEnded: ``until`` has passed.
         """
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         request.waiter = waiter
@@ -536,7 +536,7 @@ class WorkerLane:
     def may_block(self, until: float | None) -> bool:
         """Sets the socket's timeout for a receive that ends by ``until``, in seconds of ``time.monotonic()``; None: no limit.
 
-        Returns False: there were unsent datagrams, so this has waited and sent or received already; do not receive now. The
+        Returns whether to receive now. If not, datagrams were unsent, and this has waited and sent or received already. The
         caller holds the lock ``reading``.
 
         Raises: WaitEnded: ``until`` has passed.
