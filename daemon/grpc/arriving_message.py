@@ -1,4 +1,4 @@
-"""Receives a gRPC message that arrives in pieces, writes its tensors to the arena meanwhile, and inflates compressed messages.
+"""Receives a gRPC message in pieces, writes its tensors to the arena (shared memory) meanwhile, and decompresses messages.
 
     | compressed 8 | length 32 | message: length bytes |
 
@@ -69,7 +69,7 @@ class ArrivingMessage(Receiver):
     Args:
       flag: the message's first byte; 0: it is not compressed.
       byte_size: length of the message.
-      submitter: lends arena memory for the tensors of a large request; None: the whole message is buffered.
+      submitter: reserves memory in the arena (shared memory) for a large request's tensors; None: the message is buffered.
       account: counts how much arena memory the client holds.
       on_room: called once the message's wait for arena memory has ended, with memory or with a refusal.
       on_placed: called with the message once all of it has arrived in the arena; None: whoever made it will look.
@@ -128,7 +128,7 @@ class ArrivingMessage(Receiver):
     # -------------------------------------------------------------------------------------------------------- receive
 
     def feed(self, piece: memoryview) -> None:
-        """Stores the next piece of the message, in the arena or a buffer. The piece must not reach beyond the message's end."""
+        """Stores the next piece of the message, in the arena (shared memory) or a buffer. It must end within the message."""
         if self.is_placed:
             self._fill(piece, 0)
         else:
@@ -144,7 +144,7 @@ class ArrivingMessage(Receiver):
         self.kept_byte_size = kept if self.is_declined else kept + len(self.head) + len(self._id)
 
     def _read_head(self, piece: memoryview) -> None:
-        """Parses a piece up to the first raw tensor, and asks for arena memory once that tensor begins."""
+        """Parses a piece up to the first raw tensor, and asks for arena memory (shared memory) once that tensor begins."""
         begun = None if self._is_parsing else walk_beginning(piece, 0, len(piece))
         self._is_parsing = True
         try:
@@ -188,7 +188,7 @@ class ArrivingMessage(Receiver):
         self.rest = lease.view[: self._raw_size]
 
     def _fill(self, piece: memoryview, at: int) -> None:
-        """Copies the tensors' bytes in ``piece[at:]`` to the leased arena memory; drops the bytes if the message was refused."""
+        """Copies the tensors' bytes in ``piece[at:]`` to the arena (shared memory); drops them if the message was refused."""
         lease, end = self._lease, len(piece)
         while at < end and lease is not None:
             if size := min(len(self.rest), end - at):
@@ -268,7 +268,7 @@ class ArrivingMessage(Receiver):
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
-        """Refuses the message: ``take`` will raise its error. Gives back the lease; bytes that still arrive are dropped."""
+        """Refuses the message: ``take`` will raise ``refused``. Frees its arena memory; bytes that still arrive are dropped."""
         self.is_placed = True
         self.rest = NOWHERE
         # What it was raised through refers to this message, and would keep its bytes until garbage is collected.
@@ -285,14 +285,15 @@ class ArrivingMessage(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def take_content(self) -> Buffer:
-        """Returns the bytes of a message that was not placed in the arena, and gives up their buffer."""
+        """Returns the bytes of a message that was buffered, not placed in the arena (shared memory), and gives up the buffer."""
         content, self._content, self.kept_byte_size = self._content, None, 0
         return b"" if content is None else content
 
     def take(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...], Lease]:
-        """Returns head (all other fields), id, raw tensors and lease of a complete message whose tensors lie in the arena.
+        """Returns the parts of a complete message whose tensors lie in the arena: head, id, raw tensors, lease.
 
-        Tiny tensors are returned as bytes, others as slices of the arena. The caller owns the lease from now on.
+        The head is all other fields; the lease is the reserved part of the arena (shared memory), which the caller owns from now
+        on. Tiny tensors are returned as bytes, others as slices of the arena.
         Raises RefusedRequest: the message is no valid request, or there was no arena memory for it.
         """
         if self._error is not None:

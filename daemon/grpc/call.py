@@ -24,7 +24,7 @@ class Call(ABC):
     __slots__ = ()
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
-        """Returns a receiver for a large message of ``byte_size`` bytes that begins to arrive; None: buffer it for ``message``.
+        """Returns a receiver for a large message that begins to arrive; None: the stream buffers it and calls ``message``.
 
         The call must drop a message that was placed (``drop``), or take over its parts and the lease of its arena memory
         (``take``). One that is complete and was not placed is passed to ``message``.
@@ -35,7 +35,7 @@ class Call(ABC):
 
     @abstractmethod
     def message(self, content: Buffer, start: int, end: int) -> None:
-        """Takes a complete message of the client, ``content[start:end]``, and acts on it now or stores it for later.
+        """Handles a complete message of the client, ``content[start:end]``, now, or stores it for later.
 
         A call that stores the message must store what the function ``kept`` makes of it: an object without the bytes around it.
         """
@@ -107,4 +107,4 @@ class InferCall(Call):
 
     @abstractmethod
     def placed(self) -> None:
-        """Is called when a request of the call no longer waits for arena memory, because it was sent or answered."""
+        """Is called when a request of the call no longer waits for arena (shared) memory, because it was sent or answered."""

@@ -126,7 +126,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._room
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Parses the bytes that were read, or counts them if they were read to their place, until that is full."""
+        """Handles bytes that were read: parses them, or only counts them if they were read into a large message's memory."""
         http2, room = self.http2, self._room
         if http2.phase is CLOSED:
             return
@@ -171,9 +171,9 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _choose_room(self) -> None:
-        """Has the rest of a DATA payload read into the memory of its message, if it is large.
+        """Chooses where bytes are read to: the message's own memory for the rest of a large DATA payload, else the read buffer.
 
-        Otherwise it uses the whole read buffer again after a run of small payloads.
+        After a large payload only the buffer's first pages are used, until a run of small payloads has come.
         """
         if self.http2.phase is CLOSED or self._paused_since or self._resting:
             return
@@ -258,7 +258,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.http2.on_written.append(on_written)
 
     def _written(self) -> None:
-        """Calls those who waited for everything written to have left; an exception of one stops none of the others."""
+        """Calls the callbacks that ``when_written`` has stored; an exception in one does not stop the others."""
         waiting, self.http2.on_written = self.http2.on_written, []
         call_each(waiting, "what follows an answer")
 
@@ -346,9 +346,9 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._check_age(now)
 
     def _is_alive(self, now: float) -> bool:
-        """Sends a PING to a client from which nothing has come for long. ``now``: loop time.
+        """Returns whether the client still answers: False if it did not answer a PING in time. ``now``: loop time.
 
-        Returns False if the client did not answer an earlier PING in time.
+        Sends a PING to a client from which nothing has come for long.
         """
         options, heard_at = self.serving.options, self.http2.heard_at
         if self._asked_at:

@@ -1,4 +1,4 @@
-"""Limits how many frames without content, pings and reset calls one client connection may send. Pure.
+"""Limits how many frames, pings and stream resets one client connection may send. Pure.
 
     budget     frames handled in one iteration of the loop; later frames wait for the next one, so that other connections go on
     credit     frames a client may send: so many a second, and more for each answer that it gets and for the data that it sends

@@ -242,7 +242,7 @@ class Http2:
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Carries out one complete frame: gives data and headers to their stream, adopts settings and windows, answers a ping.
+        """Handles one complete frame: passes data and headers to their stream, applies settings and windows, answers a ping.
 
         Returns what this cost on top of the frame's arrival, in units of one frame's arrival.
         Raises Violation: the frame breaks the protocol, or the client sends too many of its kind.
@@ -275,7 +275,7 @@ class Http2:
     # --------------------------------------------------------------------------------------------------- 6.1: DATA
 
     def _data(self, number: int, flags: int, data: bytes, start: int, end: int) -> None:
-        """Gives ``data[start:end]``, the payload of a complete DATA frame without padding, to stream ``number``."""
+        """Passes ``data[start:end]``, the payload of a complete DATA frame without padding, to stream ``number``."""
         stream = self.streams.get(number)
         if stream is not None and not stream.half_closed:
             ungranted = stream.ungranted + end - start
@@ -290,7 +290,7 @@ class Http2:
         self._any_data(number, flags, data[start:end])
 
     def _any_data(self, number: int, flags: int, payload: bytes) -> None:
-        """Gives the payload of a complete DATA frame, padded or not, to stream ``number``; drops it if the stream has ended."""
+        """Passes the payload of a complete DATA frame, padded or not, to stream ``number``; drops it if the stream has ended."""
         stream = self._data_target(number, len(payload))
         if stream is None:
             return
@@ -301,7 +301,7 @@ class Http2:
         stream.frame_arrived(flags)
 
     def _data_arrives(self, data: bytes, at: int) -> int:
-        """Hands the part of a DATA payload that lies at ``data[at:]`` to its stream. Returns where that part ends in ``data``."""
+        """Passes the part of a DATA payload that lies at ``data[at:]`` to its stream. Returns where the part ends in ``data``."""
         end = min(len(data), at + self.data_left)
         self.data_left -= end - at
         stream = self.data_stream
@@ -314,7 +314,7 @@ class Http2:
         return end
 
     def data_was_read(self) -> None:
-        """Reports the bytes ``data_read``, which the connection has read to their place, to the stream of the payload."""
+        """Reports to a stream that ``data_read`` bytes of its DATA payload were read into its message's memory."""
         byte_size, self.data_read = self.data_read, 0
         self.data_left -= byte_size
         stream = self.data_stream
@@ -360,7 +360,7 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Opens a stream by HEADERS, or ends a request by its trailers; only stores the block if a CONTINUATION is to follow.
+        """Handles a HEADERS frame: opens a stream, or ends a request (trailers); stores the block if a CONTINUATION is to follow.
 
         Returns what decoding cost, in units of one frame's arrival. Raises Violation: the frame or its block is invalid.
         """
@@ -392,7 +392,7 @@ class Http2:
         return self._header_block(number, first_flags, b"".join(pieces))
 
     def _header_block(self, number: int, flags: int, block: bytes) -> int:
-        """Opens a stream by a complete header block, or ends the request of a stream that was opened before by its trailers.
+        """Handles a complete header block: opens a new stream, or ends the request of an earlier stream (trailers).
 
         Returns what decoding the block cost, in units of one frame's arrival. Raises Violation: the block cannot be decoded; this
         ends the connection, because the state of the compression table is unknown afterwards (4.3).

@@ -81,7 +81,7 @@ class Infer:
     ) -> CallRequest:
         """Sends the inference request in a message to a worker, and returns it; its answers go to ``call.completed``.
 
-        Without free arena memory the request is returned as well, and is sent once there is some.
+        Without free memory in the arena (shared memory) the request is returned as well, and is sent once there is some.
 
         Args:
           message: the request is ``message[start:end]``.
@@ -109,9 +109,9 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None
     ) -> CallRequest | None:
-        """Sends the request of a complete message; ``known`` holds what all but its id, scheduling and tensors decode to.
+        """Sends the request of a complete message that need not be decoded in full: ``known`` holds what most of it decodes to.
 
-        Returns None, without sending it, if the message must be decoded in full.
+        Its id, scheduling and tensors are its own. Returns None, without sending it, if it must be decoded in full after all.
         ``trace``: the request's trace; None: it is not sampled.
         """
         _, client_id, parameters, raws, room = walked
@@ -141,7 +141,9 @@ class Infer:
     def ask_placed(
         self, call: InferCall, message: ArrivingMessage, waited_ns: int = 0, read_ns: int = 0
     ) -> CallRequest:
-        """Sends the request of a message whose tensors arrived in the arena to a worker; the request takes over their lease.
+        """Sends a worker the request of a message whose tensors have arrived in the arena (shared memory).
+
+        The request takes over the tensors' lease (the reserved part of the arena).
 
         Args:
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
@@ -188,7 +190,9 @@ class Infer:
         trace: Trace | None,
         state: ModelState | None = None,
     ) -> CallRequest:
-        """Sends a request whose tensors are at their places. The submitter owns its leases from now on, also if this raises.
+        """Sends a worker a request whose tensors are in place; the submitter owns its leases then, also if this raises.
+
+        A lease is a reserved part of the arena (shared memory).
 
         ``state``: the state of its model, where the caller has just looked it up.
         """
@@ -293,7 +297,7 @@ class Infer:
     def _trace_refused(
         self, refused: RefusedRequest, call: InferCall, waited_ns: int, read_ns: int, sampled: Trace | None
     ) -> None:
-        """Gives a request that was refused while it was decoded its trace, if it is sampled and names a model.
+        """Adds a trace to a request that was refused while it was decoded, if the request is sampled and names a model.
 
         The arguments are those of ``_ask_read``.
         """
@@ -341,7 +345,7 @@ class CallRequest(InFlight):
 
     @classmethod
     def refused(cls, call: InferCall, refused: RefusedRequest) -> CallRequest | None:
-        """Makes an object that says in logs which request was refused, and is never sent. None: its model is not known."""
+        """Makes a request that only names a refused one in logs, and is never sent. None: the refused one's model is unknown."""
         if not refused.model:
             return None
         context = None if refused.trace is None else refused.trace.context

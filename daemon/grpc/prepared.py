@@ -8,9 +8,9 @@ A message's rest, which is all but id, scheduling and raw tensors, is decoded on
 any connection, with any id and tensors, asks for the same. The meaning of a rest never changes; whether its model serves is
 checked again whenever any model has changed.
 
-The first message of a kind is decoded in full: by its fields, protobuf, and checks that word the errors. Then it is sent as the
-next ones are, but with the whole request in its record: what comes once takes nobody's number. Every message that is malformed or
-unusual, or has tensor values outside its raw tensors, is decoded in full.
+The first message of a kind is decoded in full: by its fields, protobuf, and checks that word the errors. It is sent
+as the next ones are, but with the whole request in its record: a kind that comes only once takes no number. Every message that is
+malformed or unusual, or has tensor values outside its raw tensors, is decoded in full.
 """
 
 from __future__ import annotations
@@ -113,10 +113,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return found
 
     def _serves(self, known: PreparedMessage) -> bool:
-        """Looks up the model of a cached message after the table of models has changed.
-
-        Returns whether the model still serves.
-        """
+        """Returns whether a cached message's model still serves, after looking it up because the table of models has changed."""
         decoded = known.decoded
         try:
             known.decoupled = self._table.find(decoded.model, decoded.version).streams
@@ -196,7 +193,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return Understood(decoded, text, scheduling, raws, state, learned)
 
     def _decode_rest(self, rest: bytes, has_raw: bool) -> DecodedHead | None:
-        """Decodes the rest of a message that has scheduling parameters. Returns None if it is refused without these."""
+        """Decodes a message without its scheduling parameters, id and raw tensors; returns None if it is invalid without them."""
         try:
             return decode_head(rest, has_raw, self._table)[0]
         except ServingError:

@@ -235,7 +235,7 @@ def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
 
 
 def _region(name: str, parameters: Any) -> RegionSlice:
-    """Returns the part of a region that the parameters of the input or output ``name`` say.
+    """Decodes the parameters that place the input or output ``name`` in a shared-memory region.
 
     Raises InvalidArgument: the parameters are wrong.
     """

@@ -23,7 +23,7 @@ _INT64 = 1 << 63
 
 
 class AnswerLayout:
-    """Encodes answers that differ only in id and tensors: it holds their common part encoded, and adds each answer's own."""
+    """Encodes answers that differ only in id and tensors: holds their common part encoded, and adds the id and tensors."""
 
     __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
 

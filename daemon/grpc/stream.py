@@ -203,7 +203,7 @@ class Stream:
                 self._arrived(arriving)
 
     def advance(self, byte_size: int) -> None:
-        """Counts ``byte_size`` bytes that were read into ``rest`` of the arriving message; hands a complete message on."""
+        """Counts bytes that the connection has read into the arriving message's memory; hands a complete message to the call."""
         if self._promised is not None and not self._counts(byte_size):
             return
         arriving = self.arriving
@@ -218,11 +218,11 @@ class Stream:
 
     @property
     def waits_for_room(self) -> bool:
-        """Returns whether the message that is arriving still waits for arena memory."""
+        """Returns whether the message that is arriving still waits for memory in the arena (shared memory)."""
         return self.arriving is not None and self.arriving.waits_for_room
 
     def _room_came(self) -> None:
-        """Goes on with a message whose wait for arena memory has ended; the client's time to send the rest starts anew."""
+        """Continues with a message whose wait for arena (shared) memory has ended; the client's time to send it starts anew."""
         self.partial_since = 0.0
         self._note()
         self.grant()
@@ -261,7 +261,7 @@ class Stream:
     def _note(self) -> None:
         """Counts the message bytes that the stream buffers, and refuses the call if all streams together buffer too many.
 
-        Grants the client window for the rest of a message that goes into the arena.
+        Grants the client window for the rest of a message that goes into the arena (shared memory).
         """
         if self._finished:
             return
@@ -331,7 +331,7 @@ class Stream:
     def _counts(self, byte_size: int) -> bool:
         """Counts received bytes against the content-length of the request.
 
-        Returns False, after resetting the stream, if they exceed it.
+        Returns whether they stay within it; if not, resets the stream.
         """
         assert self._promised is not None
         self._promised -= byte_size
@@ -645,7 +645,7 @@ class Stream:
             call.abandoned()
 
     def _end(self, *last: Buffer) -> None:
-        """Ends the stream. ``last``: the end of its response; a client that has not ended its side is told to stop then."""
+        """Ends the stream. ``last``: the end of its response; with it, a client that may still send is told to stop."""
         http2 = self.http2
         if last:
             http2.write_pieces(*last)

@@ -41,7 +41,7 @@ _ONE_MESSAGE = "a unary call has one request message"
 
 
 class UnaryInfer(InferCall):
-    """Answers one ModelInfer call: sends its request to a worker, after earlier steps of its sequence, and the answer back."""
+    """Answers one ModelInfer call: sends its request to a worker, after earlier ones of its sequence, and the answer back."""
 
     streams = False
     __slots__ = ("_asked", "_message", "_sequence", "_waits_since", "infer", "stream")
@@ -103,7 +103,7 @@ class UnaryInfer(InferCall):
         return found
 
     def resume(self) -> None:
-        """Sends the request to a worker, after the earlier steps of its sequence were sent."""
+        """Sends the request to a worker, now that the earlier requests of its sequence were sent."""
         try:
             self._begin()
         except Exception:
@@ -111,7 +111,7 @@ class UnaryInfer(InferCall):
             self.stream.refuse(INTERNAL, DEFECT)
 
     def miss(self, sequence: Sequence) -> None:
-        """Refuses the request, because an earlier step of its sequence will not run."""
+        """Refuses the request, because an earlier request of its sequence will not run."""
         if isinstance(self._message, ArrivingMessage):
             self._message.drop()
         self._message = None
@@ -219,7 +219,7 @@ class UnaryInfer(InferCall):
 
 
 class StepOrder:
-    """Has the steps (requests) of each sequence sent in order: holds one connection's unary calls that no worker has yet."""
+    """Sends the steps (requests) of each sequence in order: holds unary calls of one connection until a worker has them."""
 
     __slots__ = ("_broken", "_due", "_loop", "unsent")
 
@@ -247,9 +247,9 @@ class StepOrder:
         return False
 
     def leave(self, step: UnaryInfer, sent: bool) -> None:
-        """Removes a call; steps that waited for it are sent if its request was (``sent``), and refused if it never will be.
+        """Removes a call: steps that waited for it are sent if its request was ``sent``, else refused.
 
-        Does nothing if the call is not here.
+        Does nothing if the call is not held here.
         """
         if self.unsent.pop(step, None) is None or not self.unsent:
             return

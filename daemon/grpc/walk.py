@@ -114,9 +114,9 @@ class _Own:
         self.rest = self.client_id = self.scheduling = b""
 
     def take(self, tag: int, view: memoryview, at: int, begin: int, size: int) -> bool:
-        """Adds the field ``view[at : begin + size]``, whose content begins at ``begin``, to the rest, or stores it apart.
+        """Stores the field ``view[at : begin + size]``, whose content begins at ``begin``, with those of its kind.
 
-        Returns False if the rest or the scheduling parameters have become too long.
+        Returns False if the scheduling parameters or the rest have become too long, else True.
         """
         end = begin + size
         if tag == _ID:
