@@ -221,7 +221,7 @@ class SpanExporter:
             span.status.code, span.status.message = self._error, error
 
     def _send(self) -> None:
-        """Gives the message that was being made to the thread that sends it, and begins another one."""
+        """Hands the spans collected so far to the thread that sends them, as one message, and begins another message."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -236,7 +236,7 @@ class SpanExporter:
 
 
 def _variable(name: str, default: int) -> int:
-    """Returns a variable of the library for spans that wait; ``default``: it is not set, or is no positive number."""
+    """Returns an environment variable as a number of at least 1; ``default`` if it is not set or no whole number."""
     try:
         return max(1, int(os.environ[name]))
     except (KeyError, ValueError):

@@ -30,7 +30,7 @@ _COMPRESSIONS: Mapping[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, 
 
 
 class SpanSender:
-    """Sends messages in the order in which they are given to it.
+    """Sends messages of spans to a collector in a thread, in the order in which ``send`` was called.
 
     Args:
       url: the collector's endpoint for OTLP over HTTP.
@@ -63,7 +63,7 @@ class SpanSender:
         self._thread.start()
 
     def send(self, encode: Callable[[], bytes], spans: int) -> None:
-        """Queues a message with ``spans`` spans, which ``encode()`` returns; it is called in the thread."""
+        """Queues a message with ``spans`` spans, whose bytes ``encode`` returns; ``encode`` is called in the sending thread."""
         self._waiting.put((encode, spans))
 
     def _run(self) -> None:
@@ -77,7 +77,7 @@ class SpanSender:
                 _log.warning("the collector did not take %d spans: %s", spans, refused)
 
     def _post(self, message: bytes) -> str:
-        """Sends a message. Returns why the collector refused it; "": it took it.
+        """Sends a message. Returns why the collector refused it; "": the collector accepted it.
 
         Raises RequestException: the collector cannot be reached; OSError: a file that a variable names cannot be read.
         """
@@ -87,13 +87,13 @@ class SpanSender:
         return "" if answer.ok else f"{answer.status_code} {answer.reason}"
 
     def close(self, seconds: float) -> None:
-        """Waits for the messages that were given to it, for so many seconds at most; what is left then is not sent."""
+        """Waits until all queued messages are sent, for ``seconds`` at most; messages left then may not be sent."""
         self._waiting.put(None)
         self._thread.join(seconds)
 
 
 def _variable(name: str) -> str:
-    """Returns a variable of the exporter by its name's end, for traces alone or else for everything; "": neither is set."""
+    """Returns the environment variable OTEL_EXPORTER_OTLP_TRACES_name, or else OTEL_EXPORTER_OTLP_name; "": neither is set."""
     return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or ""
 
 

@@ -1,4 +1,4 @@
-"""Makes sampled requests spans of their clients' traces, and hands ended traces to the supervisor, for a collector.
+"""Makes each sampled request a span of its client's trace, and hands ended traces to the supervisor, for a collector.
 
     sample ─▶ SpanIds ─▶ the request ─▶ EndedTrace ─▶ several at a time ─▶ the supervisor: ``span_exporter``
 
@@ -58,7 +58,7 @@ class Spans:
     """Hands the ended traces of a front to the supervisor, several at a time. Used in the front's loop only."""
 
     def __init__(self, hand_over: Callable[[TracesEnded], bool]) -> None:
-        """Begins with no traces. ``hand_over``: sends traces, or returns False and drops them because too much waits."""
+        """Starts without traces. ``hand_over``: sends traces; returns False if it drops them because too much waits."""
         self._hand_over = hand_over
         self._waiting: list[EndedTrace] = []
         self._timer: asyncio.TimerHandle | None = None

@@ -27,7 +27,7 @@ class TraceBudget:
         return cls(os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def take(self) -> bool:
-        """Takes one trace off the budget, for all fronts. Returns False if none was left."""
+        """Takes one trace off the budget, for all fronts. Returns whether the budget still had one."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -54,7 +54,7 @@ class Passes:
     __slots__ = ("left",)
 
     def __init__(self, left: int = _ENDLESS) -> None:
-        """Begins to count down from ``left`` requests; by default from more than ever come."""
+        """Starts counting down from ``left`` requests; by default from so many that zero is never reached."""
         self.left = left
 
 
@@ -70,7 +70,7 @@ class SampleCounter(Passes):
     __slots__ = ("_block", "_blocks", "_rest", "fd")
 
     def __init__(self, fd: int, rate: int) -> None:
-        """Takes over the descriptor of a counter that ``create`` made with this ``rate`` (at least 1), perhaps elsewhere."""
+        """Takes over the descriptor of a counter that ``create`` made with this ``rate``, at least 1, in any process."""
         self.fd = fd
         self._block = _block(rate)
         #: Requests between two traced ones: so many whole blocks, and a rest that the front of the first one passes over.

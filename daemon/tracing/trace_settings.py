@@ -157,7 +157,7 @@ class TraceSettings:
         return bool(self._target)
 
     def change(self, wanted: ChangeTrace) -> bytes:
-        """Applies a client's changes for a model, or for all (""); none after an error. Returns all its settings then, as JSON.
+        """Changes the trace settings of a model, or of all models (""), and returns all of them as JSON. An error changes none.
 
         Raises InvalidArgument: the model is unknown, or nothing could be traced with these settings.
         """
@@ -199,7 +199,7 @@ class TraceSettings:
         ), own
 
     def _record(self, name: str) -> tuple[Any, ...]:
-        """Makes the record that tells fronts the settings of a scope. Returns the record, followed by its descriptors."""
+        """Returns the record that tells fronts the settings of a model, or of all models (""), followed by its descriptors."""
         scope = self._scopes[name]
         values = scope.values
         return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds

@@ -81,7 +81,7 @@ class Tracer:
             former.close()
 
     def _look(self) -> None:
-        """After a change of settings: sets ``on`` (may any request be traced?) and ``passes`` (how many need no closer look)."""
+        """Updates ``on`` (may any request be traced?) and ``passes`` (how many need no closer look) after settings changed."""
         turns = [sampler.turn for sampler in self._samplers.values() if sampler.turn is not None]
         self.on = self.joins or any(sampler.level for sampler in self._samplers.values())
         if not turns:
@@ -247,7 +247,7 @@ class Trace:
         self._stamps.append((ns or time.monotonic_ns(), name))
 
     def sent(self, client_id: str) -> None:
-        """Adds the timestamp of the request's sending to a worker, now. ``client_id``: the request's ``id``; "": it has none."""
+        """Adds a timestamp: the request is being sent to a worker. ``client_id``: the request's ``id``; "": it has none."""
         self.client_id = client_id
         self.stamp(trace_stamps.REQUEST_START)
 
