@@ -30,7 +30,7 @@ _NO_ROOM = "no room for an answer of "
 
 
 class HeldResults:
-    """Counts the answers in workers' memory that the program holds, over all lanes of a connection. Thread-safe."""
+    """Counts the answers in workers' memory that the program holds, on all lanes (sockets to workers). Thread-safe."""
 
     def __init__(self, most: int) -> None:
         """Starts counting at zero. ``most``: the most answers that the program may hold."""
@@ -80,7 +80,7 @@ class Lease:
         self.__array_interface__: dict[str, Any] = {}
 
     def hold(self, byte_size: int) -> None:
-        """Counts this lease's answer, of ``byte_size`` bytes, as one that the program holds, until ``release``."""
+        """Counts the answer that this lease came with, of ``byte_size`` bytes, as held by the program, until ``release``."""
         for key in self._key:
             self._memory.held.add(self._memory, key, byte_size)
 
@@ -123,7 +123,7 @@ class Lease:
         return np.asarray(self)
 
     def content(self, place: Sequence[Any]) -> bytes:
-        """Returns a copy of the bytes at a place, ("a", segment, offset, byte size).
+        """Copies the bytes at a place in the worker's memory, ("a", segment's number, offset, byte size), and returns them.
 
         Raises: ValueError: the place is outside the segment.
         """
@@ -136,7 +136,7 @@ class ResponseSegment:
     __slots__ = ("_bytes", "address", "byte_size", "number")
 
     def __init__(self, number: int, byte_size: int, fd: int) -> None:
-        """Maps the segment that the file descriptor ``fd`` stands for. Raises OSError, ValueError: it cannot be mapped."""
+        """Maps the segment (memfd) that has the file descriptor ``fd``. Raises OSError, ValueError: it cannot be mapped."""
         self._bytes = np.frombuffer(mapped(fd, byte_size, mmap.PROT_READ), np.uint8)
         self.number = number
         self.byte_size = byte_size
@@ -144,7 +144,7 @@ class ResponseSegment:
 
 
 class AnswerMemory:
-    """The segments that answers on one lane lie in, and the leases that are to be given back to the worker. Thread-safe."""
+    """The memory of a worker that answers lie in: its segments (memfds), and leases (parts of them) to give back. Thread-safe."""
 
     def __init__(self, held: HeldResults, byte_size: int, release: Callable[[], None]) -> None:
         """Prepares for the answers on a new lane (socket to a worker); the worker has announced no segment (memfd) yet.

@@ -1,4 +1,4 @@
-"""Finds a server and connects to it; the ``Client`` gives the server's models as functions of arrays.
+"""Finds a server and connects to it; the ``Client`` returns the server's models as functions of arrays.
 
     connect()   tries $TENSORD alone if it is set; else /run/tensord, then the user's own daemon, then localhost:8000
 

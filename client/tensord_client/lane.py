@@ -238,7 +238,7 @@ class LaneConnection:
         return opened
 
     def _close_idle(self, ended: Sequence[int]) -> None:
-        """Closes lanes (sockets) to workers that are gone, except lanes with requests in flight, which still get an error.
+        """Closes lanes (sockets) to workers that are gone, except lanes on which requests are in flight.
 
         ``ended``: the numbers of lanes to workers that are gone. Lanes of a former daemon are closed as well.
         """
@@ -373,7 +373,7 @@ class LaneConnection:
             lane.say(wire.end_sequence(model, sequence_id))
 
     def _send(self, pending: Pending, max_waiting: int | None = None) -> bool:
-        """Sends a request on the lane (socket to a worker) that ``lane_for`` chooses. Returns False: no lane is usable.
+        """Sends a request on the lane (socket to a worker) that ``lane_for`` chooses. Returns False if none is usable, else True.
 
         ``max_waiting``: the most requests that may wait for the worker already; None: any number, as the request was accepted.
 
@@ -429,7 +429,7 @@ class LaneConnection:
         return known.choose()
 
     def sent(self, call: Call, lane: WorkerLane) -> None:
-        """Notes the lane on which a sequence's request was sent, for its next request; after the last one forgets the lane."""
+        """Stores on which lane (socket) a sequence's request was sent, for its next request; after the last one, forgets it."""
         if not call.sequence_id:
             return
         if call.sequence_end:
@@ -589,7 +589,7 @@ class LaneConnection:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Closes the connection and its lanes; requests in flight get Cancelled, arrays of ``empty`` stay valid. Idempotent."""
+        """Closes the connection and its sockets; requests in flight get Cancelled, arrays of ``empty`` stay valid. Idempotent."""
         self.is_closed = True
         with self._asking:
             lanes, self._lanes, self._former = [*self._lanes.values(), *self._former], {}, []

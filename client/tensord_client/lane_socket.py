@@ -33,7 +33,7 @@ _END: Datagram = (0, [], 0)
 
 
 class LaneEnded(Exception):
-    """The worker's end of a lane (the socket to one worker) is closed, so a record could not be sent."""
+    """The worker's end of a lane (the socket to one worker) is closed, so a message could not be sent."""
 
 
 class WaitEnded(TimeoutError):
@@ -90,7 +90,7 @@ class LaneSocket:
                 loop.call_soon_threadsafe(self._watch_room, loop)
 
     def send_at_once(self, datagram: bytes | bytearray, fd: int = -1) -> bool:
-        """Sends a datagram, with a file descriptor if ``fd`` is not -1. Returns False: the socket is full.
+        """Sends a datagram, with a file descriptor if ``fd`` is not -1. Returns False if the socket is full, else True.
 
         The caller holds ``lock``. Raises LaneEnded: the worker is gone.
         """
@@ -167,9 +167,9 @@ class LaneSocket:
             self.timeout_ms = milliseconds
 
     def wait_for_room(self, until: float | None) -> bool:
-        """Waits until the socket takes queued datagrams (``backlog``) or has received one. Returns whether it has received one.
+        """Waits until queued datagrams (``backlog``) can be sent, or a datagram has come. Returns whether one has come.
 
-        Sends what the socket takes.
+        Sends as many as the socket takes.
 
         Raises: WaitEnded: ``until`` (monotonic seconds; None: no limit) has passed.
         """
@@ -188,7 +188,7 @@ class LaneSocket:
     # -------------------------------------------------------------------------------------------------- event loops
 
     def attach(self, loop: Any, readable: Callable[[], None]) -> None:
-        """Has an event loop call ``readable`` when a datagram has come, and send ``backlog``. Call it in the loop's thread."""
+        """Has an event loop call ``readable`` when a datagram has come, and send queued ones. Call it in the loop's thread."""
         if loop in self._loops:
             return
         self._loops[loop] = None

@@ -33,7 +33,7 @@ _LENGTHS: dict[int, struct.Struct] = {size: struct.Struct(">" + form) for size, 
 
 
 class Malformed(ValueError):
-    """Received bytes are no valid record in MessagePack."""
+    """Received bytes are no valid record (message) in MessagePack."""
 
 
 def pack(value: Any) -> bytes:

@@ -133,7 +133,7 @@ class Pending:
             self.fail(reason)
 
     def _why_not_again(self, left: bool, error: ServingError) -> ServingError | None:
-        """Returns the error that says why the request may not be sent again after its lane ended; None: it may be.
+        """Returns why the request may not be sent again after its lane (socket) ended, as an error; None: it may be.
 
         ``left``: whether the request had been sent. ``error``: why the lane ended.
         """
@@ -313,7 +313,7 @@ class Pending:
             callback(self)
 
     def watch_again(self) -> None:
-        """Called when the request was sent again: has its new lane (socket) read, for callbacks or by the loop that waits."""
+        """Has the request's new lane (socket) read after it was sent again: for callbacks, or by the event loop that waits."""
         lane = self.lane
         if lane is None:
             return
@@ -463,7 +463,7 @@ class Pending:
 
 
 def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answer:
-    """Makes the ``Answer`` of a worker's record. Its arrays are views of the worker's memory, the caller's ``places``, or copies.
+    """Converts a worker's message to an ``Answer``: its arrays are views of the worker's memory, the caller's own, or copies.
 
     Args:
       lease: the lease of the worker's memory, which the answer then holds; None: there is none.

@@ -72,7 +72,7 @@ class Bound:
     )
 
     def __init__(self, number: bytes, epoch: int, sizes: list[int], own: bytes) -> None:
-        """Encodes the record, with room for the bytes of inputs that travel inside it.
+        """Encodes the request's record (message), with room for the bytes of inputs that travel inside it.
 
         Args:
           number: the encoded number by which the record names its constant part, the prepared request, on this lane.
@@ -198,7 +198,7 @@ class PreparedCall:
         self._arrived()
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Wakes the caller, because its lane ended before the answer; the caller sends the request again, or raises ``error``.
+        """Wakes the caller, because the lane (socket) ended before the answer; it sends the request again, or raises ``error``.
 
         ``left``: whether the request had been sent.
         """
@@ -281,7 +281,7 @@ class PreparedCall:
         return self._connection.ask(self._call).result(None if until is None else until - time.monotonic())
 
     def _fill(self) -> None:
-        """Copies what the inputs hold now: large ones to shared memory, small ones into the request for the lane used last."""
+        """Copies what the inputs hold now: large ones to shared memory, small ones into the request's encoded message."""
         assert self._lane is not None
         for copy, array in self._copies:
             np.copyto(copy, array)
@@ -348,7 +348,7 @@ class PreparedCall:
         return bound.outputs
 
     def _exchange_on(self, lane: WorkerLane, bound: Bound) -> Exchange | None:
-        """Returns the object of the C extension that makes the next calls on a lane; None: it is missing, or cannot make them."""
+        """Returns the C extension's object for the next calls on a lane (socket); None: it is missing, or cannot make them."""
         call, known = self._call, self._connection.models.get((self._call.model, self._call.version))
         spin = lane.socket.spin
         if Exchange is None or spin is None or known is None or call.sequence_id or bound.learned != lane.learned:
@@ -422,7 +422,7 @@ class PreparedCall:
                 return lane, bound
 
     def _queue(self, lane: WorkerLane, bound: Bound) -> int:
-        """Sends the request as an ordinary one, in full, because it may be queued and numbers in it be invalid when it is sent.
+        """Sends the request in full: if it is queued, numbers that stand for parts of it may be invalid when it is sent.
 
         Returns its id. Raises: LaneEnded: it was not sent.  Unavailable: too many wait.  InvalidArgument: with its constant part,
         which a prepared call names by a number, it is too large for one record.
@@ -492,7 +492,7 @@ class PreparedCall:
     def _handle(
         self, lane: WorkerLane, bound: Bound, size: int, ancillary: list[tuple[int, int, bytes]], flags: int
     ) -> None:
-        """Delivers the answers in a datagram that the lane has received to their requests.
+        """Delivers the answers in a datagram that a lane (socket to a worker) has received to their requests.
 
         If this call's answer is one of them, its bytes are stored, to recognize the next by. ``size``: bytes of the
         datagram; ``ancillary`` and ``flags``: as ``recvmsg`` returned them.

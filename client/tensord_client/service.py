@@ -127,7 +127,7 @@ class ServiceConnection:
         return self._lane.revert_parameters(model, version, name)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU, which is registered with the daemon over HTTP even if requests go over lanes.
+        """Makes an array on a GPU, which is registered with the daemon over HTTP even if requests go over lanes (sockets).
 
         Raises: InvalidArgument: there can be no such array on a GPU.  Unavailable: there is no CUDA driver, no such GPU, or no
           memory left on it.  ServingError: the daemon refuses the array.

@@ -90,7 +90,7 @@ def _has_none(value: Any) -> bool:
 def _foreign(name: str, value: Any) -> Array:
     """Views another library's array as a numpy array.
 
-    Raises: InvalidArgument: the array is not in host memory, or its library does not give it.
+    Raises: InvalidArgument: the array is not in host memory, or its library refuses to export it.
     """
     try:
         torch = sys.modules.get("torch")

@@ -37,12 +37,12 @@ Place = tuple[Union[int, str], int, int]
 
 
 def datagram(records: Sequence[bytes]) -> bytes:
-    """Puts encoded records into one datagram. The caller makes sure that they fit (``ROOM`` bytes together)."""
+    """Puts encoded records (messages) into one datagram. The caller makes sure that they fit (``ROOM`` bytes together)."""
     return b"\x01" + msgpack.array_head(len(records)) + b"".join(records)
 
 
 def datagrams(record: bytes) -> list[bytes]:
-    """Splits one encoded record into as many datagrams as it needs."""
+    """Splits one encoded record (message) into as many datagrams as it needs."""
     whole = datagram((record,))
     if len(record) <= ROOM:
         return [whole]
@@ -56,22 +56,22 @@ def region(place: Place) -> tuple[str, str, int, int]:
 
 
 def wire_version() -> bytes:
-    """Encodes the first record on a lane (the socket to a worker), which says the version of the record format."""
+    """Encodes the first record on a lane (the socket to a worker), which says the version of the message format."""
     return pack(("V", WIRE_VERSION))
 
 
 def segment_opened(segment: int, byte_size: int) -> bytes:
-    """Encodes the record that announces a segment (memfd) of this process to the worker; its descriptor is sent along."""
+    """Encodes the message that announces a segment (memfd) of this process to the worker; its descriptor is sent along."""
     return pack(("S+", segment, byte_size))
 
 
 def segment_closed(segment: int) -> bytes:
-    """Encodes the record by which this process says that it has closed a segment (memfd) and will not name it again."""
+    """Encodes the message by which this process says that it has closed a segment (memfd) and will not name it again."""
     return pack(("S-", segment))
 
 
 def segment_refused(segment: int) -> bytes:
-    """Encodes the record by which this process says that it could not map a segment (memfd) of the worker's."""
+    """Encodes the message by which this process says that it could not map a segment (memfd) of the worker's."""
     return pack(("S!", segment))
 
 
@@ -100,7 +100,7 @@ def prepared_request(
 
 
 def prepare(number: int, prepared: bytes) -> bytes:
-    """Encodes the record that makes ``number`` stand for ``prepared``, the encoded constant part of requests, from now on."""
+    """Encodes the message that makes ``number`` stand for ``prepared``, the encoded constant part of requests, from now on."""
     return b"\x93\xa2Q+" + msgpack.integer(number) + prepared
 
 
@@ -114,7 +114,7 @@ def request(
     contents: list[bytes],
     own: bytes,
 ) -> bytes:
-    """Encodes the record of one request.
+    """Encodes the record (message) of one request.
 
     Args:
       request_id: an id that is unused on this connection, of 64 bits.
@@ -182,22 +182,22 @@ def own_fields(
 
 
 def release(leases: Sequence[tuple[int, int, int]]) -> bytes:
-    """Encodes the record that gives memory of answers back to the worker: (segment, offset, generation) of each lease."""
+    """Encodes the message that gives memory of answers back to the worker: (segment, offset, generation) of each lease."""
     return pack(("L", tuple(leases)))
 
 
 def taken(request_id: int, byte_size: int) -> bytes:
-    """Encodes the record that acknowledges ``byte_size`` more bytes of a request's responses, so the worker may send more."""
+    """Encodes the message that acknowledges ``byte_size`` more bytes of a request's responses, so the worker may send more."""
     return pack(("T", request_id, byte_size))
 
 
 def cancel(request_id: int) -> bytes:
-    """Encodes the record that tells the worker that nobody waits for a request's answer any more."""
+    """Encodes the message that tells the worker that nobody waits for a request's answer any more."""
     return pack(("X", request_id))
 
 
 def end_sequence(model: str, sequence_id: int | str) -> bytes:
-    """Encodes the record that ends a sequence without a request, once its waiting requests have run."""
+    """Encodes the message that ends a sequence without a request, once its waiting requests have run."""
     return pack(("E", model, sequence_id))
 
 
@@ -247,7 +247,7 @@ _ABSENT: list[Any] = ["c", 0, 0, [], None, "", "", None, None]
 
 
 class AnswerRecord:
-    """The record of one answer: the outputs' contents, or an error (``code`` and ``message``)."""
+    """The record (message) of one answer: the outputs' contents, or an error (``code`` and ``message``)."""
 
     __slots__ = ("code", "contents", "lease", "message", "prepared", "request_id", "timing")
 
@@ -293,7 +293,7 @@ class AnswerRecord:
 
 
 def records(content: msgpack.Buffer, at: int, end: int) -> list[list[Any]]:
-    """Decodes the array of records in ``content[at:end]``; each record becomes a list that begins with its tag.
+    """Decodes the array of records (messages) in ``content[at:end]``; each record becomes a list that begins with its tag.
 
     Raises: Malformed: the bytes are no such array.
     """

@@ -42,7 +42,7 @@ _NOTICED = 0.05
 
 
 class Waiting(Protocol):
-    """What a request in flight must implement so that its lane (the socket to a worker) can deliver answers, or its own end."""
+    """What a request must implement so that its lane (the socket to a worker) can deliver answers, or report its end."""
 
     #: False once an answer has come or the request has ended.
     waiting: bool
@@ -50,10 +50,10 @@ class Waiting(Protocol):
     waiter: queue.SimpleQueue[None] | None
 
     def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
-        """Stores one answer to this request, which the lane has received. Called in any thread; must not wait."""
+        """Stores one answer to this request, which its lane (socket) has received. Called in any thread; must not wait."""
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Is called when the lane ends before this request's last answer has come, because of ``error``.
+        """Is called when the lane (socket) ends before this request's last answer has come, because of ``error``.
 
         ``left``: whether the request had been sent.
         """
@@ -73,7 +73,7 @@ class WorkerLane:
         most: int,
         spin_ns: int,
     ) -> None:
-        """Takes over a lane's socket, and sends the version of the record format to the worker.
+        """Takes over a lane's socket, and sends the version of the message format to the worker.
 
         Args:
           sock: the connected socket; this object closes it, also if this raises.
@@ -227,7 +227,7 @@ class WorkerLane:
                 self._announced.add(number)
 
     def publish(self, prepared: bytes) -> bytes:
-        """Returns the encoded number that stands for ``prepared``, an encoded constant part of requests, on this lane.
+        """Returns the encoded number that stands for ``prepared``, the encoded constant part of requests, on this lane (socket).
 
         If the number is new, the worker is told first what it stands for.
 
@@ -304,7 +304,7 @@ class WorkerLane:
                 self._flush_outgoing()
 
     def say(self, record: bytes) -> None:
-        """Sends a record that is no request, such as a cancellation; does nothing if the worker is gone."""
+        """Sends a message that is no request, such as a cancellation; does nothing if the worker is gone."""
         with self.lock, contextlib.suppress(LaneEnded):
             if not self.socket.closing:
                 self._flush_outgoing()
@@ -388,7 +388,7 @@ class WorkerLane:
     # ---------------------------------------------------------------------------------------------------- receiving
 
     def receive(self, flags: int = 0) -> bool:
-        """Receives one datagram, and gives the answers in it to their requests. Returns False: none has come.
+        """Receives one datagram, and delivers the answers in it to their requests. Returns whether a datagram had come.
 
         ``flags``: of ``LaneSocket.receive``. The caller holds the lock ``reading``.
         """
@@ -399,7 +399,7 @@ class WorkerLane:
         return True
 
     def handle(self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
-        """Gives the answers in a datagram, which is ``size`` bytes in the buffer ``received``, to their requests.
+        """Delivers the answers in a datagram, which is ``size`` bytes in the buffer ``received``, to their requests.
 
         An empty datagram is the end of the worker, and a malformed one ends the lane, too. The caller holds the lock ``reading``.
         ``ancillary`` and ``flags`` are as ``recvmsg`` returns them.
@@ -476,7 +476,7 @@ class WorkerLane:
     # ------------------------------------------------------------------------------------------------------ waiting
 
     def wait(self, request: Waiting, until: float | None) -> None:
-        """Waits until an answer to a request has come, or the lane has ended.
+        """Waits until an answer to a request has come, or the lane (socket to the worker) has ended.
 
         ``until``: seconds of ``time.monotonic()``; None: without limit.
 
@@ -526,7 +526,7 @@ class WorkerLane:
             break
 
     def read(self, until: float | None) -> None:
-        """Waits for a datagram, and gives the answers in it to their requests. The caller holds the lock ``reading``.
+        """Waits for a datagram, and delivers the answers in it to their requests. The caller holds the lock ``reading``.
 
         ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """
@@ -569,7 +569,7 @@ class WorkerLane:
         self._thread_waiter.put(None)
 
     def call_back(self, request: Any) -> None:
-        """Has the lane's thread call the callbacks of a request that has ended; calls them at once if the lane has ended too."""
+        """Has a thread call the callbacks of a request that has ended; if the lane (socket) has ended, calls them at once."""
         self.finished.append(request)
         self._thread_waiter.put(None)
         if self.ended:
@@ -650,7 +650,7 @@ class WorkerLane:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def end(self, error: ServingError) -> None:
-        """Closes the lane, and calls ``lane_ended`` of every request in flight with ``error``. Idempotent.
+        """Closes the lane (socket), and calls ``lane_ended`` of every request in flight with ``error``. Idempotent.
 
         The caller holds the lock ``reading``.
         """
@@ -676,7 +676,7 @@ class WorkerLane:
         self._thread_waiter.put(None)
 
     def close(self, error: ServingError) -> None:
-        """Closes the lane from any thread, even while another one reads; calls requests' ``lane_ended`` with ``error``."""
+        """Closes the lane (socket), even while another thread reads it; calls requests' ``lane_ended`` with ``error``."""
         self._why = error
         self.socket.shut_down()
         with self.reading:
