@@ -72,7 +72,7 @@ class ArrivingMessage(Receiver):
       submitter: reserves memory in the arena (shared memory) for a large request's tensors; None: the message is buffered.
       account: counts how much arena memory the client holds.
       on_room: called once the message's wait for arena memory has ended, with memory or with a refusal.
-      on_placed: called with the message once all of it has arrived in the arena; None: whoever made it will look.
+      on_placed: called with the message once all of it has arrived in the arena; None: nothing is called.
     """
 
     #: The client was told that all of it may come.
@@ -268,7 +268,7 @@ class ArrivingMessage(Receiver):
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
-        """Refuses the message: ``take`` will raise ``refused``. Frees its arena memory; bytes that still arrive are dropped."""
+        """Refuses the message: ``take`` will raise ``refused``. Frees its shared memory; bytes that still arrive are dropped."""
         self.is_placed = True
         self.rest = NOWHERE
         # What it was raised through refers to this message, and would keep its bytes until garbage is collected.

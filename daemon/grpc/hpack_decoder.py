@@ -39,7 +39,7 @@ class HpackDecoder(Protocol):
 
         Returns the fields that many calls share (``COMMON``: path, content-type, ...), packed as one bytes object that the
         function ``fields`` unpacks, and a list of the others.
-        A pseudo-header that comes after one of the others is put among them: it is not allowed there, and the checks must see it.
+        A pseudo-header (``:path``, ...) behind one of the others is put into that list, so that the checks see and refuse it.
         Raises: ValueError: the bytes are no header block.  OverflowError: the fields are larger than allowed.
         """
 

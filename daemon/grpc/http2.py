@@ -155,7 +155,7 @@ class Http2:
     def receive(self, data: bytes, now: float) -> bool:
         """Parses received bytes, but no more frames than one iteration of the loop may handle. ``now``: loop time.
 
-        Returns True if that limit was reached: the caller must call again in the next iteration, even if no bytes were received.
+        Returns whether that limit was reached: if so, the caller must call again in the next iteration, even without new bytes.
         Raises: Violation: the client broke the protocol.
         """
         self.heard_at = now

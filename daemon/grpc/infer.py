@@ -109,9 +109,10 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None
     ) -> CallRequest | None:
-        """Sends the request of a complete message that need not be decoded in full: ``known`` holds what most of it decodes to.
+        """Sends the request of a complete message without decoding it in full: only id, scheduling and tensors are read from it.
 
-        Its id, scheduling and tensors are its own. Returns None, without sending it, if it must be decoded in full after all.
+        Returns None, without sending it, if it must be decoded in full after all.
+        ``known``: what everything else in the message decodes to.
         ``trace``: the request's trace; None: it is not sampled.
         """
         _, client_id, parameters, raws, room = walked
@@ -393,7 +394,7 @@ class CallRequest(InFlight):
         self.call.completed(self, prepared, own, parts, sent)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the response arena are not copied.
+        """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the arena (shared memory) are not copied.
 
         Returns no pieces if the answer is only the mark that no further response comes.
         Args:

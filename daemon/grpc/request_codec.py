@@ -55,7 +55,7 @@ _CONTENTS = {
 
 @dataclass(slots=True)
 class DecodedHead:
-    """Holds a decoded ModelInferRequest without its raw tensors and its id.
+    """Holds a decoded ModelInferRequest without its id and its raw tensors (raw_input_contents).
 
     Never changed after decoding, because requests share it.
     """
@@ -78,7 +78,7 @@ class DecodedHead:
     is_raw: bool = True
 
     def request(self, client_id: str, raws: Sequence[InputContent], scheduling: Scheduling) -> UnsentRequest:
-        """Makes a request by assigning the raw tensors, of which there are ``raw_count``, to its inputs."""
+        """Makes a request by assigning raw tensors (raw_input_contents), of which there are ``raw_count``, to its inputs."""
         rest = iter(raws)
         inputs = [
             (tensor.name, tensor.datatype, tensor.shape, next(rest) if content is None else content)
@@ -102,7 +102,7 @@ class DecodedHead:
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
-    """Decodes the head of a ModelInferRequest: all its fields but the id and the raw tensors.
+    """Decodes the head of a ModelInferRequest: all its fields but the id and the raw tensors (raw_input_contents).
 
     Returns the decoded head and the state of its model. ``has_raw``: whether the request has raw tensors, so that no input may
     have ``contents``.

@@ -38,7 +38,7 @@ class RefusedRequest(Exception):
 
 
 def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
-    """Cuts a complete ModelInferRequest into head, id and raw tensors.
+    """Cuts a complete ModelInferRequest into head, id and raw tensors (raw_input_contents).
 
     Returns the head (all other fields), the id, and (begin, end) of each raw tensor in ``message``.
     Raises RefusedRequest: the message is malformed, or has too many fields.

@@ -114,7 +114,7 @@ class _Own:
         self.rest = self.client_id = self.scheduling = b""
 
     def take(self, tag: int, view: memoryview, at: int, begin: int, size: int) -> bool:
-        """Stores the field ``view[at : begin + size]``, whose content begins at ``begin``, with those of its kind.
+        """Stores the field ``view[at : begin + size]``, whose content begins at ``begin``, as id, scheduling or rest.
 
         Returns False if the scheduling parameters or the rest have become too long, else True.
         """

@@ -132,7 +132,7 @@ class _Scope:
 
 
 class TraceSettings:
-    """Holds the trace settings of all scopes: of all models (""), and of single models.
+    """Holds the trace settings: those of all models (""), and those of single models.
 
     ``known``: returns whether a model is served. ``publish``: sends all fronts a record and its counters' descriptors.
     """
@@ -157,7 +157,7 @@ class TraceSettings:
         return bool(self._target)
 
     def change(self, wanted: ChangeTrace) -> bytes:
-        """Changes the trace settings of a model, or of all models (""), and returns all of them as JSON. An error changes none.
+        """Changes the trace settings of a model, or of all models (""), and returns them as JSON. An error changes nothing.
 
         Raises InvalidArgument: the model is unknown, or nothing could be traced with these settings.
         """
@@ -220,6 +220,6 @@ class TraceSettings:
         }
 
     def close(self) -> None:
-        """Closes the shared counters of all scopes."""
+        """Closes all counters that are shared with the fronts."""
         for scope in self._scopes.values():
             scope.close()
