@@ -1,4 +1,4 @@
-"""Keeps the requests of one connection in order: which one's body is arriving, which one is answered next, how it all ends.
+"""Keeps the requests of one HTTP connection in order, writes their answers in that order, and closes the connection at the end.
 
     requests   [ active | next | next ]     an Exchange (infer), a Generation (generate, generate_stream),
                                             or an AsgiRequest (everything else, which Starlette answers)
@@ -81,7 +81,7 @@ class AnswerOrder:
             self.announce_end()
 
     def received_whole(self) -> None:
-        """Tells the request whose body was arriving that the body is complete.
+        """Called when the arriving body is complete: lets its request go on.
 
         If earlier requests are not answered yet, reading from the client is paused.
         """
@@ -101,9 +101,9 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------------ answers
 
     def answer_whole(self, answer: bytes) -> None:
-        """Writes the whole answer to the first request in one piece, and gives the next request its turn.
+        """Writes the whole answer to the first request in one piece, and lets the next request be answered.
 
-        The caller must have checked that none of the bytes lie in a lease, and that the connection stays open after this answer.
+        The caller must have checked that no bytes lie in the arena, and that the connection stays open after this answer.
         """
         self.transport.write(answer)
         answered = self.requests.popleft()
@@ -113,9 +113,9 @@ class AnswerOrder:
             self.times.idle_since = monotonic()
 
     def answer_pieces(self, pieces: list[Buffer]) -> bool:
-        """Writes the whole answer to the first request, and gives the next request its turn.
+        """Writes the whole answer to the first request, and lets the next request be answered.
 
-        Returns True if the transport took all of it. Otherwise ``written`` of the answered request is called once it has taken
+        Returns whether the transport took all of it. If False, ``written`` of the answered request is called once it has taken
         the rest.
         """
         if len(pieces) == 1:
@@ -132,7 +132,7 @@ class AnswerOrder:
     def answer_part(self, part: bytes) -> bool:
         """Writes a part of the answer to the first request, a ``Generation`` (generate or streams); ``answered`` ends the answer.
 
-        Returns True if the transport took all of the part. Otherwise ``written`` of the request is called once it has taken the
+        Returns whether the transport took all of the part. If False, ``written`` of the request is called once it has taken the
         rest.
         """
         self.transport.write(part)
@@ -145,7 +145,7 @@ class AnswerOrder:
         return False
 
     def answered(self) -> None:
-        """Removes the first request, whose answer is written, and gives the next one its turn.
+        """Removes the first request, whose answer is written, and lets the next one be answered.
 
         Closes the connection instead if that was the last answer on it (``Connection: close``).
         """
@@ -171,9 +171,9 @@ class AnswerOrder:
                 self.flow.resume_reading()
 
     def _give_turn(self) -> None:
-        """Tells the first request that it may now be submitted and answered; if it is answered at once, also the next, and so on.
+        """Lets the first request be submitted and answered; if it is answered at once, also the next, and so on.
 
-        It does so in a loop, not by recursion.
+        This is a loop, not a recursion.
         """
         if not self.requests:
             return
@@ -236,7 +236,7 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def pause_body(self, pause: bool) -> None:
-        """Stops reading from the socket while the arriving body has no room in the arena (True), or resumes it (False)."""
+        """Stops reading from the socket because the arriving body waits for memory (True), or resumes reading (False)."""
         if pause:
             self._body_waits_since = monotonic()
         elif self._body_waits_since:
@@ -258,9 +258,9 @@ class AnswerOrder:
             self.flow.resume_reading()
 
     def ask_for_body(self, request: HttpRequest) -> None:
-        """Sends ``100 Continue`` if the client waits for that with the body of this request; its time for the body begins now.
+        """Sends ``100 Continue`` if the client waits for it with the body of ``request``; the body's deadline starts anew.
 
-        Does nothing once the client was asked, or has sent the whole body without that.
+        Does nothing if it was sent before, or if the client has sent the whole body without it.
         """
         if self._expects_continue and self.receiving is request:
             self._expects_continue = False
@@ -268,23 +268,23 @@ class AnswerOrder:
             self.times.held_up(monotonic())
 
     def forgo_body(self, request: HttpRequest) -> None:
-        """Sends no ``100 Continue`` for this request any more, because its answer has begun: a client may send the body or not.
+        """Ensures that no ``100 Continue`` is sent for this request any more, because its answer has begun.
 
-        Its time for that is counted as if it had been asked.
+        The client may send the body or not; its deadline for that runs as if ``100 Continue`` had been sent.
         """
         if self.receiving is request:
             self._expects_continue = False
 
     @property
     def holds_up(self) -> bool:
-        """Returns whether the server, not the client, holds the arriving request up: it reads nothing, or wants no body yet."""
+        """Returns whether the server delays the arriving request: reading is paused, or the body was not asked for yet."""
         return self.flow.read_paused or (self.receiving is not None and self.received < 0)
 
     @property
     def received(self) -> int:
         """Returns how many bytes of the arriving body were received.
 
-        -1: none is arriving, the server does not read it, or the client was not told yet to send it.
+        -1: no body is arriving, the server does not read it, or the client was not told yet to send it.
         """
         if self.receiving is None or self._body_waits_since or self._expects_continue:
             return -1
@@ -294,9 +294,9 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------------ the end
 
     def stop_direct(self, request: HttpRequest) -> bool:
-        """Stops reading the body of a request that is refused straight into the body's memory, which is given back then.
+        """Stops reading a refused request's body from the socket straight into memory. Returns False if the body was not read so.
 
-        Returns whether it was read so. Nobody finds the end of that body any more: the connection must end with the answer.
+        After True nobody finds the end of that body any more: the connection must be closed after the answer.
         """
         if self.receiving is not request or self.reader is None or not self.reader.reads_body:
             return False

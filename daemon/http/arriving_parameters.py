@@ -1,4 +1,4 @@
-"""Receives pushed model parameters: JSON, followed by the parameters themselves, which are written to sealed memory.
+"""Receives model parameters that clients push: JSON, then the parameters, which are written to a memfd and sealed (read-only).
 
 body   | JSON (Inference-Header-Content-Length bytes; without that header: all of it) | safetensors' layout |
 """
@@ -31,9 +31,9 @@ class ArrivingParameters:
 
     @contextlib.asynccontextmanager
     async def receive(self, request: Request, limit: int) -> AsyncIterator[tuple[bytes, int]]:
-        """Receives the body of one push. Yields its JSON, and a file descriptor of sealed memory that holds the parameters.
+        """Receives one push of parameters. Yields its JSON, and a file descriptor of read-only memory that holds the parameters.
 
-        The descriptor is open inside the block only; -1: no parameters follow the JSON.
+        The descriptor is open inside the ``with`` block only; -1: no parameters follow the JSON.
 
         Args:
           limit: the most bytes of parameters of one push, and of all pushes that arrive at the same time.
@@ -83,7 +83,7 @@ class _Pushed:
         self._taken = self._written = 0
 
     def reserve(self, whole: int) -> None:
-        """Reserves room until the push has room for ``whole`` bytes. Nothing is reserved if this raises.
+        """Enlarges the room reserved for this push to ``whole`` bytes. Nothing is reserved if this raises.
 
         Raises BodyTooLarge: the push is too large; Unavailable: other pushes take the room.
         """
@@ -136,7 +136,7 @@ class _Pushed:
 
 
 def _sizes(request: Request) -> tuple[int | None, int | None]:
-    """Returns the bytes of the JSON (None: the whole body is JSON) and of the body (None: it has no Content-Length).
+    """Returns two sizes in bytes: of the JSON (None: the whole body is JSON), and of the body (None: it has no Content-Length).
 
     Raises: InvalidArgument: a header is malformed, or the JSON is longer than the body; Unsupported: the body is compressed.
     """

@@ -1,4 +1,4 @@
-"""Runs the ASGI application (Starlette) for one request that is no inference request, in its connection's order of answers.
+"""Runs the ASGI application (Starlette) for one HTTP request other than inference, once earlier requests are answered.
 
     head, body ─▶ AsgiRequest ─receive─▶ application ─send─▶ AsgiRequest ─▶ socket
 
@@ -37,13 +37,13 @@ _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 
 
 class _Error(msgspec.Struct):
-    """The body of an answer that is an error."""
+    """The JSON body of an error response."""
 
     error: str
 
 
 class AsgiRequest:
-    """One HTTP request that the ASGI application answers, which is any but an inference request.
+    """One HTTP request that the ASGI application answers: any request other than inference.
 
     Args:
       order: the order of answers of the request's connection.
@@ -82,7 +82,7 @@ class AsgiRequest:
             self._news.set()
 
     def complete(self) -> None:
-        """Tells the application, once it has read what was received, that the body of the request is complete."""
+        """Marks the body as complete; the application is told so once it has read all received bytes."""
         self._more_body = False
         self._news.set()
 
@@ -143,7 +143,7 @@ class AsgiRequest:
             raise RuntimeError(f"the ASGI message '{kind}' is out of place")
 
     def _start(self, status: int, fields: Iterable[tuple[bytes, bytes]]) -> None:
-        """Makes the head of the answer, which is sent with the first bytes of its body.
+        """Encodes the head of the answer, which is sent with the first bytes of its body.
 
         Raises: RuntimeError: the application gave a header field that is malformed.
         """
@@ -214,7 +214,7 @@ class AsgiRequest:
 
 
 def _sentence(body: bytes) -> str:
-    """Returns a colon and the sentence in the body of an error; "": the body has none."""
+    """Returns a colon and the error message in the JSON body of an error response; "": the body has no message."""
     with contextlib.suppress(msgspec.DecodeError):
         return f": {msgspec.json.decode(body, type=_Error).error}"
     return ""

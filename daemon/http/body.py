@@ -1,4 +1,4 @@
-"""Holds the body of an inference request while it arrives: in ordinary memory, or written straight into the request arena.
+"""Holds the body of an inference request while it arrives: in ordinary memory, or in the request arena (shared memory).
 
 A body of JSON alone never goes into the arena: its tensors will need room there, and a request that waits for room must not hold
 any.
@@ -49,7 +49,7 @@ class CollectedBody:
 
     @classmethod
     def of(cls, content: bytes) -> CollectedBody:
-        """Makes a body that is complete and consists of ``content``."""
+        """Returns a body that is complete and consists of ``content``."""
         body = cls()
         body.write(content)
         return body
@@ -81,7 +81,7 @@ class CollectedBody:
 
 
 class TextBody:
-    """Collects a large JSON body of known length in ordinary memory, which is taken as the bytes arrive.
+    """Collects a large JSON body of known length in ordinary memory, whose pages the kernel allocates as the bytes arrive.
 
     Args:
       grown: called with the number of bytes that have arrived since its last call. Returns False to drop the body: what was
@@ -125,7 +125,7 @@ class TextBody:
 
 
 class PlacedBody:
-    """Writes a large binary body of known length into a lease of the request arena while it arrives."""
+    """Writes a large binary body of known length, while it arrives, into a lease (a reserved piece) of shared memory."""
 
     __slots__ = ("_end", "_start", "lease", "received")
 
@@ -137,7 +137,7 @@ class PlacedBody:
 
     @staticmethod
     def lease_size(byte_size: int) -> int:
-        """Returns how many bytes of the arena to borrow for a body of ``byte_size`` bytes."""
+        """Returns how many bytes of the arena (shared memory) to reserve for a body of ``byte_size`` bytes."""
         return byte_size + ALIGNMENT
 
     def write(self, chunk: bytes | memoryview) -> None:
@@ -158,7 +158,7 @@ class PlacedBody:
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
-        """Returns where the binary parts of the body lie in the arena.
+        """Returns where the binary parts of the body lie in the arena (shared memory).
 
         Args:
           head_size: the bytes of JSON before the first part.
@@ -169,7 +169,7 @@ class PlacedBody:
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
-        """Returns where one binary part lies in the arena, or the part's bytes if it is small enough for the request's record.
+        """Returns where one binary part lies in the arena (shared memory), or its bytes if they are few.
 
         Args:
           head_size: the bytes of JSON before the first part.
@@ -189,7 +189,7 @@ Body = CollectedBody | TextBody | PlacedBody
 def located(
     sources: Iterable[Source], body: Body, json_size: int, inline_byte_size: int
 ) -> list[InputContent | Unconverted]:
-    """Returns the tensors of a request, in which parts of the body became their bytes, or their places in the arena.
+    """Returns a request's input tensors; those in the body as their bytes, or as their places in the arena (shared memory).
 
     Args:
       sources: where the data of each input is: in the body, in a region, or in the JSON.

@@ -1,4 +1,4 @@
-"""Reads large bodies of requests from a connection's socket straight into their memory (``body``)."""
+"""Reads large request bodies from a connection's socket straight into the memory where they stay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST_BYTE_SIZE = 16 << 10
 
 
 class BodyReader(asyncio.BufferedProtocol):
-    """Reads large bodies straight into their memory, in place of a connection's protocol, which gets all other bytes.
+    """Reads large request bodies from the socket straight into their memory; all other bytes go to the connection's protocol.
 
     While the bytes of such a body arrive there is nothing to parse, and reading them into their final memory saves two copies of
     each byte. The reader stays until the client has sent no large body for a while: a client that sends one will most often send
@@ -37,7 +37,7 @@ class BodyReader(asyncio.BufferedProtocol):
         self._started = False
 
     def receive(self, room: memoryview) -> None:
-        """Reads the next bytes that arrive into ``room``; once it is full, calls ``direct_body_complete``. Resumes reading."""
+        """Begins to read the next bytes into ``room``; once it is full, ``direct_body_complete`` of the connection is called."""
         self._room, self.reads_body, self.byte_size = room, True, 0
         if self._started:
             self._transport.resume_reading()
@@ -46,11 +46,11 @@ class BodyReader(asyncio.BufferedProtocol):
             self._exchange(self)
 
     def stop(self) -> None:
-        """Stops reading a body into its memory, as it is complete or no longer wanted; later bytes go to the connection."""
+        """Stops reading into a body's memory: the body is complete or no longer wanted. Later bytes go to the connection."""
         self._room, self.reads_body = self._first, False
 
     def leave(self) -> None:
-        """Gives the transport back to the connection's protocol, which gets all further bytes."""
+        """Restores the connection as the protocol of its transport, so that it receives all further bytes."""
         self._exchange(self._connection)
 
     def get_buffer(self, sizehint: int) -> memoryview:

@@ -149,7 +149,7 @@ class Http1Connection(asyncio.Protocol):
         )
 
     def _take_large(self, head: InferHead, first: bytes) -> bool:
-        """Begins a request with a large body. Returns False, with no effect, if the body cannot go straight into the arena now.
+        """Begins a request with a large body. Returns False, with no effect, if shared memory has no room for the body now.
 
         Args:
           head: the parsed head of the request, from the cache.
@@ -305,9 +305,9 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the client waits for no answer and for no rest of an answer.
+        """Returns whether the client waits for nothing: neither for an answer nor for the rest of one.
 
-        A client that has sent only a part of a request head waits for none.
+        A client that has sent only a part of a request head does not wait for an answer.
         """
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)

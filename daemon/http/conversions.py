@@ -50,7 +50,7 @@ class Job:
 
 
 class Conversions:
-    """Runs long conversions between JSON and tensors on a front's event loop: by turns, one step of one per iteration."""
+    """Runs long conversions between JSON and tensors on the event loop: one step in each iteration, the conversions by turns."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()

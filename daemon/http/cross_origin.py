@@ -18,7 +18,7 @@ class CrossOrigin:
     """Adds the CORS header lines to the answers of an HTTP front."""
 
     def __init__(self, origins: Sequence[str]) -> None:
-        """Takes the origins that are allowed, as browsers send them, such as ``https://example.org``; ``*`` allows all."""
+        """Allows requests from ``origins``, written as browsers send them, such as ``https://example.org``; ``*`` allows all."""
         self._origins = tuple(origins)
         self._any = "*" in origins
         self._known = frozenset(origin.encode() for origin in origins)

@@ -13,7 +13,7 @@ from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
 
 @dataclass(slots=True)
 class BinaryPart:
-    """Says where a binary tensor lies in a request's body: its offset from the first binary part, and its size, in bytes."""
+    """Locates a binary tensor in a request's body: its offset from the first binary part, and its size, in bytes."""
 
     offset: int
     byte_size: int
