@@ -116,7 +116,7 @@ class Exchange(InFlight):
     def begin(self) -> None:
         """Prepares to receive a body that is large, compressed, raw, of unknown length, or sent after ``100 Continue``.
 
-        An error does not raise: it makes the request ``refused``, and is answered later.
+        An error is not raised: it makes the request ``refused``, and is sent to the client later.
         """
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self.account
@@ -128,13 +128,13 @@ class Exchange(InFlight):
             reception.refuse(error)
 
     def _admit(self) -> None:
-        """Begins a trace if the request is sampled, and checks that it may go to its model. Raises as ``_check``."""
+        """Begins a trace if the request is sampled, and checks that its model accepts HTTP requests. Raises as ``_check``."""
         # First: what is refused is traced as well.
         self._sample()
         self._check()
 
     def _check(self) -> None:
-        """Checks that requests over HTTP may go to the model.
+        """Checks that the head is good and the model accepts requests over HTTP.
 
         Raises NotFound: no such model version serves or is being loaded; Unsupported: the model gives several responses to a
           request; or the ``error`` that was found in the request's head.
@@ -256,9 +256,9 @@ class Exchange(InFlight):
             self._answer_defect()
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins to receive a large binary body, and returns it.
+        """Begins to receive a large binary body into shared memory, and returns it.
 
-        Returns None, with no effect, if the request arena has no room for it now, or the request is refused.
+        Returns None, with no effect, if there is no room for it now, or if the request is refused.
         """
         reception = Reception(self._serving, self._head, self._order.pause_body, self._go_on, self.account)
         try:
@@ -281,7 +281,7 @@ class Exchange(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Submits the request once its body is complete and in its place, and every earlier request is answered."""
+        """Submits the request if its body is complete and placed, and earlier requests are answered; else does nothing."""
         if self.phase is not _RECEIVED or not self.my_turn or self._gone or self._job is not None:
             return
         reception = self._reception
@@ -368,9 +368,9 @@ class Exchange(InFlight):
     def _place(
         self, scheduling: Scheduling, inputs: list[InputContent | Unconverted], lease: Lease | ServingError
     ) -> None:
-        """Copies a request's tensors into the lease, in steps where they are converted from JSON, and sends the request.
+        """Copies a request's tensors to shared memory, converting large JSON in steps, and sends the request to a worker.
 
-        ``lease``: has room for them, or is the error that there is none, which is raised.
+        ``lease``: the reserved memory, or the error that there was none, which is raised.
         """
         if isinstance(lease, ServingError):
             raise lease
@@ -544,7 +544,7 @@ class Exchange(InFlight):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
-        """Compresses the answer in steps, then writes it. The answer's lease is given back before that.
+        """Compresses the answer in steps, releases the shared memory of its tensors, then writes the compressed answer.
 
         ``json_size``, ``tail_size``: the bytes of JSON and of the binary tensors that follow it, before compression.
         """
@@ -582,7 +582,7 @@ class Exchange(InFlight):
         self._answer_error(500, DEFECT)
 
     def written(self) -> None:
-        """Gives back the lease of the answer, because the transport needs its bytes no longer, and ends the request's trace."""
+        """Releases the answer's shared memory, which the transport needs no longer, and ends the request's trace."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)

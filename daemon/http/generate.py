@@ -1,4 +1,4 @@
-"""Handles generate and generate_stream: a model's answer to one plain JSON object, as one object or as server-sent events.
+"""Handles the endpoints generate and generate_stream: they take one JSON object, and answer with one, or with server-sent events.
 
     head, body ─▶ Generation ─▶ generate_codec ─▶ submit.placement ─▶ answers, any number
                                                                         ├▶ Generate: exactly one as JSON, or all joined
@@ -52,7 +52,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Generation(InFlight):
-    """One request of generate, generate_stream or infer_stream, to the end of its answer; base class of these endpoints."""
+    """One request to generate, generate_stream or infer_stream, until its answer is complete; base class of these three."""
 
     _serving: HttpServing
     _head: InferHead
@@ -215,7 +215,10 @@ class Generation(InFlight):
         self._running = True
 
     def _read(self, reception: Reception, state: ModelState) -> UnsentRequest:
-        """Makes a request of the complete body. Raises InvalidArgument: the body is no JSON object with values for the model."""
+        """Decodes the complete body to an inference request.
+
+        Raises InvalidArgument: the body is no JSON object with values for the model.
+        """
         body = reception.body
         assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
         return generate_codec.decode(bytes(body.whole()), self._head.model, self._head.version, state.metadata)
@@ -371,7 +374,7 @@ class Generation(InFlight):
 
 
 class Generate(Generation):
-    """One request of generate: answers with one JSON object.
+    """One request to the endpoint generate, which is answered with one JSON object.
 
     An error of the model is answered with status 400, or with 501 or 503 if that is the status of the error.
     """
@@ -410,7 +413,7 @@ class Generate(Generation):
 
 
 class GenerateStream(Generation):
-    """One request of generate_stream: answers with one server-sent event per response: ``data: <JSON>`` and an empty line.
+    """One request to generate_stream, answered with one server-sent event per response: ``data: <JSON>`` and an empty line.
 
     An error is an event too. But if the answer consists of one error and nothing else, that is an ordinary error response, unless
     the error is an internal one.
@@ -438,7 +441,7 @@ class GenerateStream(Generation):
         self._say(b"data: %b\n\n" % _encode({"error": error.message}), 400)
 
     def _say(self, event: bytes, status: int) -> None:
-        """Sends one event to the client, or collects it for a client of HTTP/1.0, which gets all at the end.
+        """Sends one event to the client; a client that uses HTTP/1.0 gets all events together at the end.
 
         ``status``: the HTTP status of the answer, if this is its first event.
         """

@@ -1,4 +1,4 @@
-"""Converts a client's one JSON object of generate to an inference request, and joins its responses to one answer. Sans-I/O.
+"""Converts the JSON object of a generate request to an inference request, and joins its responses to one answer. Sans-I/O.
 
     {"text_input": "a", "temperature": 0.5, "parameters": {...}}    a key that names an input is that input, any other is a
                                                                     parameter; ``parameters`` holds more of both
@@ -33,7 +33,7 @@ _MAX_MARKS = 1 << 18
 
 
 def decode(body: bytes, model: str, version: int, metadata: bytes) -> UnsentRequest:
-    """Makes an inference request of the body of a generate request.
+    """Decodes the body of a generate request to an inference request.
 
     Args:
       metadata: the metadata of the model, as JSON, which names its inputs; the batch dimension is in their shapes.
@@ -95,7 +95,7 @@ def _read(
 
 
 def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
-    """Returns the shape of the tensor that a client's values make.
+    """Returns the shape of the tensor that a client's JSON values form.
 
     If the values are not nested, the last variable dimension gets the size that fits all values, and the others get 1.
 

@@ -28,7 +28,7 @@ _SIGNIFICANT = (
 
 
 def _line_without(names: bytes) -> re.Pattern[bytes]:
-    """Makes the pattern of a well-formed header line whose field is none of ``names`` (alternatives of a regular expression)."""
+    """Compiles a pattern that matches a well-formed header line unless its field is one of ``names`` (regular expressions)."""
     return re.compile(
         rb"\r\n(?!(?:" + names + rb"):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e]*(?=\r\n)", re.IGNORECASE
     )

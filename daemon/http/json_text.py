@@ -1,4 +1,4 @@
-"""Encodes output tensors as JSON text: each as a flat array, at once or piece by piece, or a response as generate's one object.
+"""Encodes output tensors as JSON: a tensor as a flat array, at once or in pieces, or all of a generate response as one object.
 
 Numbers are written as the shortest text that reads back as the same value of their datatype. NaN and the infinities are written
 as Triton writes them, though JSON has no such literals.
@@ -117,7 +117,7 @@ def _strings(elements: list[bytes], name: str) -> bytes:
 
 
 class ResponseLayout:
-    """Writes responses that differ only in the bytes of their outputs as the JSON objects of generate.
+    """Encodes the responses to one generate request, which differ only in the bytes of their outputs, as JSON objects.
 
     What they share is worked out once. An output of one element is written as that element, others as flat arrays.
     """
@@ -125,7 +125,7 @@ class ResponseLayout:
     __slots__ = ("_outputs", "_shared", "prepared")
 
     def __init__(self, prepared: PreparedAnswer, model: str, client_id: str) -> None:
-        """Writes responses of a model to one request.
+        """Encodes the part that all responses to the request share.
 
         Args:
           prepared: the constant part of the responses: output names, datatypes, shapes.

@@ -1,4 +1,4 @@
-"""Feeds received bytes to the HTTP parser in small pieces, and only so many requests or chunks in one iteration of the loop.
+"""Feeds received bytes to the HTTP parser in small pieces: a limited number of requests or chunks per event loop iteration.
 
     read ─▶ | head | body ... | head | ...     | rest |     the rest: in the next iteration; meanwhile the client is not read
             ╰── at most this in an iteration ──╯
@@ -57,9 +57,9 @@ _bare_line_ends = re.compile(rb"\n(?<!\r\n)[\r\n]*([A-Z]|\Z)?").finditer
 
 
 def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
-    """Finds the first line feed without a carriage return behind which the parser would let a request begin.
+    """Finds the first line feed without a carriage return after which the parser would accept a new request.
 
-    Returns its offset in ``data``, between ``begin`` and ``end``; -1: there is none.
+    Returns the line feed's offset in ``data``, between ``begin`` and ``end``; -1: there is none.
     """
     for found in _bare_line_ends(data, begin, end):
         if found[1] is not None:
@@ -68,7 +68,7 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
 
 
 class Messages:
-    """Makes requests of what httptools' parser reports on one connection, and adds them to ``order``, or refuses them."""
+    """Turns what httptools' parser reports on one connection into requests, and adds these to ``order``, or refuses them."""
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -217,7 +217,7 @@ class Messages:
             exchange.take_turn()
 
     def _complete(self, head: InferHead) -> None:
-        """Applies the operator's rules to a head, joins it to the client's trace, and begins its body if that is chunked."""
+        """Applies the operator's rules to a request head, reads its ``traceparent``, and begins its body if that is chunked."""
         if self._serving.has_rules:
             self._apply_rules(head)
         if self._serving.joins:
@@ -226,7 +226,7 @@ class Messages:
             self._chunks_begin()
 
     def _apply_rules(self, head: InferHead) -> None:
-        """Applies the operator's rules to a head: adds CORS lines, checks the header that calls must carry, hands headers on.
+        """Applies the operator's rules to a request head: adds CORS lines, checks the access key, forwards headers to the model.
 
         A rule that refuses the request leaves its error in ``head.error``.
         """
@@ -298,7 +298,7 @@ class Messages:
 class ParserFeed:
     """Feeds the bytes that one client sends to its connection's HTTP parser.
 
-    A connection has one only once its client has sent a request head that is not cached.
+    A connection gets a ParserFeed only once its client has sent a request head that is not cached.
     """
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:

@@ -150,7 +150,7 @@ class PreparedRequests:
         return known
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Makes a parsed request, with the constant part that is sent to workers once, from the decoded JSON of a request.
+        """Converts a request's decoded JSON to a parsed request, whose constant part will be sent to workers only once.
 
         It neither looks in the cache for requests that differ only in id, scheduling and values, nor stores anything there.
         """
@@ -238,9 +238,9 @@ class Prepared:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the number by which records sent to workers name the constant part of these requests.
+        """Returns the number that stands for the constant part of these requests in records (messages) to workers.
 
-        None: this is the first such request, whose record must contain the constant part itself. ``numbers``: gives out the
+        None: this is the first such request, whose record must contain the whole constant part. ``numbers``: assigns the
         numbers.
         """
         if self.numbered is None:
@@ -248,7 +248,7 @@ class Prepared:
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the cached encoder of answers with the constant part ``prepared`` to these requests; made from the first one.
+        """Returns the encoder of these requests' answers with the constant part ``prepared``; the first call creates it.
 
         Args:
           prepared: the constant part of the answers: output names, datatypes, shapes.
@@ -296,7 +296,7 @@ class AnswerText:
     ) -> None:
         """Encodes the JSON head of all these answers from the first of them.
 
-        If an output's values belong into the JSON, or the head is long, there is none: ``whole`` and ``pieces`` return None.
+        If the JSON must contain an output's values, or is long, no head is cached: ``whole`` and ``pieces`` return None.
 
         Args:
           asked: one of the requests, which says which outputs are binary.
@@ -327,7 +327,7 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
-        """Encodes an answer without a lease as one piece of bytes: HTTP head, JSON and tensors.
+        """Encodes an answer whose tensors are not in shared memory as one piece of bytes: HTTP head, JSON and tensors.
 
         Returns None if there is no cached head, or the tensors have other sizes than the first answer's.
 
@@ -343,7 +343,7 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Encodes an answer with a lease in pieces: HTTP head and JSON, then its tensors as views of the arena.
+        """Encodes an answer with tensors in shared memory as pieces: HTTP head and JSON, then views of the tensors.
 
         Returns None if there is no cached head, or the tensors have other sizes than the first answer's.
 

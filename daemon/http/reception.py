@@ -1,4 +1,4 @@
-"""Receives the body of one HTTP request: into which memory, how much of it, and whether it is complete.
+"""Receives the body of one HTTP request into memory: chooses the memory, decompresses the body, and knows when it is complete.
 
 begin ─▶ receive, receive, ... ─▶ complete ─▶ ready: complete, decompressed and placed
            │ compressed: decompressed in steps, one in an iteration         │ or refused, with ``error``
@@ -93,7 +93,7 @@ class Reception(Receiver):
             self.body = TextBody(length, self._grown)
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins to receive a large binary body, and returns it. Returns None, with no effect, if the arena has no room now."""
+        """Begins to receive a large binary body, and returns it; None, with no effect: shared memory has no room now."""
         length = self._head.content_length
         assert length is not None
         lease = self._submitter.loan(PlacedBody.lease_size(length), self._account, True)
@@ -211,9 +211,9 @@ class Reception(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def leave(self) -> tuple[Lease, ...]:
-        """Ends the reception of a request whose tensors are in their places: frees ordinary memory, and hands over the lease.
+        """Ends the reception once the request's tensors are in their places; frees ordinary memory, returns the body's lease.
 
-        Returns: the lease that the body lies in, which the caller now owns; empty: the body has no lease.
+        The caller now owns the lease (reserved shared memory). Empty: the body has no lease.
         """
         if self._collected_byte_size:
             self.drop_body()

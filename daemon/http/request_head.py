@@ -182,7 +182,7 @@ def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
 
 
 class _Ended(dict[str, Any]):
-    """Holds the JSON object of a request that a NUL byte follows: it is refused, but only if nothing else is wrong with it."""
+    """Holds a request's JSON object that a NUL byte follows: the request is refused for that if nothing else is wrong."""
 
     def __init__(self, value: Any, end: int) -> None:
         super().__init__(value if isinstance(value, dict) else {})

@@ -74,7 +74,7 @@ def encode(
 def large_texts(
     prepared: PreparedAnswer, contents: tuple[Content, ...], asked: DecodedRequest
 ) -> list[tuple[PreparedTensor, Slice]]:
-    """Returns the tensors of an answer, with their places, that are so large to write as JSON that it is done in steps.
+    """Returns the tensors of an answer, with their places, that are to be JSON but too large to be written in one step.
 
     The arguments are those of ``encode``.
     """

@@ -126,7 +126,7 @@ class Routes:
         return [("GET", "/v2/openapi.yaml", self.openapi, "OpenApi")]
 
     def application(self) -> Starlette:
-        """Makes the ASGI application of all routes: documented, answered with an error, or left out of the OpenAPI document."""
+        """Creates the ASGI application that serves all routes (``table``, ``refused`` and ``undescribed``)."""
         routes = [
             Route(
                 path,
