@@ -1,4 +1,4 @@
-"""Clients' lanes: which client has which, how many a user may have, and how each begins and ends.
+"""Opens, counts, limits and ends the lanes of clients: direct sockets from a local client to the workers.
 
     open ─▶ socket pair ─▶ one end to the worker (LaneOpened), the other to the client; neither stays in this process
     the connection ends, or the client says that the lane has ended ─▶ LaneClosed to the worker ─▶ LaneClosed from the worker
@@ -52,7 +52,7 @@ class ClientConnection:
 
 @dataclass(slots=True)
 class _Lane:
-    """A lane, a direct socket from a client to a worker, from its opening until the worker reports it completely closed."""
+    """A lane: a direct socket from a client to a worker. It exists until the worker reports it completely closed."""
 
     worker: WorkerProcess
     owner: str

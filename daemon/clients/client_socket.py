@@ -1,4 +1,4 @@
-"""The clients' Unix socket: one SEQPACKET connection per client, on which it asks for lanes and hands over memory.
+"""Serves the Unix socket on which local clients ask for lanes (direct sockets to workers) and hand over memory (memfds).
 
     accept ─▶ admitted ─▶ question ─▶ answer ─▶ question ...  ─▶ end of file: its lanes end
 
@@ -80,7 +80,10 @@ _BESIDE_LIST = 1 << 10
 
 
 class ClientSocket:
-    """Listens on the clients' Unix socket, and answers the questions of each client in a task."""
+    """Serves the Unix socket on which local clients ask for lanes (direct sockets to workers) and hand over memory.
+
+    Each client's connection has a task, which answers the client's questions.
+    """
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class ClientSocket:
     # ------------------------------------------------------------------------------------------------------- the socket
 
     def listen(self) -> None:
-        """Binds the clients' socket; clients wait in its backlog until ``serve`` is called.
+        """Binds the clients' socket and listens on it; clients that connect wait until ``serve`` is called.
 
         Without a configured path, and outside of systemd, it is bound in the control socket's folder; if that fails, a warning is
         logged.
@@ -146,13 +149,13 @@ class ClientSocket:
 
     @property
     def http_path(self) -> Path | None:
-        """Returns the path of the HTTP socket that clients look for next to the clients' socket; None: there is none."""
+        """Returns the path of the HTTP fronts' Unix socket, which lies next to the clients' socket; None: there is none."""
         if self._listener is None or self.path is None or not self._options.clients.http:
             return None
         return self.path.with_name(HTTP_NAME).absolute()
 
     def serve(self) -> None:
-        """Begins to accept clients, on the running loop; does nothing if ``listen`` bound no socket."""
+        """Begins to accept clients, on the running event loop; does nothing if ``listen`` bound no socket."""
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
@@ -175,7 +178,7 @@ class ClientSocket:
             task.cancel()
 
     def describe(self) -> dict[str, Any]:
-        """Returns the clients' socket and the numbers of clients and lanes by user, as JSON values for ``tensorctl status``."""
+        """Returns the path of the clients' socket and counts of clients and lanes, as JSON values for ``tensorctl status``."""
         return {"socket": str(self.path) if self._listener is not None else None} | self._lanes.statistics()
 
     def _accept(self) -> None:
@@ -351,7 +354,7 @@ def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
 
 
 def _refuse(client: socket.socket, error: ServingError) -> None:
-    """Tells a client why its connection is refused, and closes the connection."""
+    """Sends a client the error for which its connection is refused, and closes the connection."""
     with client, contextlib.suppress(OSError):
         client.send(msgspec.json.encode(ClientError.of(error)))
         # What the client has sent is taken: else it would read of a reset connection first.

@@ -1,1 +1,1 @@
-"""Holds what every front needs, whatever protocol it speaks."""
+"""Code that the HTTP and gRPC fronts (the processes that serve clients) share."""

@@ -1,4 +1,4 @@
-"""Accepts connections from the listening sockets that all fronts of a protocol share, so that each front gets its part.
+"""Accepts connections from the listening sockets that all front processes of a protocol share, so that each gets a fair part.
 
 A new connection wakes every front. A front that has clearly more connections than another one leaves the new connection to the
 other front for a moment. If the connection still waits then, the other front is busy, hung or dead, and the first front accepts
@@ -169,7 +169,10 @@ class AcceptLimit:
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """Sets the attribute ``room``, the next iteration's limit, after ``taken`` connections, of ``room`` allowed, came."""
+        """Adapts the attribute ``room``, the next iteration's limit, to how many connections were accepted in this one.
+
+        ``taken``: how many; ``room``: how many were allowed.
+        """
         if taken < room:
             self.room = 1
             self._alone = min(2 * self._alone + 1, _MAX_ALONE) if taken <= 1 else 0

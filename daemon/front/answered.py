@@ -1,4 +1,4 @@
-"""Counts a front's answers by status code, and writes its access log: one good answer in so many, and errors up to a rate.
+"""Counts a front's answers by status code, and writes its access log: every n-th good answer, and errors, ten a second at most.
 
     good answer ─▶ counted ─▶ every ``log.access``-th: a line
     error       ─▶ counted ─▶ with ``log.access``: a line, ten a second at most
@@ -54,7 +54,7 @@ class Answered:
           counters: the counters of this front in shared memory, where answers are counted.
           refusals: gets the errors that are the clients' mistakes, to log them.
           protocol: "http" or "grpc".
-          access: the access log has errors, and one good answer in so many; 0: there is no log.
+          access: the access log has errors, and every ``access``-th good answer; 0: there is no log.
         """
         self._words, self._good = counters.codes
         self._protocol = protocol
@@ -71,7 +71,7 @@ class Answered:
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
-        """Logs one good answer in ``access`` from now on, and errors, at most 10 a second; 0: logs neither."""
+        """Logs every ``access``-th good answer from now on, and errors, at most 10 a second; 0: logs neither."""
         if access != self._every:
             self._every = access
             self._next = self._words[self._good] + access if access else _NEVER
@@ -166,5 +166,5 @@ class Answered:
 
 
 def _size(contents: Iterable[Content]) -> int:
-    """Returns the bytes of a request's input tensors, without those in regions."""
+    """Returns the total size in bytes of a request's input tensors, except those in clients' shared-memory regions."""
     return sum(len(content) if isinstance(content, bytes) else content.byte_size for content in contents)

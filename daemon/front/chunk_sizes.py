@@ -28,7 +28,7 @@ class ChunkRefused(Exception):
 
 
 class _Phase(enum.Enum):
-    """Says which element of the chunked framing comes next."""
+    """Names the element of the chunked framing that comes next."""
 
     #: A line with a size.
     SIZE = "size"
@@ -63,7 +63,7 @@ class ChunkSizes:
         self._spent = 0
 
     def take(self, data: bytes, at: int, end: int) -> int:
-        """Looks for the end of the body in ``data[at:end]``, its next bytes. Returns the index behind its end.
+        """Searches ``data[at:end]``, the body's next bytes, for the body's end. Returns the index behind that end.
 
         Returns ``end`` if the body goes on (``ended`` is False), or if the bytes are not chunked: the HTTP parser refuses them.
 

@@ -1,4 +1,4 @@
-"""Answers the endpoints of both protocols other than inference, from the front's table of models or by asking the supervisor.
+"""Answers all HTTP and gRPC calls other than inference, from the front's table of models or by asking the supervisor.
 
 Each protocol decodes a request to the arguments of a method here, and encodes the result in its own format. Errors are
 ServingErrors. What a front says of a model holds for every front: its client may send the next request to another front.
@@ -51,7 +51,7 @@ MAX_FILES_BYTE_SIZE = 128 << 20
 
 
 class Endpoints:
-    """Carries out all requests of HTTP and gRPC clients but inference, mostly by calls to the supervisor."""
+    """Carries out all requests of HTTP and gRPC clients other than inference, mostly by calls to the supervisor."""
 
     def __init__(self, table: ModelStates, calls: ControlCalls, options: Options) -> None:
         self._table = table

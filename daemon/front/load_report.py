@@ -28,7 +28,7 @@ _APPLICATION_UTILIZATION, _NAMED_METRICS, _KEY, _VALUE = b"\x49", b"\x42", b"\x0
 
 
 def asked(value: str) -> str:
-    """Returns the format of the load report that ``value``, of a request's header, asks for; "": none, or one not in FORMATS."""
+    """Returns the format of load report that a header value asks for; "": it asks for none, or for a format not in FORMATS."""
     wanted = value.strip().lower()
     return wanted if wanted in FORMATS else ""
 

@@ -25,7 +25,7 @@ class Opening:
         handshake_timeout: float | None = None,
         shutdown_timeout: float | None = None,
     ) -> None:
-        """Begins with no connection that is being opened.
+        """Begins without connections.
 
         Args:
           make: makes the protocol of a connection; it is called with the client, as ``Peer.owner`` names it.

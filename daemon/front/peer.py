@@ -45,7 +45,7 @@ def peer_of(fd: int) -> Peer:
 
 
 def owner_of(connection: socket.SocketType, address: object) -> str:
-    """Returns ``Peer.owner`` of a connection's client, whose address is known; for a TCP client without asking the kernel."""
+    """Returns the name of a connection's client (``Peer.owner``): its host, from ``address``, or its Unix user."""
     return f"tcp {address[0]}" if isinstance(address, tuple) else peer_of(connection.fileno()).owner
 
 
@@ -59,7 +59,7 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
-    """Yields a descriptor, open in the ``with`` block, that becomes readable when a client's regions are to end; -1: they stay.
+    """Yields a descriptor, open in the ``with`` block, that gets readable when a client's regions are to be removed; -1: never.
 
     ``reclaim``: "never", "owner" (when the client's process ends) or "connection". If the kernel gives no descriptor of the
     process, the end of the connection is used instead. Raises Unavailable: no descriptors are left.

@@ -79,7 +79,7 @@ class Place:
 
 
 class Front(ABC):
-    """Base class of the HTTP and gRPC fronts: takes the supervisor's records, serves clients from ``open`` to ``drain``."""
+    """Base class of the HTTP and gRPC fronts: applies the supervisor's messages, serves clients from ``open`` to ``drain``."""
 
     #: Both exist from Start on, the supervisor's first record.
     tracer: Tracer
@@ -141,7 +141,7 @@ class Front(ABC):
         """Returns whether any client waits for a response, or for the rest of one."""
 
     def _record(self, record: Any, fds: list[int]) -> None:
-        """Applies a record from the supervisor: passes it on to the submitter, table, tracer or log that it concerns."""
+        """Applies a message from the supervisor: passes it on to the submitter, table, tracer or log that it concerns."""
         match record:
             case Start():
                 stack_report.enable(*fds)
@@ -188,7 +188,7 @@ class Front(ABC):
                     self.answered.log_every(settings.access)
 
     async def _answer(self, call: ControlCall) -> None:
-        """Sends the reply to a call of the supervisor: a JSON list, or b"" once the front is idle; else the error Unsupported."""
+        """Answers a call of the supervisor: with a JSON list, with b"" once idle (AwaitIdle), or with an error (unknown call)."""
         result = b""
         match call.operation:
             case ConnectionRecords():
@@ -220,7 +220,7 @@ class Front(ABC):
 
 
 def main(program: str, description: str, make: Callable[[socket.socket, Place], Front]) -> None:
-    """Runs the process of a front until it stops. ``make`` makes the front from its control channel and its place.
+    """Runs the process of a front until it stops. ``make``: creates the front from its control channel and its place.
 
     ``program`` and ``description``: for the help of its command line, which has the numbers of its file descriptors.
     """

@@ -1,4 +1,4 @@
-"""Makes a client's socket an asyncio transport that costs little to create and to close.
+"""An asyncio transport for a client's socket that costs little to create and to close.
 
     accept ─▶ connection_made ─▶ read: many a client has asked by then ─▶ watched by its front's epoll (``SocketWatch``)
 
@@ -94,7 +94,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
-        """Sends, reads, or ends the connection, as the epoll events say. For input alone, ``read`` may be called instead."""
+        """Handles epoll events: sends, reads, or ends the connection. For input alone, ``read`` may be called instead."""
         if self._unsent and events & ~_IN:
             self._send_rest()
         if self.reading:
@@ -111,8 +111,8 @@ class SocketTransport(asyncio.Transport):
     def _left_unread(self, events: int) -> None:
         """Handles that the client has closed, or ended its side of, the connection while reading is paused.
 
-        Closed: ends the connection. Ended: ends it if the protocol heeds that, else the end is read in its order later.
-        ``events``: the mask that epoll reported.
+        A closed connection is ended. If only the client's side has ended, ``heeds_end`` of the watch decides: True ends the
+        connection, False leaves the end to be read later, after the unread bytes. ``events``: the mask that epoll reported.
         """
         if events & _BROKEN:
             self._fail(ConnectionResetError("the client has gone"))

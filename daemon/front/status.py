@@ -29,7 +29,7 @@ class BodyTooLarge(InvalidArgument):
     status = 413
 
     def __init__(self, found: str, limit: int) -> None:
-        """Makes the error's sentence. ``found``: its clause about the body, "has more than 10 bytes". ``limit``: in bytes."""
+        """Formats the message. ``found``: what is wrong with the body, such as "has more than 10 bytes"; ``limit``: in bytes."""
         super().__init__(f"the request body {found}, at most {limit} are allowed")
 
     @property
