@@ -133,7 +133,7 @@ class ArenaSpace:
             self._closed()
 
     def expire(self, now: float) -> bool:
-        """Gives Unavailable to requests that waited too long by ``now``, loop time. Returns whether any request still waits."""
+        """Refuses requests that waited too long, with Unavailable. Returns whether any still waits. ``now``: loop time."""
         for line in self._lines:
             while line and line[0].give_up <= now:
                 waiter = line.popleft()
@@ -162,7 +162,7 @@ class ArenaSpace:
         return self._lines[1 if byte_size <= arena.shared_byte_size else 2]
 
     def _admitted(self, waiter: _Waiter) -> bool:
-        """Returns whether a waiting request may have memory by its account's limits and the limit for incomplete bodies."""
+        """Returns whether its account's limits and the limit for incomplete bodies allow a waiting request to get memory."""
         taken = self._taken_by(waiter.byte_size)
         if waiter.account is not None and not waiter.account.admits(taken):
             return False

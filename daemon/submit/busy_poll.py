@@ -76,7 +76,7 @@ class BusyPoll:
             self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
-        """Tells ``spin`` that answers have arrived, so that it learns how long polling pays.
+        """Reports to ``spin`` that answers have arrived, so that it learns how long polling pays.
 
         Call it before their requests are removed from ``in_flight``.
         """

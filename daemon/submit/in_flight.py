@@ -36,7 +36,7 @@ _UNSENT = RequestRecord(0, PreparedRequest(""))
 
 
 class WorkerLink:
-    """Connects a front with one worker: their lane (a channel), and the pages where the worker tells its status and sequences.
+    """Connects a front with one worker: their lane (a channel), and the pages on which the worker publishes status and sequences.
 
     Also holds the front's requests that are in flight there.
     """
@@ -119,13 +119,13 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         return "", ""
 
     def left_line(self) -> None:
-        """Called when the request has left the queue for arena memory, because it was sent or answered; here it does nothing.
+        """Called when the request no longer waits for arena memory, because it was sent or answered; here it does nothing.
 
         Not called if the request was cancelled.
         """
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Called with each answer to the request, which it sends to the client; never called again after a final answer.
+        """Sends an answer to the client; called with each answer to the request, and never again after the final one.
 
         Args:
           prepared: the constant part of the answer, which many answers have in common.

@@ -107,7 +107,7 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 
 
 def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
-    """Returns how many bytes of the arena a request's tensors need that are too large for its record and not yet in the arena.
+    """Returns how many bytes of the arena to reserve for a request's tensors: those too large for its record and not there yet.
 
     ``inline_byte_size``: the most bytes of a tensor that is sent within the record.
     """
@@ -155,7 +155,7 @@ def place(
 def fill(
     inputs: Sequence[InputContent | Unconverted], contents: tuple[Content, ...], lease: Lease
 ) -> Generator[None, None, tuple[Content, ...]]:
-    """Converts the unconverted ones of ``inputs`` into the places that ``place`` gave them, and yields after each piece.
+    """Converts those inputs that are still JSON, into the places in the arena that ``place`` chose; yields after each piece.
 
     Returns: ``contents``, which ``place`` returned for these inputs, with the final sizes of these tensors.
     Raises InvalidArgument: the data is wrong or does not fit the shape.

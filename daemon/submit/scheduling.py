@@ -13,7 +13,7 @@ KEYS = frozenset(
 
 
 class Scheduling(NamedTuple):
-    """Says when a request is to be run, in which sequence, which waiting request it replaces, and with which parameter set."""
+    """Holds when a request is to be run, in which sequence, which waiting request it replaces, and with which parameter set."""
 
     #: 1 is the most urgent; 0: the model's default.
     priority: int = 0
@@ -42,7 +42,7 @@ class Scheduling(NamedTuple):
         received_ns: int,
         trace: int = 0,
     ) -> RequestRecord:
-        """Makes the record of a request with this scheduling; the arguments are fields of the record.
+        """Returns the record (message to a worker) of a request with this scheduling; the arguments are fields of the record.
 
         ``prepared``: the constant part of the request, or the number that the worker knows it by.
         """

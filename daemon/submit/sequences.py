@@ -188,7 +188,7 @@ class SequenceRouting:
 
 
 def lost(request: InFlight) -> Unavailable:
-    """Makes the error of a request whose sequence was lost with its worker."""
+    """Returns the error for a request whose sequence was lost with its worker."""
     return Unavailable(
         f"sequence {request.record.sequence_id} of model '{request.prepared.model}' was lost when its worker died; "
         "start it again with the START flag"
@@ -242,7 +242,7 @@ class _Config(msgspec.Struct):
 
 
 class SequencedModel:
-    """Holds what the routing of a model's sequences needs: the model's state, the maker of keys, and the longest idle time."""
+    """Holds what the routing of a model's sequences needs: the model's state, the key generator, and the longest idle time."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 

@@ -231,13 +231,13 @@ class Submitter:
         self._flush_later(request.worker)
 
     def _fail(self, request: InFlight, error: ServingError) -> None:
-        """Ends a request: answers it with ``error``, unless it was cancelled, and gives back its inputs' leases."""
+        """Ends a request: answers it with ``error``, unless it was cancelled, and releases the memory (leases) of its inputs."""
         if not request.cancelled and request.record.request_id in self._in_flight:
             request.fail(error)
         self._finish(request)
 
     def _finish(self, request: InFlight) -> None:
-        """Removes a request from those in flight and gives back its inputs' leases, as ``_receive`` itself does. Idempotent."""
+        """Removes a request from those in flight, and releases the memory (leases) of its inputs. Idempotent."""
         self._in_flight.pop(request.record.request_id, None)
         for lease in request.leases:
             self.give_back(lease)
@@ -466,9 +466,9 @@ class Submitter:
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
-        """Gives the lease of an answer back to the worker behind ``lane``, once the answer's bytes were sent to its client.
+        """Returns an answer's memory (lease) to the worker behind ``lane``, because the answer's bytes were sent to its client.
 
-        Does nothing if it was given back before.
+        Does nothing if it was returned before.
         """
         found = self._outstanding.pop((lane, key), None)
         if found is None:
@@ -487,7 +487,7 @@ class Submitter:
                 self._send_again(request)
 
     def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
-        """Gives back the lease of a response that is not the last, and acknowledges its bytes, which were sent, to the worker.
+        """Releases the memory of a response that was sent and is not the last, and acknowledges its bytes to the worker.
 
         A worker sends only a limited number of bytes before they are acknowledged.
         """
@@ -507,7 +507,7 @@ class Submitter:
     def wait_for_room(
         self, byte_size: int, on_lease: OnLease, model: str = "", account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Calls ``on_lease`` with a lease of request memory, or with Unavailable if none is free for ``arenas.wait`` seconds.
+        """Queues for request memory: later calls ``on_lease`` with a lease, or with Unavailable after ``arenas.wait``.
 
         Args:
           model: named where the refusal is counted and logged.

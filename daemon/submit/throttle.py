@@ -1,4 +1,4 @@
-"""Throttles the requests of a connection or client that has not taken its answers and holds its share of response memory.
+"""Throttles the requests of connections and clients whose unread answers fill their share of response memory.
 
     an answer comes ─▶ its connection holds its share ─▶ the connection's other requests are withdrawn from workers ─▶ they wait
     its client holds its share ─▶ requests of all its connections that would have answers as large are withdrawn and wait, too
@@ -18,7 +18,7 @@ from tensord.shm.errors import Unavailable
 
 
 class _Line:
-    """Holds the throttled requests of one connection, and the ids of those that were sent after that wait and have no answer."""
+    """Holds a connection's waiting (throttled) requests, and the ids of requests sent after waiting and not answered yet."""
 
     __slots__ = ("sent", "waiting")
 
@@ -50,8 +50,8 @@ class Throttle:
     def fills_client(self, account: Account, request: InFlight) -> bool:
         """Returns whether the client of an answered request has just reached its share of response memory.
 
-        Called once the answer's bytes are counted in ``account``. If the answer is large and the share reached, records that
-        for requests of its kind (model, version and input shapes).
+        Called once the answer's bytes are counted in ``account``. If the share is reached and the answer large, records that
+        requests of its kind (model, version and input shapes) have large answers.
         """
         client = account.client
         if client.answers < client.limit:
