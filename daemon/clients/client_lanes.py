@@ -112,7 +112,7 @@ class ClientLanes:
         return connection
 
     def leave(self, connection: ClientConnection) -> None:
-        """Forgets a client whose connection has ended, and ends its lanes to workers."""
+        """Forgets a client whose connection has ended, and ends its lanes (direct sockets to workers)."""
         self._connections.discard(connection)
         for number in list(connection.lanes.values()):
             self._end(number)
@@ -121,11 +121,14 @@ class ClientLanes:
 
     @property
     def offered(self) -> bool:
-        """Returns whether clients get lanes: not if the options turn lanes off or require a key for inference (header)."""
+        """Returns whether clients may have lanes (direct sockets to workers).
+
+        False if the options turn lanes off, or restrict inference to clients that send a key in a header.
+        """
         return self._options.lanes and not self._restricted
 
     async def find(self, connection: ClientConnection, wanted: OpenLanes) -> ModelState:
-        """Returns the state of the version that the client wants, as soon as a worker serves it.
+        """Waits until a worker serves the model version that the client wants, and returns the version's state.
 
         First waits until lanes that the client reports as ended are closed here too: if their worker has died, the client may
         know first, and would be given another lane to that worker.
@@ -163,7 +166,7 @@ class ClientLanes:
         return state
 
     async def _change(self, seconds: float) -> None:
-        """Waits until a model's state changes, a worker leaves or a lane ends, or ``seconds`` have passed."""
+        """Waits until a model's state changes, a worker leaves, or a lane (socket to a worker) ends; at most ``seconds``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
@@ -193,7 +196,7 @@ class ClientLanes:
         return self._answer(state, wanted.version, entries), sockets
 
     def _opened(self, connection: ClientConnection, workers: list[WorkerProcess], model: str) -> list[socket.socket]:
-        """Opens a lane to each of these workers and returns the client's ends; after an error none is open.
+        """Opens a lane (a direct socket) to each of these workers, and returns the client's ends; after an error none is open.
 
         ``model``: named in errors. Raises Unavailable: the user would have too many lanes, or no file descriptor is free.
         """
@@ -229,7 +232,7 @@ class ClientLanes:
         return made
 
     def withdraw(self, connection: ClientConnection, answer: OpenAnswer) -> None:
-        """Ends the lanes that an answer has opened, because that answer could not be sent to the client."""
+        """Ends the lanes (sockets to workers) that were opened for an answer, because it could not be sent to the client."""
         for entry in answer.lanes:
             if entry.new and entry.lane in connection.lanes.values():
                 self._end(entry.lane)
@@ -266,7 +269,7 @@ class ClientLanes:
         return sum(device in wanted for device in workers.slots.values())
 
     def _end(self, number: int) -> None:
-        """Removes the lane with this number from its client's connection, and tells its worker to close the lane."""
+        """Removes a lane (socket to a worker) from its client's connection, and asks its worker to close it."""
         lane = self._lanes[number]
         self._take(lane)
         lane.worker.send(LaneClosed(number))
@@ -280,14 +283,14 @@ class ClientLanes:
     # --------------------------------------------------------------------------------------------------------- changes
 
     def lane_ended(self, worker: WorkerProcess, number: int) -> None:
-        """Stops counting a lane that its worker reports as completely closed, and wakes clients that wait for a lane's end."""
+        """Stops counting a lane (socket to a client) that its worker reports as closed, and wakes clients that wait for that."""
         lane = self._lanes.get(number)
         if lane is not None and lane.worker is worker:
             self._forget(number)
             self._wake()
 
     def worker_left(self, worker: WorkerProcess) -> None:
-        """Stops counting the lanes of a worker that has died, and wakes clients that wait for a worker."""
+        """Stops counting the lanes (sockets) to a worker that has died, and wakes clients that wait for a worker."""
         for number in [number for number, lane in self._lanes.items() if lane.worker is worker]:
             self._forget(number)
         self._wake()
@@ -316,11 +319,11 @@ class ClientLanes:
     # ----------------------------------------------------------------------------------------------------- statistics
 
     def open_by_worker(self) -> Counter[str]:
-        """Returns how many lanes clients have to each worker, by the worker's name."""
+        """Returns how many lanes (direct sockets) clients have to each worker, by the worker's name."""
         return Counter(lane.worker.name for lane in self._lanes.values() if lane.connection is not None)
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the numbers of client connections and lanes, in total and by user, and how many lanes were ever refused."""
+        """Returns counts of client connections and lanes (sockets to workers), in total and by user, and of refused lanes."""
         connections = Counter(connection.peer.owner for connection in self._connections)
         lanes = Counter(lane.owner for lane in self._lanes.values() if lane.connection is not None)
         owners: Iterable[str] = sorted(connections | lanes)

@@ -153,5 +153,5 @@ class ClientError(msgspec.Struct):
 
     @classmethod
     def of(cls, error: ServingError) -> ClientError:
-        """Makes the answer to a question that failed with this error."""
+        """Returns the answer to a question that failed with this error."""
         return cls(error.message, error.code)

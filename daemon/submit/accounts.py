@@ -1,4 +1,4 @@
-"""Counts how much of a front's arena memory each connection and each client holds, and limits each to a share.
+"""Counts how much of a front's shared memory (its arenas) each connection and each client holds, and limits each to a share.
 
     request arena      memory of request bodies and messages, from the first byte until the request is answered
     response arenas    memory of answers that the client has not taken
@@ -27,7 +27,7 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Base class of ``Account`` and ``Client``: counts the bytes that a connection or a client holds of a front's arenas.
+    """Counts the bytes of shared memory (arenas) that a connection or client holds; base class of ``Account`` and ``Client``.
 
     Counted apart: requests (the request arena) and answers (all response arenas). ``limit`` is the most bytes of each.
     """
@@ -41,7 +41,7 @@ class Holdings:
 
 
 class Client(Holdings):
-    """Counts the arena bytes that all connections of one client hold, and remembers which requests get large answers."""
+    """Counts the shared memory that all connections of one client hold, and remembers which requests get large answers."""
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
 
@@ -59,7 +59,7 @@ class Client(Holdings):
         self.sent: set[int] = set()
 
     def limit_of(self, byte_size: int) -> int:
-        """Returns how many bytes of the request arena the client may hold, if it asks for a lease of ``byte_size`` bytes.
+        """Returns how many bytes of request memory the client may hold in all, if it asks for a piece of ``byte_size`` bytes.
 
         The limit is larger for medium leases than for large ones, and is the whole arena for small ones.
         """
@@ -70,7 +70,7 @@ class Client(Holdings):
 
 
 class Account(Holdings):
-    """Counts the arena bytes that one connection holds, and says whether the connection may borrow more now or must wait."""
+    """Counts the bytes of shared memory that one connection holds, and decides whether it may borrow more now."""
 
     __slots__ = ("client", "last")
 
@@ -83,7 +83,7 @@ class Account(Holdings):
     # ------------------------------------------------------------------------------------------------ request arena
 
     def admits(self, byte_size: int) -> bool:
-        """Returns whether the connection may borrow ``byte_size`` more bytes of the request arena."""
+        """Returns whether the connection may borrow ``byte_size`` more bytes of the request arena (shared memory) now."""
         client = self.client
         if self.requests + byte_size <= self.limit and client.requests + byte_size <= client.limit:
             return True
@@ -137,7 +137,7 @@ class Account(Holdings):
 
 
 class Accounts:
-    """Opens and closes the accounts of a front's connections, which count the arena bytes that connections and clients hold."""
+    """Opens and closes the accounts of a front's connections, which count the shared memory that connections and clients hold."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
         """Begins without clients.
@@ -154,7 +154,7 @@ class Accounts:
         self._many = _MANY
 
     def open(self, owner: str) -> Account:
-        """Opens an account for a new connection, which counts its arena bytes for it alone and for all connections of its client.
+        """Opens an account for a new connection: its shared memory counts for it alone, and for all connections of its client.
 
         ``owner``: the client (a host or a local user), as ``Peer.owner`` names it.
         """

@@ -1,4 +1,4 @@
-"""Lends memory of a front's request arena for the inputs of requests, and queues the requests that must wait for memory.
+"""Lends pieces of a front's request arena (shared memory for inputs) to requests, and queues requests that must wait for one.
 
 small, medium, large     each size has its own queue, because a small request does not need the memory that large ones wait for
 a queue                  the client that holds least memory comes first, then who came first; a client that holds its share
@@ -26,7 +26,7 @@ OnLease = Callable[[Lease | ServingError], None]
 
 @dataclass(slots=True)
 class _Waiter:
-    """Holds one wait for arena memory: when it ends, for how many bytes, and the callback that gets the lease."""
+    """Holds one wait for shared memory: when it ends, for how many bytes, and the callback that gets the lease (the memory)."""
 
     give_up: float
     byte_size: int
@@ -36,7 +36,7 @@ class _Waiter:
 
 
 class ArenaSpace:
-    """Lends memory of a front's request arena, and queues the requests for which there is none.
+    """Lends pieces (leases) of a front's request arena (shared memory), and queues the requests for which there is no room.
 
     Args:
       wait_seconds: how long a request waits for memory at most.
@@ -60,7 +60,7 @@ class ArenaSpace:
         self._serving = self._again = False
 
     def loan(self, byte_size: int, account: Account | None = None, arriving: bool = False) -> Lease | None:
-        """Lends ``byte_size`` bytes for inputs. Returns None if there is no memory now, or waiting requests come first.
+        """Lends ``byte_size`` bytes for inputs. Returns None if no memory is free now, or if waiting requests come first.
 
         The caller must end the lease with ``give_back``.
 
@@ -92,7 +92,7 @@ class ArenaSpace:
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
         """Returns whether a waiting request of similar size comes before a new request of ``account`` for ``byte_size`` bytes.
 
-        That is so if the waiting one's client holds no more of the arena than the new one's, and waits only for free memory.
+        True if the waiting request's client holds no more memory than the new one's, and no limit makes it wait.
         """
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
@@ -100,7 +100,7 @@ class ArenaSpace:
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues a request for memory. Calls ``on_lease`` with a lease, or with Unavailable after ``wait_seconds``.
+        """Queues a request for memory. Later calls ``on_lease`` with a lease, or with Unavailable after ``wait_seconds``.
 
         To be called after ``loan`` has returned None, with the arguments that ``loan`` got. ``now``: loop time.
         """
@@ -108,7 +108,7 @@ class ArenaSpace:
         self._count += 1
 
     def arrived(self, lease: Lease) -> None:
-        """Marks the content of a lease as complete: it no longer counts against the limit of bodies that are still arriving."""
+        """Marks the content of a lease (borrowed memory) as complete: it no longer counts as a body still arriving."""
         if lease.arriving:
             lease.arriving = False
             self._arriving_byte_size -= lease.block_size
@@ -116,7 +116,7 @@ class ArenaSpace:
                 self._serve()
 
     def give_back(self, lease: Lease) -> None:
-        """Releases a lease, and lends memory to waiting requests. Idempotent."""
+        """Releases a lease (borrowed memory), and lends memory to waiting requests. Idempotent."""
         account = lease.holder
         if account is not None:
             lease.holder = None
@@ -152,7 +152,7 @@ class ArenaSpace:
         return f"{self._arena.describe_full(waiter.byte_size)}, and none came free"
 
     def _taken_by(self, byte_size: int) -> int:
-        """Returns how many bytes of the arena a lease of ``byte_size`` bytes occupies at least."""
+        """Returns how many bytes of shared memory a lease of ``byte_size`` bytes occupies at least."""
         return taken_by(0 if byte_size <= self._arena.shared_byte_size else 1, byte_size)
 
     def _line(self, byte_size: int) -> deque[_Waiter]:
@@ -232,12 +232,12 @@ def _holds(client: Client | None) -> int:
 
 
 def _held(account: Account | None) -> int:
-    """Returns the bytes of the request arena that an account's client holds; 0 if the account is None."""
+    """Returns how many bytes of shared memory for requests an account's client holds; 0 if the account is None."""
     return _holds(None if account is None else account.client)
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
-    """Calls ``on_lease`` with a lease or an error.
+    """Calls ``on_lease`` with a lease (borrowed memory) or an error.
 
     Returns False if ``on_lease`` raised an exception, which is logged and not raised, so that other waiting requests are served.
     """

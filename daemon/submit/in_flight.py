@@ -110,7 +110,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def waits_for_room(self) -> bool:
-        """Returns whether the request was not sent yet, because it waits for arena memory for its tensors."""
+        """Returns whether the request was not sent yet, because its tensors wait for shared memory."""
         return not self.record.request_id
 
     @property
@@ -119,7 +119,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         return "", ""
 
     def left_line(self) -> None:
-        """Called when the request no longer waits for arena memory, because it was sent or answered; here it does nothing.
+        """Called when the request no longer waits for shared memory, because it was sent or answered; here it does nothing.
 
         Not called if the request was cancelled.
         """

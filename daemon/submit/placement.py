@@ -1,4 +1,4 @@
-"""Places a request's tensors where a worker reads them: in its record, in the request arena or in a client's region.
+"""Places a request's tensors where a worker reads them: in its message, in shared memory (arena) or in a client's region.
 
     UnsentRequest ─▶ begin ─▶ tensors into the record or the request arena ─▶ Submitter ─▶ InFlight.completed
                           ╰─ waits for room where the arena is full
@@ -43,7 +43,7 @@ _PLACES, _BYTES = (RegionSlice, Slice), (bytes, memoryview)
 
 
 class Unconverted(Protocol):
-    """The interface of a large tensor that came as JSON: it gets its place in the arena first, and is converted into that."""
+    """The interface of a large tensor that came as JSON, and is converted once it has a place in shared memory."""
 
     @property
     def byte_size(self) -> int:
@@ -84,7 +84,7 @@ class UnsentRequest(msgspec.Struct):
 
 
 def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None:
-    """Sends a request now, or once the arena has room for its tensors. Never calls ``asked.completed`` before it returns.
+    """Sends a request now, or once shared memory has room for its tensors. Never calls ``asked.completed`` before it returns.
 
     A request that is refused later gets an answer with an error code.
     Args:
@@ -107,7 +107,7 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 
 
 def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
-    """Returns how many bytes of the arena to reserve for a request's tensors: those too large for its record and not there yet.
+    """Returns how many bytes of shared memory to reserve for a request: for tensors too large for its record and not there yet.
 
     ``inline_byte_size``: the most bytes of a tensor that is sent within the record.
     """
@@ -124,7 +124,7 @@ def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) 
 def place(
     contents: Iterable[InputContent | Unconverted], lease: Lease | None, inline_byte_size: int
 ) -> tuple[Content, ...]:
-    """Returns the contents for a request's record: small ones as bytes, large ones as slices of the arena.
+    """Returns the tensor contents for a request's record (message): small ones as bytes, large ones as slices of shared memory.
 
     Large contents are copied into the lease, unless they lie in the arena already. Contents in regions are left out; unconverted
     ones only get their place.
@@ -155,7 +155,7 @@ def place(
 def fill(
     inputs: Sequence[InputContent | Unconverted], contents: tuple[Content, ...], lease: Lease
 ) -> Generator[None, None, tuple[Content, ...]]:
-    """Converts those inputs that are still JSON, into the places in the arena that ``place`` chose; yields after each piece.
+    """Converts the inputs that are still JSON into the shared memory that ``place`` chose for them; yields after each piece.
 
     Returns: ``contents``, which ``place`` returned for these inputs, with the final sizes of these tensors.
     Raises InvalidArgument: the data is wrong or does not fit the shape.
@@ -172,7 +172,7 @@ def fill(
 
 
 def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
-    """Sends a request that waited for arena memory, once it has a lease, or answers it with the error that ended the wait."""
+    """Sends a request that waited for shared memory, or answers it with the error that ended the wait (``lease``)."""
     try:
         if not isinstance(lease, ServingError) and not asked.cancelled:
             _send(submitter, asked, request, lease)
@@ -222,6 +222,6 @@ def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: 
 
 
 def _give_back(submitter: Submitter, request: UnsentRequest) -> None:
-    """Releases the lease in which a request's inputs arrived, if it has one; called when the request is not sent."""
+    """Releases the shared memory in which a request's inputs arrived, if any; called when the request is not sent."""
     if request.lease is not None:
         submitter.give_back(request.lease)

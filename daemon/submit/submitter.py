@@ -58,7 +58,7 @@ _TIMER_SECONDS = 0.1
 
 
 class Submitter:
-    """Sends all requests of one front to workers, and ends each with one final answer. Owns the request arena."""
+    """Sends all requests of one front to workers, and ends each with one final answer. Owns their memory (the request arena)."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Submitter:
         counted: OnRefusal = uncounted,
         on_number: OnNumber | None = None,
     ) -> None:
-        """Begins without workers, and creates the request arena.
+        """Creates the request arena (shared memory for inputs); there are no workers yet.
 
         Args:
           incarnation, row: the number of this front's process, never used again; its index among its protocol's fronts.
@@ -130,7 +130,7 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ sending
 
     def send(self, request: InFlight, state: ModelState | None = None) -> None:
-        """Sends a request to a worker. Its inputs must lie in its record, in its leases or in regions.
+        """Sends a request to a worker. Its inputs must lie in its record (message), its leases (shared memory) or in regions.
 
         Its ``completed`` is called with exactly one final answer, never before ``send`` returns.
         ``state``: the state of its model, if the caller has just looked it up; None: it is looked up here.
@@ -201,7 +201,7 @@ class Submitter:
             self._fail(request, Internal(DEFECT))
 
     def _send_waiting(self) -> None:
-        """Sends the requests that waited for a worker and have one now; the others wait on."""
+        """Sends the requests that waited for a worker and have one now; those without a worker wait on."""
         waiting, self._waiting = self._waiting, {}
         for request, gives_up in waiting.items():
             if request.record.request_id in self._in_flight:
@@ -210,7 +210,7 @@ class Submitter:
                     self._waiting[request] = gives_up  # it waits since it came, not since we looked
 
     def cancel(self, request: InFlight) -> None:
-        """Cancels a request: it gets no answer. Its memory is given back once its worker no longer uses it. Idempotent."""
+        """Cancels a request: it gets no answer. Its memory is released once its worker no longer uses it. Idempotent."""
         number = request.record.request_id
         if request.cancelled or (number and number not in self._in_flight):
             return
@@ -278,7 +278,7 @@ class Submitter:
             self._loop.call_soon(self._end_iteration)
 
     def _flush_later(self, worker: WorkerLink) -> None:
-        """Sends a worker's queued records at the end of this loop iteration: they then share a datagram and mostly a batch."""
+        """Sends a worker's queued messages at the end of this loop iteration: they then share a datagram and mostly a batch."""
         if not worker.dirty:
             worker.dirty = True
             self._dirty.append(worker)
@@ -287,7 +287,7 @@ class Submitter:
                 self._loop.call_soon(self._end_iteration)
 
     def _flush_all_later(self) -> None:
-        """Sends the records queued for all workers at the end of this iteration of the loop."""
+        """Sends the messages queued for all workers at the end of this iteration of the loop."""
         for worker in self._routing.workers.values():
             if not worker.closed:
                 self._flush_later(worker)
@@ -424,7 +424,7 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Counts an answer's arena bytes (lease ``key``) for its connection and client until ``release``.
+        """Counts an answer's bytes in shared memory (lease ``key``) for its connection and client until ``release``.
 
         Withdraws and throttles their requests if answers then fill their share. ``request`` None: nobody waits for the answer.
         """
@@ -585,7 +585,7 @@ class Submitter:
             self._send_again(request)
 
     def _close_lane(self, worker: WorkerLink) -> None:
-        """Stops sending records to a worker, and reading answers from it. Idempotent."""
+        """Stops sending requests to a worker and receiving answers from it. Idempotent."""
         if not worker.closed:
             self._routing.close(worker)
             self._loop.remove_reader(worker.lane.fileno())
