@@ -1,4 +1,4 @@
-"""Restricts calls to clients with a key: every call of every protocol belongs to a group that an operator may restrict.
+"""Restricts calls to clients that send a key: every call belongs to a group that an operator may restrict.
 
 ``CALLS`` has all calls. A front looks its calls up when it starts, so a call that is missing there cannot be served at all.
 Source: Triton docs/customization_guide/inference_protocols.md, "Limit Endpoint Access"; answers as recorded.
@@ -83,7 +83,7 @@ class Access:
     """Knows which calls of one protocol need a key in a header: rules by group of calls, such as "inference"."""
 
     def __init__(self, restrictions: Mapping[str, Restriction], sentence: str, prefix: str = "") -> None:
-        """Makes a rule for each restricted group of calls (a key of ``restrictions``).
+        """Creates a rule for each restricted group of calls (a key of ``restrictions``).
 
         ``sentence``: the error text; the quoted name of the header is added. ``prefix``: what the header's name begins with.
         """
@@ -102,7 +102,7 @@ class Access:
 
 
 def http_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Makes the access rules for HTTP: a restricted call must have the header ``Restriction.key`` with ``Restriction.value``.
+    """Returns the access rules for HTTP: a restricted call must have the header ``Restriction.key`` with ``Restriction.value``.
 
     ``restrictions``: group of calls, such as "inference" -> the header that they need.
     """
@@ -110,7 +110,7 @@ def http_access(restrictions: Mapping[str, Restriction]) -> Access:
 
 
 def grpc_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Makes the access rules for gRPC: a restricted call must have the metadata ``triton-grpc-protocol-`` + ``Restriction.key``.
+    """Returns the access rules for gRPC: a restricted call needs the metadata ``triton-grpc-protocol-`` + ``Restriction.key``.
 
     ``restrictions``: group of calls, such as "inference" -> key and value of the metadata that they need.
     """

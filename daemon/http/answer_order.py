@@ -191,7 +191,7 @@ class AnswerOrder:
             self._turning = False
 
     def owes(self, exchange: Exchange) -> bool:
-        """Returns whether the next answer on the connection is the one to ``exchange``."""
+        """Returns whether ``exchange`` (an inference request) is the next request to be answered on the connection."""
         return bool(self.requests) and self.requests[0] is exchange
 
     def cut(self) -> None:
@@ -199,7 +199,7 @@ class AnswerOrder:
         self.transport.abort()
 
     def announce_end(self) -> None:
-        """Has the connection close after the answer to its newest request, which then says ``Connection: close``.
+        """Makes the answer to the connection's newest request its last one, which says ``Connection: close``.
 
         Does nothing if all requests are answered.
         """

@@ -76,7 +76,7 @@ class _Pushed:
     """Holds the memory of the parameters of one push while they arrive."""
 
     def __init__(self, arriving: ArrivingParameters, limit: int) -> None:
-        """Begins without memory. ``limit``: the most bytes of one push, and of all pushes that arrive at the same time."""
+        """Reserves no memory yet. ``limit``: the most bytes of one push, and of all pushes that arrive at the same time."""
         self._arriving = arriving
         self._limit = limit
         self._memory = -1

@@ -94,7 +94,7 @@ class AsgiRequest:
         task.add_done_callback(tasks.discard)
 
     def abandon(self) -> None:
-        """Tells the application that the client has disconnected, and discards what the application still answers."""
+        """Reports to the application that the client has disconnected, and discards what the application still answers."""
         self._gone = True
         self._news.set()
 

@@ -142,7 +142,7 @@ class Deflation:
         return False
 
     def drop(self) -> None:
-        """Drops the pieces of the answer that are left, so that their memory may be given back."""
+        """Drops the pieces of the answer that are left, so that their memory can be released."""
         self._pieces.clear()
 
 

@@ -215,7 +215,7 @@ class Http1Connection(asyncio.Protocol):
     # ---------------------------------------------------------------------------------------------- large bodies
 
     def _read_rest(self, body: PlacedBody | TextBody) -> None:
-        """Has a ``BodyReader`` read the rest of a large body from the socket directly into the body's memory."""
+        """Starts a ``BodyReader``, which reads the rest of a large body from the socket directly into the body's memory."""
         order = self.order
         order.reader = order.reader or BodyReader(self, self.transport)
         self._direct = body

@@ -60,7 +60,7 @@ class Deadlines:
             self.body_since = now
 
     def late(self, http: Http, now: float, unsent: int, received: int, refused: bool) -> Late | None:
-        """Returns the deadline that the client has missed, or None.
+        """Returns the deadline that the client has missed; None: it has missed none.
 
         Args:
           http: the options with the timeouts and the least bytes a second.

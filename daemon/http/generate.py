@@ -281,7 +281,7 @@ class Generation(InFlight):
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
-        """Sends the client an error: that of the model, or why a response cannot be written. ``final``: no response follows."""
+        """Sends the client an error, of the model or because a response cannot be written. ``final``: no response follows."""
         raise NotImplementedError
 
     def _end(self) -> None:
@@ -343,7 +343,7 @@ class Generation(InFlight):
             self._trace.end()
 
     def _finish(self, status: int, said: bytes = b"") -> None:
-        """Ends the request, because its answer is written: counts and logs it, frees its memory, gives the next one its turn.
+        """Ends the request, because its answer is written: counts and logs it, frees its memory, lets the next one be answered.
 
         Args:
           said: the body of the answer, or the last part of the body, for the access log.

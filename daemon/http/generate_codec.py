@@ -134,7 +134,7 @@ class _Joined:
     """Collects the parts of one output tensor from several responses."""
 
     def __init__(self, datatype: str, shape: tuple[int, ...]) -> None:
-        """Begins with no parts. ``shape``: the shape of the output in one response."""
+        """Creates it without parts. ``shape``: the shape of the output in one response."""
         self.datatype = datatype
         self.rest = shape[1:]
         self.size = 0
@@ -148,7 +148,7 @@ class JoinedAnswers:
     """
 
     def __init__(self, state: ModelState, max_byte_size: int) -> None:
-        """Begins with no responses.
+        """Creates it without responses.
 
         ``state``: the model version, whose metadata lists the outputs. ``max_byte_size``: the most bytes of all outputs together.
         """

@@ -49,7 +49,7 @@ class Heads(BoundedCache[bytes, InferHead]):
     def __init__(
         self, max_byte_size: int, max_fields: int, cuts: bool, count: int = MAX_COUNT, joins: bool = False
     ) -> None:
-        """Begins with nothing cached.
+        """Creates an empty cache.
 
         Args:
           max_byte_size, max_fields: the most bytes and header fields of a head that the front accepts.

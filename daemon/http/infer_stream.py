@@ -1,4 +1,4 @@
-"""Handles infer_stream: a request in the format of ``infer``, answered with any number of responses in that format, in a row.
+"""Handles infer_stream: one request in the format of ``infer``, answered with any number of responses in one HTTP response.
 
     response   | u32 size of the JSON | u64 size of what follows it | JSON | tensor | tensor | ...      little-endian
 

@@ -157,12 +157,12 @@ def is_nesting_of(dims: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def misnested(shape: list[int], name: str) -> InvalidArgument:
-    """Makes the error for nested lists that contradict the shape of the input ``name``."""
+    """Returns the error for nested lists that contradict the shape of the input ``name``."""
     return InvalidArgument(f"Unable to parse 'data': input '{name}' is nested, but not as its shape {shape} says")
 
 
 def of_wrong_kind(datatype: str) -> InvalidArgument:
-    """Makes the error for a JSON value that cannot be an element of a tensor of ``datatype``."""
+    """Returns the error for a JSON value that cannot be an element of a tensor of ``datatype``."""
     if datatype == "BYTES":
         return InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
     if datatype == "BOOL":

@@ -158,7 +158,7 @@ def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
 
 
 def scope(method: bytes, target: bytes, version: str, fields: Fields) -> dict[str, Any]:
-    """Makes the ASGI scope of an HTTP request, which tells the application what the request's head says."""
+    """Returns the ASGI scope of an HTTP request, in which the application finds what the request's head says."""
     path, raw_path, query = path_and_query(target)
     return {
         "type": "http",

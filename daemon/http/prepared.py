@@ -55,7 +55,7 @@ class PreparedRequests:
     """
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
-        """Begins with nothing cached.
+        """Creates an empty cache.
 
         Args:
           count: how many constant parts of requests, and how many JSON texts, are cached, at least.

@@ -232,7 +232,7 @@ def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(key: str, given: str, wanted: str) -> InvalidArgument:
-    """Makes the error which says that ``key`` holds a value of one type (``given``) where another (``wanted``) is needed."""
+    """Returns the error for a value of ``key`` that is of one type (``given``) where another (``wanted``) is needed."""
     return InvalidArgument(f"Unable to parse '{key}': attempt to access JSON {given} as {wanted}")
 
 

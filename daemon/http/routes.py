@@ -58,7 +58,7 @@ TRACE_SETTINGS = ("trace_file", "trace_level", "trace_rate", "trace_count", "log
 
 
 class Routes:
-    """Answers the requests to an HTTP front that are no inference; makes the ASGI application that serves them."""
+    """Answers all requests to an HTTP front other than inference; creates the ASGI application that serves them."""
 
     def __init__(self, endpoints: Endpoints, access: Access) -> None:
         self._endpoints = endpoints
@@ -352,7 +352,7 @@ async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
 
 
 def _answer(value: Any, status: int = 200) -> Response:
-    """Makes a JSON response. ``value``: bytes that are already JSON, or anything else, which is encoded."""
+    """Returns a JSON response. ``value``: bytes that are already JSON, or anything else, which is encoded."""
     body = value if isinstance(value, bytes) else msgspec.json.encode(value)
     return Response(body, status, media_type="application/json")
 
@@ -449,7 +449,7 @@ def _allowed(request: Request) -> list[str]:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Makes a response that nobody reads, because the client has disconnected in the middle of its request; nothing is logged."""
+    """Returns a response that nobody reads, for a client that disconnected in the middle of its request; logs nothing."""
     return Response(status_code=400)
 
 

@@ -112,7 +112,7 @@ class HttpFront(Front):
         return any(not connection.asks_nothing for connection in self._connections)
 
     async def _check_connections(self) -> None:
-        """Has every connection act on missed deadlines once a second, until this task is cancelled."""
+        """Checks the deadlines of all connections once a second, until this task is cancelled."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             now = time.monotonic()
