@@ -43,7 +43,9 @@ OnSegment = Callable[[Segment], None]
 
 
 class Lease(msgspec.Struct, eq=False):
-    """The right to use one block of an arena: write to it, send it, and release it exactly once, when nobody reads it any more.
+    """The right to use one block of an arena (shared memory for tensors): to write to it and to send it.
+
+    Its holder releases it once, when nobody reads the block any more.
 
     (A Struct, because one is made for every large request and answer.)
     """
@@ -65,7 +67,7 @@ class Lease(msgspec.Struct, eq=False):
         return (self.place.segment, self.place.offset, self.generation)
 
     def release(self) -> None:
-        """Gives the block back to its arena. Idempotent."""
+        """Frees the leased block in its arena (shared memory for tensors). Idempotent."""
         if self._arena is not None:
             self._arena.take_back(self)
 
@@ -76,9 +78,9 @@ class Lease(msgspec.Struct, eq=False):
 
 @functools.lru_cache(1024)
 def taken_by(segment: int, byte_size: int) -> int:
-    """Returns how many bytes of an arena a lease of ``byte_size`` bytes occupies. (Cached, because clients repeat their sizes.)
+    """Returns how many bytes of an arena (shared memory for tensors) are occupied by a block that holds ``byte_size`` bytes.
 
-    In segment 0 that is a block of 4 KiB x 2^n, in any other segment a multiple of 1 MiB.
+    In segment 0 that is 4 KiB x 2^n, in any other segment a multiple of 1 MiB. (Cached, because clients repeat their sizes.)
     """
     if segment == 0:
         return BLOCK << max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)
@@ -86,7 +88,7 @@ def taken_by(segment: int, byte_size: int) -> int:
 
 
 class Budget:
-    """Limits the bytes of all segments of several arenas together. Only the thread that owns these arenas may use it."""
+    """Limits the bytes that several arenas (shared memory for tensors) have together. Used only by the thread that owns them."""
 
     def __init__(self, max_byte_size: int) -> None:
         self.max_byte_size = max_byte_size
@@ -104,14 +106,14 @@ class Budget:
         return True
 
     def give(self, byte_size: int) -> None:
-        """Gives the bytes of a segment that was closed, or could not be made, back to the budget."""
+        """Ends the reservation of ``byte_size`` bytes, because the segment was closed or could not be created."""
         self.used -= byte_size
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Has one of the arenas close a segment without leases, if there is one. Returns whether one was closed.
+        """Closes an unused segment of one of the arenas, if the subclass can find one. Returns whether a segment was closed.
 
-        This class knows no arenas and returns False; a subclass that knows its arenas overrides this method.
+        This base class cannot find any, and returns False.
         """
         return False
 
@@ -165,7 +167,7 @@ class Arena:
         self.returned = 0
 
     def loan(self, byte_size: int) -> Lease | None:
-        """Lends a block of at least ``byte_size`` bytes; returns None when the arena has no room now.
+        """Allocates a block of at least ``byte_size`` bytes, and returns its lease; None: the arena has no room now.
 
         Raises: InvalidArgument: the arena could not hold so many bytes even if it were empty.  Unavailable: the host has no
           memory left.
@@ -190,7 +192,7 @@ class Arena:
         return lease
 
     def take_back(self, lease: Lease) -> None:
-        """Takes back the block of a lease. Idempotent."""
+        """Frees the block of a lease, which must not be used any more. Idempotent."""
         if lease._arena is None:
             return
         lease._arena = None
@@ -277,7 +279,7 @@ class Arena:
         return sum(lease.block_size for lease in self._leases.values())
 
     def _take_large(self, byte_size: int) -> _Block | None:
-        """Takes a segment for one large tensor; returns None if the arena has no room for it now.
+        """Returns a whole segment for one large tensor, a free one or a new one; None: the arena has no room for it now.
 
         Raises: InvalidArgument: the arena could never hold so many bytes.  Unavailable: the host has no memory left.
         """
@@ -303,7 +305,7 @@ class Arena:
         return number, 0, size
 
     def _take_reserved(self, order: int) -> _Block | None:
-        """Takes a block of ``BLOCK`` x 2^order bytes of the reserve; returns None if it has none now."""
+        """Allocates a block of ``BLOCK`` x 2^order bytes in the segment reserved for small tensors; None: it has no room now."""
         if self._reserve is None:
             number = self._next_segment
             if not self._make(number, self._reserve_byte_size):
@@ -315,7 +317,7 @@ class Arena:
         return None if offset is None else (number, offset, BLOCK << order)
 
     def _make(self, number: int, byte_size: int) -> bool:
-        """Makes a segment under this number. Returns False if the budget has no room for it now.
+        """Creates a segment with this number. Returns False if the budget (a limit for several arenas) has no room for it now.
 
         Raises Unavailable: the host has no memory left.
         """
@@ -414,7 +416,7 @@ class Buddies:
 
 
 class ArenaMap:
-    """An arena in a process that only reads it: the owner's segments, mapped once SegmentOpened came, as read-only views."""
+    """Maps the arena (shared memory for tensors) of another process: its segments, one by one, for reading."""
 
     #: More segments than any configured arena needs; a peer that announces more is broken or hostile.
     MAX_SEGMENTS = 4096
@@ -433,7 +435,7 @@ class ArenaMap:
         self._on_segment = on_segment
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
-        """Maps a segment, as the owner's SegmentOpened says. Takes the descriptor over; if it raises, it closes the descriptor.
+        """Maps a segment that the arena's owner has announced. Takes ``fd`` over, and closes it if this raises.
 
         Raises: InvalidArgument: the segment is announced twice, is one of more than ``MAX_SEGMENTS``, is not sealed, or has
           another size.  Unavailable: the segment cannot be mapped now.
@@ -448,7 +450,7 @@ class ArenaMap:
             self._on_segment(attached)
 
     def refuse(self, segment: int) -> None:
-        """Notes that a segment could not be mapped: ``view`` raises Unavailable for it until the next SegmentOpened of it.
+        """Notes that a segment could not be mapped: ``view`` raises Unavailable for it until ``open`` succeeds.
 
         Raises: InvalidArgument: more than ``MAX_SEGMENTS`` segments could not be mapped.
         """

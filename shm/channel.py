@@ -76,7 +76,7 @@ def new_buffer() -> bytearray:
 
 
 class Channel:
-    """One end of a connection between two processes: it sends and receives records, and file descriptors with them.
+    """One end of a connection between two processes: it sends and receives records (messages), also with file descriptors.
 
     A received datagram that ``incoming`` (a decoder of lists of records) cannot decode is refused as malformed.
     """
@@ -115,7 +115,7 @@ class Channel:
 
     @property
     def waiting(self) -> int:
-        """Returns how many records are queued and not yet sent; records already packed into one datagram count as one."""
+        """Returns how many records (messages) are queued and not yet sent; records packed into one datagram count as one."""
         return len(self._queue) + (self._unsent is not None)
 
     @property
@@ -139,9 +139,10 @@ class Channel:
             self._queue.append(encoded)
 
     def put_apart(self, *records: Record) -> None:
-        """Queues records without descriptors as a datagram of their own; if they do not fit into one, as ``put`` queues each.
+        """Queues records so that they are sent in one datagram with no other record in it. No file descriptors are sent.
 
-        Raises InvalidArgument: a record is larger than the peer accepts.
+        If they do not fit into one datagram, each is queued as by ``put``. Raises InvalidArgument: a record is larger than the
+        peer accepts.
         """
         encoded = [_encode(record) for record in records]
         if sum(map(len, encoded)) > _ROOM:

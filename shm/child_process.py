@@ -41,10 +41,10 @@ def end_if_other_version() -> None:
 
 @contextlib.contextmanager
 def group_signals_held() -> Iterator[None]:
-    """Blocks ``GROUP_SIGNALS`` in this thread. A child process that is started in the block has them blocked as well.
+    """Blocks ``GROUP_SIGNALS``, such as a terminal's SIGINT, in this thread and in child processes started in the ``with`` block.
 
-    So it does not die, with a stack trace, of one that comes while it imports its modules. It unblocks them when it has handlers,
-    as ``ignore_group_signals`` does. Those that come to this thread are delivered after the block.
+    So no child process dies of such a signal while it imports its modules; once it has handlers, it unblocks the signals, as
+    ``ignore_group_signals`` does. Signals that come to this thread meanwhile are delivered after the block.
     """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
@@ -54,7 +54,10 @@ def group_signals_held() -> Iterator[None]:
 
 
 def ignore_group_signals() -> None:
-    """Has this process, and what it starts, ignore ``GROUP_SIGNALS``, and unblocks them. Call it from the main thread."""
+    """Makes this process, and those that it starts, ignore ``GROUP_SIGNALS``, such as a terminal's SIGINT; also unblocks them.
+
+    Call it from the main thread.
+    """
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)

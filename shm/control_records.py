@@ -350,8 +350,8 @@ class Unloaded(Record, frozen=True, tag="unloaded"):
 class ControlCall(Record, frozen=True, tag="call"):
     """Asks the other process to carry out an operation; that process answers with a Reply.
 
-    With the registration of a region travels a pidfd of the client's process, if there is one; with pushed parameters the memory
-    that holds them.
+    A descriptor may come with it: to register a region, a pidfd of the client's process; for pushed parameters, the memory that
+    holds them.
     """
 
     call_id: int

@@ -37,7 +37,9 @@ def raise_limit() -> int:
 
 
 def check_reserve(fd: int, what: str) -> None:
-    """Checks that the descriptors reserved for requests are still free, now that ``fd`` is open. ``what`` begins the error.
+    """Checks that the file descriptors reserved for requests are still free, now that ``fd`` is open.
+
+    ``what``: the words that the error's message begins with.
 
     The system always gives out the lowest free number, so all descriptors below ``fd`` are in use.
 

@@ -62,7 +62,7 @@ class Durations:
         counts[at + row - 1] += compute_ns
 
     def counted(self) -> Counted:
-        """Returns protocol -> a tuple that has, for each of KINDS in turn, the count of each bucket and then the sum in ns.
+        """Returns the histograms, protocol -> numbers: for each of KINDS in turn the count of each bucket, then the sum in ns.
 
         Behind the last bound there is one more bucket, without limit. Protocols without requests are left out.
         """

@@ -25,7 +25,7 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether ``faults`` of any ``Guarded`` that is not released is above 0; cheaper than asking each of them."""
+    """Returns whether a page of any guarded mapping was missing when it was touched; cheaper than asking each for ``faults``."""
     return available and _guard.any()
 
 
