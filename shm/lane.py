@@ -104,7 +104,7 @@ class Announcer:
         self.announced.discard(segment)
 
     def is_published(self, segment: int) -> bool:
-        """Returns whether the peer knows this segment and which segments are closed, so that no record on segments is due."""
+        """Returns whether the peer knows this segment and was told of every closed one: no record about segments need be sent."""
         return segment in self.announced and self.closures == self._arena.closures
 
     @property
@@ -220,9 +220,9 @@ class SubmitterLane:
         return self._channel.flush()
 
     def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
-        """Returns the answers in the next datagram (possibly none), each behind its prepared answer; None: no datagram waits.
+        """Returns the answers in the next datagram, possibly none; None: no datagram is waiting.
 
-        A prepared answer is the part that many answers share.
+        Each is a pair: the prepared answer (the part that many answers share), and the rest of the answer.
         Raises: ChannelClosed: the worker has closed its end or exited; its requests may be run again only once the process is
           certainly gone.  InvalidArgument: the datagram is malformed or of another version, or an answer names a number that was
           never prepared, or carries more or fewer tensors than were prepared for it.
@@ -294,7 +294,7 @@ class SubmitterLane:
         self.unsaid = True
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
-        """Returns the error that replaces an answer whose segment could not be mapped here; queues the return of its lease."""
+        """Returns an error in place of an answer whose segment could not be mapped, and queues a Release of its lease."""
         self._say(Release((lease,)))
         try:
             self._responses.view(Slice(lease[0], lease[1], 0))
@@ -450,7 +450,7 @@ class WorkerLane:
         self._requests.close_segment(segment)
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns whether the submitter knows this lease's segment and was told of every segment closed so far."""
+        """Returns whether the submitter knows the segment of this lease (a reserved block) and was told of every closed one."""
         return self._announcer.is_published(lease.place.segment)
 
     def number(self, prepared: PreparedAnswer) -> Numbered[PreparedAnswer]:
@@ -458,11 +458,13 @@ class WorkerLane:
         return self._numbers.number(prepared)
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer for the submitter; its outputs must be written already. SegmentOpened of a new segment goes first.
+        """Queues an answer for the submitter; its outputs must be written already.
 
-        If this process has no descriptor left for that, an error is queued in place of the answer. ``numbered``: the prepared
-        answer (the part that many answers share) that ``record`` names by number; it is sent first if the submitter does not
-        know it. None: the record carries its prepared answer itself.
+        A segment that is new to the submitter is announced first; if this process has no descriptor left for that, an error is
+        queued in place of the answer.
+
+        ``numbered``: the prepared answer (the part that many answers share) that ``record`` names by number; it is sent first
+        if the submitter does not know it. None: the record carries its prepared answer itself.
         """
         if numbered is not None and numbered not in self.published:
             self.published.publish(numbered)

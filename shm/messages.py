@@ -48,7 +48,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Slice(Record, frozen=True, tag="a"):
-    """Names bytes in the arena of the process that sends the record: ``[offset, offset + byte_size)`` of segment ``segment``."""
+    """Names a range of bytes in a segment of the sender's arena (shared memory for tensors)."""
 
     segment: int
     offset: int
@@ -93,7 +93,7 @@ class RequestedOutput(Record, frozen=True, tag="o"):
 
 
 class WireVersion(Record, frozen=True, tag="V"):
-    """Says which version of these records the sender uses. It is the first record on a lane in each direction.
+    """Says which version of these records the sender uses: the first record on a lane (connection to a worker) in each direction.
 
     This record never changes, so that a peer with any other version can read it and say so.
     """
@@ -102,20 +102,20 @@ class WireVersion(Record, frozen=True, tag="V"):
 
 
 class SegmentOpened(Record, frozen=True, tag="S+"):
-    """Tells the peer that the sender's arena has a new sealed segment, whose descriptor travels with this record."""
+    """Announces a new sealed segment of the sender's arena (shared memory for tensors); its descriptor comes with the record."""
 
     segment: int
     byte_size: int
 
 
 class SegmentClosed(Record, frozen=True, tag="S-"):
-    """Tells the peer to unmap a segment of the sender's arena, which no later record will refer to."""
+    """Tells the peer to unmap a segment of the sender's arena (shared memory for tensors); no later record refers to it."""
 
     segment: int
 
 
 class SegmentRefused(Record, frozen=True, tag="S!"):
-    """Tells an arena's owner that the sender could not map a segment; SegmentOpened comes again before its next use."""
+    """Tells an arena's owner that the sender could not map a segment; the owner announces it again before its next use."""
 
     segment: int
 
@@ -182,7 +182,10 @@ class Prepare(Record, frozen=True, tag="Q+"):
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Says which trace the lane's next request belongs to; ignored if that has another ``request_id``. Only fronts send it."""
+    """Says which trace the next request on this lane belongs to; ignored if that request has another ``request_id``.
+
+    Only fronts send it.
+    """
 
     request_id: int
     #: In hexadecimal digits as W3C Trace Context has it, or the number of the trace in its file.
@@ -223,7 +226,7 @@ class RequestRecord(Record, frozen=True, tag="q"):
 
 
 class Release(Record, frozen=True, tag="L"):
-    """Gives leases of the response arena back to the worker, each as (segment, offset, generation)."""
+    """Releases leases (reserved blocks) of the worker's response arena, each named by (segment, offset, generation)."""
 
     leases: tuple[tuple[int, int, int], ...]
 
@@ -304,7 +307,7 @@ def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
 
 
 def set_named(parameters: Mapping[str, Parameter]) -> tuple[dict[str, Parameter], str]:
-    """Returns a request's parameters without ``parameter_set`` (it names a parameter set), and its value; "": not given.
+    """Returns a request's parameters without ``parameter_set``, and the value of ``parameter_set``; "": it was not given.
 
     Raises InvalidArgument: the value is no text, or is empty.
     """

@@ -119,7 +119,7 @@ class PublishedNumbers(set[Numbered[T]]):
     """
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
-        """Begins with none published on this channel. ``record``: the class to send them with, Prepare or PrepareAnswer."""
+        """Begins with no number published on this channel. ``record``: the class of records to send, Prepare or PrepareAnswer."""
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Numbered[T]] = {}

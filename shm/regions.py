@@ -153,7 +153,7 @@ def check_object_range(name: str, fd: int, offset: int, byte_size: int) -> os.st
 
 
 class Leased:
-    """A region with requests in it: it must not be closed before ``leases`` is 0."""
+    """Base of a client's regions: counts a region's uses by requests; it must not be closed before ``leases`` is 0."""
 
     #: The number of tensors of requests that are in the region now; each counts until its request has ended.
     leases = 0

@@ -27,12 +27,12 @@ def create() -> int:
 
 
 def enable(fd: int) -> None:
-    """Makes this process write its stacks to ``fd`` on a fatal signal or STACK_SIGNAL. ``fd`` must stay open."""
+    """Makes this process write its threads' stacks to ``fd`` on a fatal signal or STACK_SIGNAL. ``fd`` must stay open."""
     faulthandler.enable(fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, fd, all_threads=True)
 
 
 def read(fd: int) -> list[str]:
-    """Returns the lines that a dead process has written to ``fd``, at most 32 KiB; an empty list if it died without stacks."""
+    """Returns the lines of the stacks that a process wrote to ``fd`` before it died, at most 32 KiB; empty if it wrote none."""
     text = os.pread(fd, _MAX_BYTE_SIZE, 0).decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()]

@@ -158,7 +158,7 @@ class DeviceRoom:
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:
-        """Removes a set from the sets on the device: it has left the device or could not be placed.
+        """Stops counting the memory of a set that has left the device, or could not be copied there.
 
         The caller must hold ``lock``.
         """

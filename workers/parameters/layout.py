@@ -204,9 +204,9 @@ class SealedMemory:
 
 
 def _populate(content: Array, advice: int) -> int:
-    """Maps the pages of mapped memory, which begins with a page, and allocates those that are missing.
+    """Has the kernel allocate and map all pages of ``content``, which begins with a page. Returns the error number; 0: none.
 
-    ``advice``: whether the pages are to be read or written. Returns the kernel's error number, or 0.
+    ``advice``: whether the pages are to be read or written.
     """
     return ctypes.get_errno() if _madvise(address_of(content), len(content), advice) else 0
 
@@ -233,19 +233,19 @@ class Part(NamedTuple):
 
 
 def part_of(content: bytes | memoryview | Array) -> Part:
-    """Returns a part that is copied from contiguous memory of this process."""
+    """Returns a ``Part`` whose bytes are copied from contiguous memory of this process."""
     source = np.frombuffer(content, np.uint8)
     return Part(len(source), lambda at, target: np.copyto(target, source[at : at + len(target)]), source.data)
 
 
 def leaf_of(name: str, array: Array) -> tuple[LaidLeaf, Copy]:
-    """Returns a leaf for ``laid_out``, and the function that copies it from an array."""
+    """Describes an array as a leaf for ``laid_out``. Returns the description, and a function that copies the array's bytes."""
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.nbytes and array.dtype in _NAMES else b""
     return LaidLeaf(name, array.dtype, tuple(array.shape)), part_of(content).copy
 
 
 class NewMemory:
-    """New memory with parameters, which is then sealed: nobody can change it any more.
+    """Memory that is filled with parameters and then sealed, so that no process can change it any more.
 
     Its owner calls ``sealed``, and in any case ``close``.
     """
@@ -272,7 +272,7 @@ class NewMemory:
             raise
 
     def _mapped(self) -> mmap.mmap:
-        """Maps the memory, which has no pages so far. Raises Unavailable: there is no room for it."""
+        """Maps the memory; its pages are allocated later. Raises Unavailable: the host cannot map so many bytes."""
         try:
             os.truncate(self._fd, self.byte_size)
             return mmap.mmap(self._fd, self.byte_size)
@@ -280,7 +280,7 @@ class NewMemory:
             raise self._lacking() from error
 
     def _fill(self, start: int, end: int) -> None:
-        """Allocates the pages from ``start``, where one begins, to ``end``, and copies to them what belongs there."""
+        """Allocates the bytes ``[start, end)`` of the memory and fills them from the parts. ``start``: the beginning of a page."""
         if self._alone and self._written(start, end):
             return
         self._allocate(start, end)
@@ -288,7 +288,7 @@ class NewMemory:
             part.copy(offset, self.content[at:stop])
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int, Part, int]]:
-        """Yields the pieces of a range: where each begins and ends, the part that it belongs to, and its offset in the part."""
+        """Divides the bytes ``[start, end)`` by part. Yields for each piece: start, end, part, and its offset in the part."""
         at, index = start, bisect.bisect(self._starts, start) - 1
         while at < end:
             stop = min(end, self._starts[index + 1])
@@ -296,7 +296,7 @@ class NewMemory:
             at, index = stop, index + 1
 
     def _written(self, start: int, end: int) -> bool:
-        """Writes a range by system calls. Returns False if it does not lie in memory, or some of it cannot be read any more.
+        """Writes the bytes ``[start, end)`` by system calls. Returns False if a part is not in memory or cannot be read any more.
 
         The kernel copies into new pages in one pass, and clears none first: 46 ms of processor time for 100 MiB where to
         populate and copy takes 73. But of several threads that write to a file each waits for the others.
@@ -319,7 +319,7 @@ class NewMemory:
         return True
 
     def _allocate(self, start: int, end: int) -> None:
-        """Allocates and maps pages. To write a page without that raises a signal if there is no memory for it.
+        """Allocates and maps the pages of ``[start, end)``, so that writing to them raises no signal for lack of memory.
 
         Raises Unavailable: there is no memory.
         """
@@ -355,9 +355,10 @@ class NewMemory:
 
 
 def laid_out(leaves: Sequence[tuple[LaidLeaf, Copy]], limit: int, what: str) -> NewMemory:
-    """Returns new memory with a header and leaves, each of which its function copies. Its owner seals and closes it.
+    """Writes leaves (arrays) to new memory in safetensors' layout and returns the memory, which the caller seals and closes.
 
     Args:
+      leaves: each leaf, and the function that copies its bytes.
       limit: how many bytes the memory may have.
       what: names the parameters in errors.
     Raises InvalidArgument: the leaves need more bytes, or have an element type without a name in the layout; Unavailable: the

@@ -243,14 +243,14 @@ class ParameterSet:
         self.leave()
 
     def unpin(self) -> None:
-        """Gives the set's page-locked memory back. May be called more than once."""
+        """Frees the set's page-locked memory. May be called more than once."""
         with self.sets.room.lock:
             if self._pinned is not None:
                 self._pinned = None
                 self.sets.room.pinned.give_back(self.placed_byte_size)
 
     def fill(self, host: Sequence[Array | None]) -> None:
-        """Gives the set its leaves, in host memory, before it is put into use. ``prepare`` then brings them to the device.
+        """Stores the set's leaves (arrays), which are in host memory, before ``prepare`` copies them to the device.
 
         ``host``: in the order of the model's tree; None in place of a leaf that cannot be pushed, or that all sets share.
         """
@@ -258,10 +258,11 @@ class ParameterSet:
         self.placed_byte_size -= self.sets.placer.byte_size_in_place(host)
 
     def prepare(self) -> None:
-        """Brings the parameters to the device, also for small programs, before the set is put into use.
+        """Places the parameters on the device, before the set is put into use.
 
-        Holds no lock while it copies. Raises Unavailable: there is no room for them on the device; or whatever placing them
-        raises.
+        If small programs run on another device, the parameters are placed there, too. No lock is held while copying.
+
+        Raises Unavailable: there is no room for them on the device; or whatever placing them raises.
         """
         room = self.sets.room
         if not self._is_placed:
@@ -346,7 +347,7 @@ class ParameterSets:
         self.evictions = 0
 
     def share_by(self, share: Callable[[Any], Any]) -> None:
-        """Has the device for small programs use all parameters, beginning with main, in the memory of the worker's device.
+        """Lets the device for small programs use all parameters, beginning with main, where they lie on the worker's device.
 
         ``share``: takes a tree of parameters, and returns it for that device. Raises whatever ``share`` raises for main; then
         nothing has changed.

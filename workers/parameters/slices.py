@@ -13,9 +13,9 @@ _MOST_THREADS = 8
 
 
 def threads_for(byte_size: int) -> int:
-    """Returns how many threads share work on so many bytes: one for each slice, and at most half of the processors.
+    """Returns how many threads share work on so many bytes: at most one for each slice, and at most half of the processors.
 
-    One instead of two: what several do to fill new memory takes twice the processor time of one that writes to it.
+    Never two: several threads that fill new memory take twice the processor time of a single one, so two are no faster.
     """
     threads = min(-(-byte_size // SLICE), _MOST_THREADS, len(os.sched_getaffinity(0)) // 2)
     return threads if threads > 2 else 1

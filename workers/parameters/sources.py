@@ -96,7 +96,7 @@ class Making:
         self._fd = -1
 
     def lease(self, region: AnyRegion) -> None:
-        """Leases a region that ``make`` reads, so that its memory stays until ``close``."""
+        """Keeps a region that ``make`` reads from being closed until this object is closed."""
         region.lease()
         self._regions.append(region)
 
@@ -212,7 +212,7 @@ class Making:
             raise InvalidArgument(f"{self.what}: their {kind} is {found}, {wanted[:128]} was given")
 
     def close(self) -> None:
-        """Ends the leases of regions, and closes the file descriptor. May be called more than once."""
+        """Lets the regions that ``make`` has read be closed, and closes the file descriptor. May be called more than once."""
         for region in self._regions:
             region.unlease()
         self._regions = []

@@ -58,7 +58,7 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
-        """Returns memory in which the host gathers these arguments of a program; its ``fit`` says whether there was room."""
+        """Returns host memory for gathering these arguments of a program. If there is no room, ``fit`` of the result is False."""
 
     @abstractmethod
     def contents_of(self, made: Sequence[Any]) -> list[Content]:
