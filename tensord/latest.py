@@ -65,7 +65,7 @@ class Latest(Generic[A]):
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: concurrent.futures.Future[A]) -> None:
-        """After a request has ended: stores its answer, or error, for ``get`` if it is the newest, and sends inputs that wait.
+        """Stores the answer, or error, of an ended request for ``get`` if it is the newest, and sends inputs that wait.
 
         ``number``: the request has the inputs of this call of ``put``, counted from 1.
         """

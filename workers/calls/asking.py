@@ -122,7 +122,7 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
 
 
 def records(number: int, model: str, own: Mapping[str, Any]) -> tuple[PreparedRequest, RequestRecord]:
-    """Makes the two records of a request to a model, without its tensors, of the keyword arguments that ``Asked`` lists.
+    """Converts the keyword arguments of a call (``Asked``) to the two records (messages) of a request, without its tensors.
 
     ``number``: the request's id. Raises InvalidArgument: a value is of another type or out of range.  TypeError: a request has no
     such argument.
@@ -138,7 +138,7 @@ def records(number: int, model: str, own: Mapping[str, Any]) -> tuple[PreparedRe
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Returns the value of one keyword argument, with numpy's scalars as Python's. Raises InvalidArgument: it is wrong."""
+    """Validates a keyword argument and returns it, with numpy's scalars as Python's. Raises InvalidArgument: wrong type or range."""
     if isinstance(value, Mapping):
         value = {key: each.item() if isinstance(each, np.generic) else each for key, each in value.items()}
     elif isinstance(value, np.generic):

@@ -65,7 +65,7 @@ class ModelCall:
         self._first: Callable[[], None] | None = None
 
     def begin(self, by_coroutine: bool = False) -> None:
-        """Sends the request to the worker's loop; the caller must wait for the response next, by ``next`` or ``first``.
+        """Sends the request to the worker's loop; the caller must then wait for a response, by ``next`` or ``first``.
 
         ``by_coroutine``: the caller is a coroutine, not a thread.
         """

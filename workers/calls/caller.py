@@ -74,7 +74,7 @@ class EndsLater(Held, Protocol):
 
 
 class ModelPort:
-    """What the code of one loaded model version has of its worker: calls to other models, metrics, and resources to be closed."""
+    """Connects the code of one loaded model version with its worker: calls to other models, metrics, resources to be closed."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Forgets the requests, because they have ended: later calls by tasks that go on are not made for them."""
+        """Forgets the requests, because they have ended: a call that a remaining task makes later is not made for any of them."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:

@@ -73,7 +73,7 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Counts one more holder of a metric family, which is made if there is none of that name; ``release`` removes the holder.
+        """Adds a holder to the metric family of that name, and makes the family if there is none; ``release`` removes the holder.
 
         The family exists while it has holders. ``owner``: model and version whose code is the holder.
 
@@ -116,7 +116,7 @@ class MetricRegistry:
                 del self._families[name]
 
     def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None, held: set[Labels]) -> Value:
-        """Returns the value of the metric of a family with these labels, which is made if there is none.
+        """Returns the value of the metric that has these labels in a family; makes the metric if there is none.
 
         Args:
           buckets: upper bounds, for a histogram only.

@@ -44,7 +44,7 @@ class HeldFamily:
         return self._port.metrics
 
     def metric(self, labels: Mapping[str, str], buckets: Sequence[float] | None) -> Value:
-        """Returns the metric of the family with these labels, which is made if there is none. ``buckets``: a histogram's bounds.
+        """Returns the metric that has these labels; makes it if there is none. ``buckets``: upper bounds, for a histogram only.
 
         Raises InvalidArgument: the labels or buckets are malformed, or the buckets differ from the metric's; Unavailable: there
         are too many metrics.

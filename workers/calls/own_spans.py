@@ -48,7 +48,7 @@ def trace_id() -> str:
 
 
 class _OpenSpan:
-    """The context manager of a span, which it ends with the block, even if a generator leaves the block in another context."""
+    """Context manager of a span: ends the span with the block, even if a generator leaves the block in another context."""
 
     def __init__(self, made: Span) -> None:
         self._span = made
@@ -68,5 +68,5 @@ def _told(value: object) -> Parameter:
 
 
 def _is_large(value: float) -> bool:
-    """Returns whether an integer does not fit into the 64 bits (with a sign) that records and protobufs have for it."""
+    """Returns whether a value is an integer that does not fit into 64 bits with a sign, as a trace's records have them."""
     return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63

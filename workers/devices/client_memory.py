@@ -35,7 +35,8 @@ def may_be_written(memory: memoryview) -> bool:
 
 
 def _look(memory: memoryview) -> None:
-    """Reads the last byte of memory. If a client has truncated its object, the SIGBUS handler of ``shm.guard`` counts a fault,
-    and the request fails.
+    """Reads the last byte of memory, so that the request fails if a client has truncated the memory's object.
+
+    The SIGBUS handler of ``shm.guard`` then counts a fault.
     """
     memory[-1]

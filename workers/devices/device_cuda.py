@@ -338,7 +338,7 @@ class CudaDevice:
         return {name: found[name] if name in found else self.keep(array) for name, array in made.items()}
 
     def close(self) -> None:
-        """Frees the staging buffer on the GPU, and gives back that in host memory. Call once no batch uses them. Idempotent."""
+        """Frees the staging buffers on the GPU and in host memory. Call it once no batch uses them. Idempotent."""
         if self._host is not None:
             self._pieces.give_back(self._host)
             self._host = None

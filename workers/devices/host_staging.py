@@ -24,7 +24,7 @@ TOGETHER = 1 << 18
 
 
 class HostStaging:
-    """``TOGETHER`` bytes of host memory through which small tensors go to and from a GPU; page-locked if that was possible."""
+    """A piece of host memory through which small tensors go to and from a GPU: ``TOGETHER`` bytes, page-locked if possible."""
 
     __slots__ = ("address", "content", "locked")
 
@@ -47,7 +47,7 @@ class StagingPool:
         self._closed = False
 
     def prepare(self) -> None:
-        """Makes and locks one piece in advance, so that a thread that takes it need not wait for the driver.
+        """Allocates and page-locks one piece in advance, so that the thread that gets it need not wait for the driver.
 
         Raises DeviceLost: the GPU failed.
         """
@@ -63,7 +63,7 @@ class StagingPool:
         return self._made()
 
     def give_back(self, piece: HostStaging) -> None:
-        """Takes a piece back from a thread; no queued copy may use the piece any more."""
+        """Frees a piece for use by another thread; no queued copy may use the piece any more."""
         if self._closed:
             self._let_go(piece)
         else:

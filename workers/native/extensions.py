@@ -1,4 +1,4 @@
-"""The parts of a worker that are written in C: whether the worker's own is there, and what is done where some are missing."""
+"""Imports the worker's C extension, if it was built, and describes what a worker does without the extensions that are missing."""
 
 from __future__ import annotations
 

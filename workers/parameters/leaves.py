@@ -66,7 +66,7 @@ class Leaves:
         return iter(self._leaves)
 
     def byte_size_of(self, named: bool) -> int:
-        """Returns the bytes on the device of all leaves, or with ``named`` of the leaves that are not shared between sets."""
+        """Returns how many bytes all leaves take on the device; with ``named``, only those that are not shared between sets."""
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:

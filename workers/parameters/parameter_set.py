@@ -72,7 +72,10 @@ class Placer:
 
 
 class ParameterSet:
-    """The parameters of one push, or those a model was loaded with. Values never change, but may leave the device and return."""
+    """The parameters that a model was loaded with, or one set of new values pushed to it. The values never change.
+
+    They may leave the device and return.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -408,7 +411,7 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> Replaced:
-        """Puts a set on which ``prepare`` was called into use, in place of its version before, which is kept for a roll-back.
+        """Puts a set into use after ``prepare``. The version of the set that was in use before is kept for a roll-back.
 
         ``stays``: whether the version before stays on the device, because requests that have begun continue with it.
         """

@@ -77,7 +77,7 @@ class Making:
     """
 
     def __init__(self, operation: MakeParameters, limit: int, base: ParameterSet | None) -> None:
-        """Takes note of the push; nothing is read yet.
+        """Stores what describes the push (new parameters for a model); nothing is read yet.
 
         Args:
           operation: describes the push.
@@ -320,7 +320,7 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
 
 
 def _behind(start: int, end: int, copy: Copy, lies: memoryview | None) -> Part:
-    """Returns the part of a source from ``start`` to ``end``.
+    """Returns a ``Part`` that copies the bytes ``[start, end)`` of a source.
 
     ``copy``: fills an array with bytes of the source. ``lies``: all of its bytes; None: they are not mapped.
     """

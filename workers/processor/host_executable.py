@@ -179,7 +179,7 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """Gives up the memory in ``places`` that XLA was to write outputs to, so that it can be used for something else.
+        """Ends the offer to XLA of memory in ``places`` for outputs, so that the memory can be used for something else.
 
         Called after the answer. If an array still lies there, that memory is never unmapped, and the outputs of later runs are
         copied to their places.

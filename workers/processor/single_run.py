@@ -40,11 +40,11 @@ _LEASED = -1
 
 
 def plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Returns the plan by which a prepared request, alone in its run, was answered, and the output names to which it refers.
+    """Plans the answers to repeats of a prepared request (the constant part of many requests). Returns the plan and its names.
 
-    The names: ``PlannedOutput.content`` -> output name. None: there can be no plan, and repeats are run as batches.
+    The names are those of outputs: ``PlannedOutput.content`` -> name. None: no plan is possible; repeats are run as batches.
 
-    ``execution``: a run that has ended, of one request that used the prepared request (the constant part of many requests).
+    ``execution``: a run that has ended, of a single request that used the prepared request; the plan is taken from its answer.
     """
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
@@ -140,10 +140,10 @@ class SingleRun:
         return not [array for array in self._fixed.values() if array.ctypes.data % ALIGNMENT]
 
     def __call__(self, places: Sequence[Place], chosen: ParameterSet | None = None) -> Outcome | None:
-        """Runs one request. Returns segment (-1: no lease), offset and generation of its lease, and outputs that are not in it.
+        """Runs one request. Returns the lease (a reserved block of the arena) with its large outputs, and its small outputs.
 
-        The latter go into the answer's record; outputs in regions are written there already. None: the request must be run as a
-        batch instead; no lease is held then.
+        The lease is given as segment (-1: no lease), offset and generation. The small outputs go into the answer's record;
+        outputs in regions are written there already. None: the request must be run as a batch instead; no lease is held then.
 
         Args:
           places: for each input that is not in a region: its segment and offset in the submitter's arena, or its bytes.

@@ -40,7 +40,7 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """Returns whether the loop, which is about to wait, must call ``run`` first: calls are queued, and ``looks`` is False.
+        """Called before the loop waits: returns True if calls are queued that it must ``run`` first; with ``looks`` always False.
 
         ``looks``: whether the loop will soon call ``run`` anyway, so that a call posted with ``soon`` False need not wake it.
         """
