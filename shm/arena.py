@@ -167,7 +167,7 @@ class Arena:
         self.returned = 0
 
     def loan(self, byte_size: int) -> Lease | None:
-        """Allocates a block of at least ``byte_size`` bytes, and returns its lease; None: the arena has no room now.
+        """Allocates a block of at least ``byte_size`` bytes. Returns its lease (the right to use it); None: there is no room now.
 
         Raises: InvalidArgument: the arena could not hold so many bytes even if it were empty.  Unavailable: the host has no
           memory left.
@@ -422,7 +422,7 @@ class ArenaMap:
     MAX_SEGMENTS = 4096
 
     def __init__(self, on_segment: OnSegment | None = None, writable: bool = False) -> None:
-        """Makes a map without segments.
+        """Begins with no segment mapped.
 
         Args:
           on_segment: called with every segment once it is mapped.

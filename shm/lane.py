@@ -303,7 +303,7 @@ class SubmitterLane:
         raise AssertionError("an answer that can be reached")
 
     def close(self) -> None:
-        """Closes the socket and unmaps the worker's response arena; the submitter's request arena stays open."""
+        """Closes the socket, unmaps the worker's response arena (memory for outputs), keeps the request arena open."""
         self._channel.close()
         self._responses.close()
 
@@ -372,7 +372,7 @@ class WorkerLane:
 
     @property
     def arena(self) -> Arena:
-        """Returns the response arena, for statistics."""
+        """Returns the response arena (shared memory for outputs), for statistics."""
         return self._arena
 
     def receive(self) -> list[Instruction] | None:
@@ -482,7 +482,7 @@ class WorkerLane:
         self._channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Queues a SegmentOpened for a lease's segment, unless the submitter knows the segment. Returns None if that succeeds.
+        """Announces the segment of a lease (a reserved block) to the submitter, if it is new there. Returns None on success.
 
         If this process has no descriptor left, it releases the lease and returns the error to answer the request with.
         """
@@ -508,7 +508,7 @@ class WorkerLane:
         return self._channel.flush()
 
     def close(self) -> None:
-        """Closes the socket, unmaps the submitter's request arena and closes the response arena."""
+        """Closes the socket, unmaps the request arena (the submitter's memory for inputs) and closes the response arena."""
         self._channel.close()
         self._requests.close()
         self._arena.close()

@@ -1,4 +1,4 @@
-"""The records that a submitter and a worker exchange on a lane: requests, answers, and where their tensors are.
+"""The records that a submitter and a worker exchange on a lane (connection): requests, answers, and where their tensors are.
 
 Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`` has their base class,
 ``tensord.shm.control_records`` the records between the supervisor and its children.
@@ -175,14 +175,14 @@ class PreparedRequest(Record, frozen=True, tag="P"):
 
 
 class Prepare(Record, frozen=True, tag="Q+"):
-    """Tells the worker that from now on, on this lane, ``number`` stands for this prepared request: what many requests share."""
+    """Assigns a number to a prepared request (the part that many requests share), for later records on this lane (connection)."""
 
     number: int
     prepared: PreparedRequest
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Says which trace the next request on this lane belongs to; ignored if that request has another ``request_id``.
+    """Names the trace of the next request on this lane (connection); ignored if that request has another ``request_id``.
 
     Only fronts send it.
     """
@@ -195,7 +195,7 @@ class TraceContext(Record, frozen=True, tag="tc"):
 
 
 class RequestRecord(Record, frozen=True, tag="q"):
-    """One inference request. ``request_id`` is chosen by the submitter, which never uses it again on any of its lanes."""
+    """One inference request. ``request_id`` is chosen by the submitter, which never uses it again for any worker."""
 
     request_id: _Natural
     #: By its number, or as it is where it has none.
@@ -251,7 +251,7 @@ class Cancel(Record, frozen=True, tag="X"):
 
 
 class EndSequence(Record, frozen=True, tag="E"):
-    """Tells the worker that a client sends no further request of a sequence. Only a client with a lane of its own may send it.
+    """Tells the worker that a client sends no further request of a sequence. Only clients with a direct connection may send it.
 
     The sequence ends once its waiting requests have run, but goes on if its last request did not come on this client's lane. The
     record is not answered.
@@ -272,7 +272,7 @@ class PreparedAnswer(Record, frozen=True, tag="A"):
 
 
 class PrepareAnswer(Record, frozen=True, tag="C+"):
-    """Tells the submitter that from now on, on this lane, ``number`` stands for this prepared answer: what many answers share."""
+    """Assigns a number to a prepared answer (the part that many answers share), for later records on this lane (connection)."""
 
     number: int
     prepared: PreparedAnswer

@@ -262,9 +262,9 @@ class AbortParameters(Record, frozen=True, tag="c.abortparams"):
 
 
 class DropParameters(Record, frozen=True, tag="c.dropparams"):
-    """Has a worker, or the supervisor all workers, drop a parameter set (never main): no later request finds the set.
+    """Has one worker (sent to a worker) or all workers (sent to the supervisor) drop a parameter set; no later request finds it.
 
-    Reply: a worker's JSON {}, the supervisor's empty.
+    The set main cannot be dropped. Reply: JSON {} from a worker, empty from the supervisor.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Numbers for prepared requests and answers: the part that many of them share is sent once on a lane, afterwards its number.
+"""Numbers for prepared requests and answers: the part that many of them share is sent once, and afterwards only its number.
 
     submitter                                                          worker
     Prepare 7: model, names, datatypes, shapes, regions       ──▶      what was found when the first one was validated
@@ -113,7 +113,7 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The prepared requests or answers (what many share) for which the other end of a lane knows the number that stands for them.
+    """The prepared requests or answers (what many share) whose numbers the other end of a lane (connection) knows.
 
     A number that is sent with a new meaning no longer stands for the former one, which leaves this set.
     """
@@ -141,7 +141,7 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Maps each number that the other end of a lane has sent to what this end stores of its prepared request or answer.
+    """Maps each number received on a lane (connection) to what this end stores of the prepared request or answer.
 
     Looking up a number that was never sent raises InvalidArgument.
     """

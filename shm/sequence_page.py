@@ -223,7 +223,7 @@ class SequencePage:
             self._models += self._store(key, self._edition << 42 | free << 22 | backlog << 2)
 
     def withdraw_slots(self, key: Key) -> None:
-        """Removes a model version's slots from the page: fronts send no new sequence of it to this worker."""
+        """Removes a version's free slots (for new sequences) from the page: fronts send no new sequence of it to this worker."""
         self._models -= self._remove(key)
 
     def __len__(self) -> int:

@@ -138,7 +138,7 @@ def records(number: int, model: str, own: Mapping[str, Any]) -> tuple[PreparedRe
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Validates a keyword argument and returns it, with numpy's scalars as Python's. Raises InvalidArgument: wrong type or range."""
+    """Validates a keyword argument and returns it, with numpy's scalars as Python's. Raises InvalidArgument: it is not valid."""
     if isinstance(value, Mapping):
         value = {key: each.item() if isinstance(each, np.generic) else each for key, each in value.items()}
     elif isinstance(value, np.generic):

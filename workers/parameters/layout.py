@@ -280,7 +280,7 @@ class NewMemory:
             raise self._lacking() from error
 
     def _fill(self, start: int, end: int) -> None:
-        """Allocates the bytes ``[start, end)`` of the memory and fills them from the parts. ``start``: the beginning of a page."""
+        """Allocates the bytes ``[start, end)`` of the memory and fills them from the parts. ``start``: where a page begins."""
         if self._alone and self._written(start, end):
             return
         self._allocate(start, end)

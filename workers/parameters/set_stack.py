@@ -157,7 +157,7 @@ class SetStack:
         )
 
     def holds(self, parameters: ParameterSet) -> bool:
-        """Returns whether a parameter set has a slot of the stack."""
+        """Returns whether a parameter set lies in the stack on the device now (it has a slot)."""
         return parameters in self._slots
 
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
@@ -228,7 +228,7 @@ class SetStack:
         return self._tree
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Frees the slot of a parameter set, if it has one."""
+        """Removes a parameter set from the stack on the device, if it lies there; another set can have its slot."""
         slot = self._slots.pop(parameters, None)
         if slot is not None:
             self._free.append(slot)
