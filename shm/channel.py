@@ -125,7 +125,7 @@ class Channel:
         return queued + (0 if self._unsent is None else len(self._unsent[0]))
 
     def put(self, record: Record, *fds: int) -> None:
-        """Encodes a record and queues it. ``fds`` travel with it; they are duplicated, so the caller keeps its own.
+        """Encodes a record and queues it, with duplicates of the file descriptors ``fds``, which the caller keeps.
 
         Raises: InvalidArgument: the record is larger than the peer accepts.  OSError: this process has no descriptor left. The
           record is not queued then. A record that was queued cannot fail any more.

@@ -1,4 +1,4 @@
-"""The records between ``tensord.daemon.check`` and a process that tries to load models, to see whether a worker could."""
+"""The records (messages) between ``tensord.daemon.check`` and a process that tries whether models can be loaded."""
 
 from __future__ import annotations
 

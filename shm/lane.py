@@ -303,7 +303,7 @@ class SubmitterLane:
         raise AssertionError("an answer that can be reached")
 
     def close(self) -> None:
-        """Closes the socket, unmaps the worker's response arena (memory for outputs), keeps the request arena open."""
+        """Closes the socket and unmaps the worker's response arena (memory for outputs). The request arena stays open."""
         self._channel.close()
         self._responses.close()
 

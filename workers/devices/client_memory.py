@@ -15,7 +15,7 @@ from tensord.shm.arrays import Array, address_of
 
 
 def standing(array: Array) -> Array:
-    """Returns an array that the GPU's driver may read: the given one, or a copy if a client may take its memory away.
+    """Returns an array that the GPU's driver may read: the given one, or a copy if a client may take the array's memory away.
 
     ``array`` must be contiguous.
     """

@@ -17,7 +17,7 @@ _PIECE = 1 << 18
 
 
 class Leaf(NamedTuple):
-    """Describes one array of a model's parameters: its name, shape, and dtypes: as the model made it, and on the device."""
+    """Describes one array of a model's parameters: its name, shape, dtype in the model, and dtype on the device."""
 
     #: The keys on the path to the array in the tree of parameters, joined by dots.
     name: str

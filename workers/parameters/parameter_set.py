@@ -296,7 +296,7 @@ class ParameterSet:
 
 
 class Replaced(NamedTuple):
-    """Holds what a parameter set's new version has replaced: its version before, and objects that are to be freed."""
+    """What remains of a replaced version of a parameter set: objects to free, and the version if it must leave the device."""
 
     #: Objects that only runs that have begun still use: their memory is freed when the list is emptied.
     unused: list[object]
@@ -455,7 +455,7 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Forgets ``before`` if it is the version of its set before the newest one; otherwise, or for None, does nothing."""
+        """Forgets a version of a set that is kept for a roll-back; does nothing if ``before`` is None or is not kept any more."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()
@@ -489,7 +489,7 @@ class ParameterSets:
         raise NotFound(f"number {number} of parameter set '{name}' of model '{self.leaves.model}' is not kept")
 
     def figures(self) -> ParameterFigures:
-        """Returns for metrics the sets in use, and how many pushes, returns to the device and evictions there were."""
+        """Returns figures for metrics: the sets in use, and how many pushes, returns to the device and evictions there were."""
         sets = [self.main, *self.named.values()]
         return ParameterFigures(
             tuple([SetFigures(each.name, each.number, each.byte_size, each.on_device) for each in sets]),

@@ -53,7 +53,7 @@ class OutsideCompiler:
 
     @contextlib.contextmanager
     def compiling(self, what: str, cancellation: Cancellation) -> Iterator[list[tuple[Any, bytes]]]:
-        """Has programs that the calling thread compiles in the ``with`` block compiled in other processes, if possible.
+        """During the ``with`` block, programs that the calling thread compiles are compiled in other processes, if possible.
 
         Yields a list that gets each executable made so, with its bytes. They are needed to store it: an executable that is
         serialised again can be loaded, but then lacks functions when it is run (jaxlib 0.10.2).

@@ -131,7 +131,7 @@ class SingleRun:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many bytes each input has that is not in a region, so that its place differs from request to request."""
+        """The byte size of each input that is not in a region, whose place differs from request to request."""
         return tuple([size for *_, size in self._inputs])
 
     @property
