@@ -117,7 +117,9 @@ def _outlive_signals() -> None:
 
 
 def _receive_start(channel: Channel) -> Start:
-    """Waits for the supervisor's first record, Start, and returns it; stack reports go to the descriptor that comes with it.
+    """Waits for the supervisor's first record (message), Start, and returns it.
+
+    From then on stack reports are written to the file descriptor that came with it.
 
     Raises: ChannelClosed: the supervisor is gone; SystemExit: another record came.
     """

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Apart:
-    """Stands in for the daemon where a model is only checked: calls to other models are refused, but all count as ready."""
+    """Replaces the daemon in a process that only checks models: refuses calls to other models, but reports each as ready."""
 
     def __init__(self, explicit: bool) -> None:
         """``explicit``: whether the daemon is configured to load models only on request, so that models may ask for it."""

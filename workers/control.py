@@ -1,4 +1,4 @@
-"""Acts on the supervisor's records in a worker, on its loop.
+"""Carries out the records (messages) that the supervisor sends to a worker; runs on the worker's loop.
 
 LaneOpened + fd                 takes requests from one more submitter, which may be a client
 LaneClosed                      ends a client's lane; a worker also sends this record for each client's lane that has ended
@@ -80,14 +80,14 @@ _MAX_SEQUENCES = 1000
 
 
 class _Running(NamedTuple):
-    """A load (loading of a model version) that the supervisor awaits: its cancellation, and the function that begins it."""
+    """A loading of a model version, whose end the supervisor awaits: what cancels it, and the function that begins it."""
 
     cancellation: Cancellation
     begin: Callable[[], None]
 
 
 class Control:
-    """Carries out what the supervisor tells one worker (loads, unloads, lanes, regions, calls), and sends it the answers."""
+    """Carries out the supervisor's orders to one worker (such as to load a model or register a region), and answers them."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Control:
         outcome: LoadedModel | Exception,
         cancellation: Cancellation,
     ) -> None:
-        """Lets a loaded version serve, or holds it back (unserved) if ``record`` says so, and sends Loaded to the supervisor.
+        """Puts a loaded version into service, or holds it back if ``record`` says so, and sends Loaded to the supervisor.
 
         ``outcome``: the loaded version, or the error. If loading failed or was cancelled, Loaded has the reason. If the device is
         lost nothing is sent: the process ends.
@@ -298,7 +298,7 @@ class Control:
         ``lost``: has these records. A call is answered with Unavailable; a client's lane (its channel to this worker) is
         reported as closed (LaneClosed).
 
-        Raises: InvalidArgument: a record is neither of them.
+        Raises: InvalidArgument: a record is neither a call nor the opening of a client's lane.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:
@@ -310,7 +310,10 @@ class Control:
             self._reply(record.call_id, Unavailable(message))
 
     def _ask_ready(self, operation: ModelReady, answered: Callable[[bool], None]) -> None:
-        """Calls ``answered`` with whether a model is ready, as its ``is_ready`` says in another thread; without it: True.
+        """Asks a model's ``is_ready`` function, in another thread, whether the model is ready; calls ``answered`` with that.
+
+        A model without that function is ready.
+
 
         Raises NotFound: the model is not served here.
         """

@@ -26,7 +26,10 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Has the daemon load, unload or check models when a worker's models ask; any thread may call ``ask``, the loop the rest."""
+    """Has the daemon load or unload models, or check whether they are ready, when models of a worker ask for that.
+
+    Any thread may call ``ask``; the other methods belong to the worker's loop.
+    """
 
     def __init__(self, channel: Channel, loader: WorkThread, inbox: Inbox) -> None:
         self._channel = channel

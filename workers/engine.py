@@ -41,7 +41,7 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the ``ModelVersion`` (queue, statistics) of a loaded version, and returns it.
+        """Creates the ``ModelVersion`` (queue, statistics) of a loaded version, and returns it.
 
         Until the version closes, its instances are known to the rate limiter, which shares resources out among instances.
         """

@@ -1,4 +1,4 @@
-"""A worker in the caller's process, without supervisor and lanes, with which ``tensord.testing`` runs models.
+"""Runs a worker inside the caller's process, without a supervisor and sockets: ``tensord.testing`` runs models with it.
 
     any thread: load ─▶ Loader, in that thread ─▶ loop: adopted
     any thread: ask  ─▶ loop: InnerRequest ─▶ Dispatcher ─▶ Answers, taken in that thread
@@ -83,7 +83,7 @@ class Answers:
         return self
 
     def __next__(self) -> dict[str, Array]:
-        """Waits for the next response.
+        """Waits for the next response, and returns its outputs by name.
 
         Raises: ServingError: the response is an error; further responses may follow.  DeadlineExceeded: no response came within
         the timeout; the request is cancelled.
@@ -104,7 +104,7 @@ class Answers:
         raise StopIteration
 
     def close(self) -> None:
-        """Cancels the request, if not all of its responses have been returned; no further ones come."""
+        """Ends the iteration, and cancels the request unless it has had its last response."""
         request = self.request
         if not self._over and request is not None:
             self._over = True

@@ -1,4 +1,4 @@
-"""Carries out what the supervisor asks about parameter sets (``tensord.shm.operations``), on the worker's loop.
+"""Carries out the supervisor's operations on parameter sets (``tensord.shm.operations``), on the worker's loop.
 
     MakeParameters    ─▶ thread: copied, sealed ─▶ Reply with the memory
     StageParameters   ─▶ thread: checked, placed beside what is in use ─▶ staged ─▶ Reply
@@ -51,13 +51,14 @@ class _Staged(NamedTuple):
 
 
 class ParameterPushes:
-    """Carries out pushes of parameters to a worker's models, and makes and drops their sets. For the worker's loop only.
+    """Carries out pushes (new parameters for loaded models of a worker), and creates and removes parameter sets.
 
-    A push is staged (checked, and placed on the device), and then committed (put into use) or aborted.
+    A push is staged (checked, and placed on the device), and then committed (put into use) or aborted. Only the worker's loop
+    uses this class.
     """
 
     def __init__(self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers) -> None:
-        """``thread``: makes, stages and frees parameters; used for nothing else."""
+        """``thread``: copies, stages and frees parameters; used for nothing else."""
         self._models = models
         self._regions = regions
         self._thread = thread
@@ -219,9 +220,9 @@ class ParameterPushes:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Has the thread for parameters copy a version that was replaced to host memory, and then remove it from the device.
+        """Has the thread for parameters move replaced parameters from the device to host memory, if they are to be kept.
 
-        The push is answered meanwhile, and the next one is staged behind it: there is room for that by then.
+        The push is answered meanwhile. The same thread stages the next push after this, when the device has room for it.
         """
 
         def leave() -> None:
@@ -245,7 +246,7 @@ class ParameterPushes:
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:
-        """Returns whether a version still serves or is held back (not yet served), and was not replaced by a new load of it."""
+        """Returns whether a model version is still loaded (in service, or held back), and has not been loaded anew."""
         key = version.name, version.version
         return version is (self._models.held.get(key) or self._models.serving(*key))
 

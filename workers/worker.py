@@ -86,7 +86,7 @@ _LOG_WINDOW_NS = 10_000_000_000
 
 
 class Worker:
-    """Loads and serves models on one open device, in a loop (``run``) that ends when the supervisor says stop, or is gone."""
+    """Loads and serves models on one open device, in a loop (``run``) until the supervisor orders a stop, or is gone."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Worker:
         self._collector = WorkThread("collector", self._inbox)
 
     def run(self, incarnation: int) -> None:
-        """Serves requests until the supervisor says stop, or is gone.
+        """Serves requests until the supervisor orders a stop, or is gone.
 
         ``incarnation``: the number that the supervisor gave this process.
 
@@ -251,11 +251,11 @@ class Worker:
         return self._supervised and not ends
 
     def _free_gone(self) -> None:
-        """Frees the memory of model versions that have gone, on the device above all: the next model may need it at once.
+        """Frees memory of unloaded model versions, above all on the device, because the next model may need it at once.
 
-        It is in cycles of references, as each module and its functions are one, and Python would not look for them while the
-        worker has nothing to do. A thread of its own looks: what a model has left may wait for ever as it ends, such as a pool
-        whose processes are gone.
+        The memory is held by cycles of references, such as a module and its functions, which Python does not collect while the
+        worker is idle. Another thread collects them, because what a model has left may block for ever when it is freed, such as
+        a pool whose processes are gone.
         """
         self._gone = False
         self._poller.forget_gone()
@@ -267,7 +267,10 @@ class Worker:
         return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Waits for events. Carries out datagrams received meanwhile; returns all other events: (descriptor, epoll events)."""
+        """Waits for events, carries out datagrams that were read during the wait, and returns all other events.
+
+        Each event is (descriptor, epoll events).
+        """
         now_ns, next_ns = time.monotonic_ns(), self._next_ns
         until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
         if self._stop_ns:
@@ -326,7 +329,7 @@ class Worker:
     def _receive(self, submitter: SubmitterLink[Request], datagram: Datagram | None = None) -> None:
         """Receives and carries out what a submitter sent on its lane (channel).
 
-        Closes the lane if that is malformed, or if the submitter is gone.
+        Closes the lane if what was sent is malformed, or if the submitter is gone.
 
         ``datagram``: a datagram that was received already; None: it is to be received.
         """
@@ -429,7 +432,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """From now on takes requests from the lane (channel to this worker) of one more submitter: a front, or a client.
+        """Begins to receive requests from one more submitter (a front or a client) on its lane (channel to this worker).
 
         Args:
           peer: the submitter's number.
@@ -554,7 +557,7 @@ class Worker:
 
     @property
     def lane_answers(self) -> dict[str, int]:
-        """Code -> final answers on clients' own channels (lanes) since the worker started; "OK" counts those without error."""
+        """The numbers of final answers on clients' lanes (channels to this worker) since it started, by code; "OK": no error."""
         answers = self._dispatcher.lane_answers.counts
         return {**answers, "OK": answers["OK"] + self._poller.lane_requests}
 
@@ -565,7 +568,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the ``ModelVersion`` (queue, statistics) of a loaded version, and returns it.
+        """Creates the ``ModelVersion`` (queue, statistics) of a loaded version, and returns it.
 
         Until an instance ends, it has a slot on the status page, where the supervisor sees what it runs.
         """

@@ -1,4 +1,4 @@
-"""The segments of a client's lane: regions of a worker that only this lane can name.
+"""Holds the segments (shared memory) that a client announces on its lane (socket to a worker); only this lane can name them.
 
     SegmentOpened 3 + memfd ──▶ region "@3" of this lane ──SegmentClosed 3, or the lane ends──▶ leaving ──last lease──▶ unmapped
     RegionSlice("@3", ...)  ──▶ that region              RegionSlice("frames", ...) ──▶ a registered region, as for anybody
@@ -90,7 +90,7 @@ class LaneSegments(ArenaMap):
         self._reasons[name] = reason
 
     def close_segment(self, segment: int) -> None:
-        """Closes a segment for new requests; requests that use it keep it mapped. Ignores unknown numbers."""
+        """Closes a segment for new requests; it stays mapped while requests use it. Ignores unknown numbers."""
         name = f"{_MARK}{segment}"
         self._reasons.pop(name, None)
         region = self._regions.pop(name, None)

@@ -1,4 +1,4 @@
-"""The client regions that a worker has open, by name: mappings and their leases. The supervisor owns the names.
+"""Holds the regions (memory that clients share) that a worker has open, by name. The supervisor owns the names.
 
 registered ──unregistered or renewed──▶ leaving: no new request finds it ──last lease ends──▶ closed, waiters are called
 """
@@ -28,7 +28,7 @@ _POPULATE_PRIVATE = 64 << 20
 
 
 class RegionTable:
-    """Opens, finds and closes the client regions of one worker, by name; only the worker's loop uses this table."""
+    """Opens, finds and closes the regions (memory that clients share) of one worker, by name; for the worker's loop only."""
 
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
@@ -55,7 +55,7 @@ class RegionTable:
         self.private_byte_size = 0
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
-        """Opens a client's system region and adds it to the table.
+        """Opens a client's system region (POSIX shared memory) and adds it to the table.
 
         A region that renews another one replaces it only once nothing can go wrong any more. If both are of the same object,
         which has lost no memory, the existing mapping is kept.
@@ -114,7 +114,10 @@ class RegionTable:
         return region
 
     def leave_private(self, region: Region) -> None:
-        """Closes a region that ``open_private`` made, once no request uses it. The lane must have forgotten it before."""
+        """Closes a region that ``open_private`` mapped, once no request uses it.
+
+        Its lane must not find it for new requests any more.
+        """
         self.private_byte_size -= region.byte_size
         self.leaving.append(region)
         self.settle()
@@ -163,7 +166,7 @@ class RegionTable:
             raise AlreadyExists(f"shared memory region '{record.name}' already in manager")
 
     def _adopt(self, region: AnyRegion) -> None:
-        """Adds a region, which requests find from now on. Requests that use a region of the same name keep using that one."""
+        """Adds a region to the table; requests that already use a former region of its name go on using that one."""
         if (renewed := self._regions.get(region.name)) is not None:
             self.leaving.append(renewed)
         self._regions[region.name] = region
@@ -232,7 +235,10 @@ class RegionTable:
         return found
 
     def leases(self) -> dict[str, int]:
-        """Returns kind of region ("system", "cuda") -> tensors of requests in flight in such regions, former ones included."""
+        """Counts the tensors of requests in flight that are in regions, by kind of region ("system", "cuda").
+
+        Unregistered and replaced regions that are still in use count too.
+        """
         found = {"system": 0, "cuda": 0}
         for region in (*self._regions.values(), *self.leaving):
             found["cuda" if isinstance(region, CudaRegion) else "system"] += region.leases
@@ -286,7 +292,7 @@ def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSyste
 
 
 def check_intact(regions: Iterable[AnyRegion]) -> None:
-    """Raises InvalidArgument if pages of a region were missing when they were accessed, so that zeros have replaced them."""
+    """Checks that no region has lost memory. Raises InvalidArgument if zeros have replaced missing pages of one."""
     if not guard.any_faults():
         return
     for region in regions:
@@ -298,7 +304,7 @@ def check_intact(regions: Iterable[AnyRegion]) -> None:
 
 
 class RegionPolicy:
-    """Decides by the operator's rules of ``[regions]`` whose objects may be registered as regions, and how each is used.
+    """Decides by the operator's rules (``[regions]``) whose shared memory may be registered as a region, and how it is used.
 
     whose    the daemon's own user's and those shared with its groups; the configured users' and groups'
     for whom a client on a unix socket must itself be allowed to read and write the object: the daemon lends nobody its rights
@@ -319,9 +325,9 @@ class RegionPolicy:
         )
 
     def check(self, request: RegisterSystemRegion, found: os.stat_result) -> None:
-        """Raises InvalidArgument if objects of this owner may not be registered, or if the client may not use the object.
+        """Raises InvalidArgument if the owner's shared memory may not be registered, or if the client may not use it.
 
-        ``found``: the object's status: its owner, group and mode.
+        ``found``: the status of the shared memory object: its owner, group and mode.
         """
         welcome = found.st_uid in self._owners or (_group_may(found) and found.st_gid in self._groups)
         if not welcome:
@@ -335,9 +341,9 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, found: os.stat_result) -> str:
-        """Returns how an object is used: "guarded" (mapped; a SIGBUS handler sees lost pages) or "snapshot" (not mapped, copied).
+        """Returns how shared memory is used: "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (not mapped, copied).
 
-        ``found``: the object's status, such as its owner.
+        ``found``: the status of the shared memory object, such as its owner.
         """
         if not guard.available:
             return "snapshot"
@@ -354,7 +360,7 @@ def _group_may(found: os.stat_result) -> bool:
 
 
 def _may_use(peer: Peer, found: os.stat_result) -> bool:
-    """Returns whether the kernel would let the client's process read and write the object."""
+    """Returns whether the kernel would let the client's process read and write the shared memory of this status."""
     if peer.uid == 0:
         return True
     if peer.uid == found.st_uid:

@@ -72,7 +72,7 @@ class Buckets:
         )
 
     def fitting(self, requests: Sequence[Request]) -> int:
-        """Returns how many of these requests, counted from the first, fit together into the last bucket of each ragged input.
+        """Returns how many of these requests, counted from the first, fit together into the largest bucket of each ragged input.
 
         In a ragged input the requests of a batch lie one behind the other, whatever their lengths. The first request always
         counts.
@@ -88,7 +88,7 @@ class Buckets:
         return len(requests)
 
     def settled(self, key: Shapes, requests: Sequence[Request]) -> tuple[int, Shapes]:
-        """Returns rows and shapes of the program that runs these requests, which have ragged inputs.
+        """Returns the rows and input shapes of the program that runs these requests, which have ragged inputs (of any length).
 
         ``key``: the shapes that the requests have in common (``RequestShapes.key``).
         """
@@ -105,7 +105,7 @@ class Buckets:
         return rows, tuple(shapes)
 
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
-        """Returns the size, in units (``ragged.unit``), that a ragged input of ``count`` units is padded to.
+        """Returns how many units (elements that stay together, ``ragged.unit``) a ragged input of ``count`` units is padded to.
 
         ``rows``: the rows of the batch after padding, which is also the size in units of an input none of whose dims varies.
         """
@@ -166,7 +166,7 @@ class Buckets:
                 yield rows, tuple(self._shape(spec, rows, chosen) for spec in inputs.values())
 
     def _source(self, spec: TensorSpec) -> TensorSpec:
-        """Returns the ragged input that ``spec`` describes if it is a batch input (made by the worker); else ``spec`` itself."""
+        """Returns the ragged input that a batch input (made by the worker) describes; any other input is returned itself."""
         return spec if spec.of_batch is None else self.signature.inputs[spec.of_batch.source]
 
     def _shape(self, spec: TensorSpec, rows: int, chosen: Mapping[str, int]) -> tuple[int, ...]:
@@ -180,13 +180,13 @@ class Buckets:
 
 
 def _ragged_axis(spec: TensorSpec) -> str | None:
-    """Returns the name of the axis of a ragged input that varies; None: it has no name, or several axes or none vary."""
+    """Returns the name of a ragged input's only varying axis; None: it has no name, or several axes or none vary."""
     names = [axis for axis, dim in zip(spec.axes, spec.model_dims, strict=True) if dim == -1]
     return names[0] if len(names) == 1 else None
 
 
 def _most_of(spec: TensorSpec) -> str:
-    """Returns the name that the size of a ragged input's largest request has among the sizes of axes; no axis has this name."""
+    """Returns the key under which axis sizes include the size of a ragged input's largest request; no axis has this name."""
     return f"most of {spec.name}"
 
 

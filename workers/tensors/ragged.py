@@ -58,7 +58,7 @@ def flat(array: Array) -> Array:
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """Returns the shape of a ragged input, or of a batch input, for a whole batch.
+    """Returns the shape for a whole batch of a ragged input, or of a batch input (which describes a ragged one).
 
     Args:
       source: the ragged input that a batch input describes; for a ragged input the input itself.
@@ -116,7 +116,7 @@ def batch_input(
 
 
 def cut(output: Array, source: TensorSpec, requests: Sequence[Request]) -> list[Array]:
-    """Cuts a batch's output into one part for each request, of the shape of the request's ragged input ``source``."""
+    """Splits a batch's output among its requests: each gets a part in the shape of its own ragged input ``source``."""
     content = np.asarray(output).reshape(-1)
     parts: list[Array] = []
     at = 0
@@ -190,7 +190,7 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, message: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns the signature completed from a checked configuration: with batch inputs, and outputs that are cut like inputs.
+    """Returns the signature with what a checked configuration says of ragged batching: batch inputs, and how to cut outputs.
 
     Args:
       segments: name of a SEGMENT_IDS input -> the ragged input that it describes.

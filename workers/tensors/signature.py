@@ -29,7 +29,7 @@ WIDE = {"INT64", "UINT64", "FP64"}
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """Says what a batch input holds: an array that the worker makes from a batch's ragged input, such as element counts."""
+    """Describes a batch input: an array that the worker computes from a batch's ragged input, such as element counts."""
 
     #: A kind of Triton's ``BatchInput``, or ``SEGMENT_IDS``.
     kind: str
@@ -88,7 +88,7 @@ class TensorSpec:
         return _refill(shape, self.model_dims, self.dims) if self.reshaped else shape
 
     def as_objects(self, array: Array) -> Array:
-        """Returns a computed output with its strings, if it has any, as an object array of ``bytes``; any other as it is."""
+        """Returns a computed output of strings as an object array of ``bytes``, and any other output as it is."""
         strings = self.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES"
         return array.astype(np.object_, copy=False) if strings else array
 

@@ -85,7 +85,7 @@ class InitialState:
     values: Mapping[str, Array]
 
     def row(self, spec: StateSpec) -> Array:
-        """Returns the array that one state has at the beginning of a sequence, without the batch dimension."""
+        """Returns the array with which the state ``spec`` begins in each sequence, without the batch dimension."""
         given = self.values.get(spec.name)
         return np.zeros(spec.dims, spec.dtype) if given is None else given
 

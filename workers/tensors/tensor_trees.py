@@ -62,7 +62,7 @@ def taking_trees(
     added: Iterable[str] = (),
     stateful: bool = False,
 ) -> Callable[..., Any]:
-    """Wraps a function of trees as a function that takes and returns dicts of named arrays.
+    """Wraps a function that takes and returns pytrees, so that it takes and returns dicts of named arrays.
 
     Args:
       what: the model's name in errors.
@@ -103,7 +103,7 @@ def _is_flat(declared: object) -> bool:
 
 
 def _is_none(leaf: object) -> bool:
-    """Returns whether a leaf is None. JAX takes None for a tree without leaves; here it is refused as a declaration."""
+    """Returns whether a leaf is None; has JAX treat None as a leaf, so that it can be refused as a declaration."""
     return leaf is None
 
 
