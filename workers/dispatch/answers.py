@@ -34,7 +34,7 @@ _MAX_MESSAGE = 8192
 
 
 def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
-    """Makes the answer that reports an error. The message, into which a model may write anything, is cut at 8192 characters.
+    """Returns the answer record that reports an error to the client, with the message cut at 8192 characters.
 
     ``version``: of the model; 0: not known. ``final``: whether no further response to the request follows.
     """
@@ -53,9 +53,9 @@ def complete(
     places: Places | None = None,
     final: bool = True,
 ) -> AnswerRecord | None:
-    """Writes a request's outputs to their places and returns the answer's record, with the full description of the outputs.
+    """Writes a request's outputs to where the client wants them, and returns the record of the answer, which describes them.
 
-    Returns None if the response arena is full: nothing was written anywhere then, and the caller tries again later.
+    Returns None if the response arena (shared memory) is full: nothing was written then, and the caller tries again later.
 
     Args:
       inline_byte_size: outputs up to this size go into the record.
@@ -199,7 +199,7 @@ class _Queued:
 
 
 def _write_snapshot(region: SnapshotRegion, offset: int, content: Content) -> None:
-    """Copies an output into a client's region that is written by calls, not mapped.
+    """Copies an output into a snapshot region: memory of a client that is not mapped here, but written by system calls.
 
     Raises InvalidArgument: the bytes of the region are not there any more.
     """

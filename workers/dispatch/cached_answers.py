@@ -37,7 +37,7 @@ class CachedAnswers:
     def answer(self, version: ModelVersion, request: Request, cache: ResponseCache) -> bool:
         """Answers a request from the cache, or with an error if its parameter set or a region's memory is gone.
 
-        Returns False if there is no cached answer, so that the request must be run.
+        Returns whether the request was answered; False: there is no cached answer, and the request must be run.
 
         Copies inputs that lie in a client's region first, so that the client cannot change them while they are compared.
         """
@@ -71,7 +71,7 @@ class CachedAnswers:
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
         """Stores the results of an execution in the response cache, for later requests with the same inputs.
 
-        Leaves out errors, and results of parameters that were replaced since the request came. A failure to store is only logged.
+        Leaves out errors, and results if parameters were replaced since the request came. A failure to store is only logged.
         """
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):

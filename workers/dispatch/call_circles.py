@@ -1,4 +1,4 @@
-"""Finds calls between models that wait for themselves, by following what each call, instance and request waits for.
+"""Finds deadlocks of calls between models, by following what each call, instance and request waits for.
 
     a call or a step ─▶ the instance that runs it, or all that could ─▶ the calls that these wait for ─▶ ...
                                                                     └▶ the model that does not take their responses
@@ -141,9 +141,9 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """Returns the instance whose model, through a call, takes the responses to a request.
+        """Returns the instance whose model made the call that a request belongs to, and so receives its responses.
 
-        None: a client or a model's own thread takes them.
+        None: a client or a model's own thread receives them.
         """
         origin: Request | None = request
         while isinstance(origin, InnerRequest):
@@ -158,7 +158,7 @@ class CallCircles:
 
 
 def is_stuck(node: N, waits_for: Callable[[N], Iterable[N]]) -> bool:
-    """Returns whether a node is deadlocked: it and all nodes that it waits for, directly or through others, wait.
+    """Returns whether a node is deadlocked: no node that it waits for, directly or through others, can go on by itself.
 
     Args:
       waits_for: returns the nodes of which any one would let the given node go on; empty: it can go on by itself.

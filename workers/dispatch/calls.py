@@ -41,7 +41,7 @@ MAX_DEPTH = 16
 
 
 class Calls:
-    """Runs the calls that a worker's models make to models of the same worker as requests, and answers the calls.
+    """Serves calls between models of one worker: queues a request for each call, and passes the responses to the caller.
 
     Any thread may use the methods of ``CallServer`` (``begin`` to ``ask``); all other methods are for the worker's loop.
     """
@@ -117,7 +117,9 @@ class Calls:
                 self._end(call, Cancelled())
 
     def settle(self, now_ns: int) -> None:
-        """Ends one deadlocked call, if there is any, with Internal: every instance that could run the call waits for its end.
+        """Ends one deadlocked call, if there is any, with the error Internal.
+
+        A call is deadlocked if every instance that could run it waits for its end.
 
         Runs after a call has begun, was answered or has ended, and now and then while calls wait.
         """
@@ -173,7 +175,7 @@ class Calls:
             self.daemon.is_ready(call.prepared.model, call.prepared.version, said)
 
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
-        """Makes the request by which a call is run.
+        """Creates the request to the called model that a call is run as.
 
         Raises NotFound: this worker does not have the model; another ServingError: the call is not allowed or not valid.
         """

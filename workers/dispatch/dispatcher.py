@@ -65,7 +65,7 @@ _CALLS = 32
 
 
 def _at_once(call: Callable[[], None]) -> None:
-    """Calls a function at once; serves as ``post`` (which has the loop call a function) where there is only one thread."""
+    """Calls a function at once: the ``post`` (which has the loop call a function) of a worker with only one thread."""
     call()
 
 
@@ -317,7 +317,7 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------------------- running
 
     def run_due(self, now_ns: int) -> int | None:
-        """Runs what is due in one iteration: batches of one model in the loop, stepped models' steps, batches on instances.
+        """Does the work of one loop iteration: runs due batches of one model and steps, and gives batches to instances' threads.
 
         Returns: the time by which to call this again (``now_ns`` or earlier: at once); None: not before the next event.
         """
@@ -373,7 +373,7 @@ class Dispatcher:
             self._agenda.wake(first)
 
     def _decide(self, version: ModelVersion, now_ns: int) -> Run | None:
-        """Does what the planner of a version decides: refuses requests, gives batches to instances, or notes when to ask again.
+        """Carries out a decision of a version's planner: refuses requests, gives out batches, or notes when to ask again.
 
         Returns a decision to run a batch in the loop itself, which the caller must carry out; None: nothing is left to do.
         """
@@ -397,7 +397,7 @@ class Dispatcher:
         return None
 
     def _run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
-        """Runs a version's next batch in the loop, and with ``alone`` further ones while many requests wait for short programs.
+        """Runs a version's next batch in the loop; with ``alone`` also further ones, while many requests to short programs wait.
 
         The answers of these batches leave together, with one system call and one wake-up of the receiver.
 
@@ -464,9 +464,9 @@ class Dispatcher:
         self._agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
-        """Answers a request with Cancelled, unrun, if it was cancelled or its submitter's lane (channel) has ended.
+        """Answers a request that has not run with Cancelled, if it was cancelled or its submitter's lane (channel) has ended.
 
-        Returns whether it did; False: the request is still to be run.
+        Returns whether it did; False: the request is still to be run. Requests that fail with it are answered too.
         """
         if not request.submitter.closed and not request.cancelled:
             return False
@@ -516,7 +516,7 @@ def _since(due: tuple[Run, ModelVersion]) -> int:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds waiting requests that can share a program call with the first request to ``batch``.
+    """Extends ``batch`` by waiting requests that can share one call of a program with its first request.
 
     Returns the program for all of them; None: there is none, and nothing was added.
     """

@@ -1,4 +1,4 @@
-"""Runs requests to ensembles: each gets a run, whose steps are requests in the queues of other models of this worker.
+"""Runs requests to ensembles (pipelines of models): each step becomes a request in the queue of another model of the worker.
 
     begin ─▶ run: steps that may start ─▶ inner requests ─▶ their responses ─▶ further steps ─▶ ... ─▶ answer
 
@@ -107,7 +107,7 @@ class EnsembleRuns:
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
         """Runs a batch of requests to an ensemble: as one pipeline of compiled programs, if all steps allow it, or step by step.
 
-        Returns whether the pipeline has run; the requests that it could not run have been begun step by step.
+        Returns whether the pipeline has run. All requests that it did not run have been begun step by step.
         """
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
@@ -413,7 +413,7 @@ class EnsembleRuns:
 
 
 def _told(before: Mapping[str, Parameter], inner: InnerRequest) -> dict[str, Parameter]:
-    """Adds one more step to what an ensemble's answer says about the parameter sets of its steps, and returns the sum.
+    """Returns what an ensemble's answer says about the parameter sets of its steps, with one more step added.
 
     Each key ends with the name of the step's model. If a model ran several times with different versions of its parameters, the
     answer names the lowest version.
@@ -458,7 +458,7 @@ def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: boo
 
 
 def controls_said(parameters: Mapping[str, Parameter], controls: Controls) -> Controls | None:
-    """Returns the sequence controls that a model's answer sets for later steps of its ensemble; None: it sets none.
+    """Returns the sequence controls (id, START, END) that a model's answer sets for later steps of its ensemble; None: none.
 
     A flag (START or END) that the answer does not set is False.
 

@@ -1,4 +1,4 @@
-"""Has the C part (``workers/native/_fast_path.c``) answer requests that repeat themselves, outside of Python.
+"""Has the C part (``workers/native/_fast_path.c``) answer requests that repeat earlier ones in all but data, without Python.
 
     answered in Python, twice ─▶ learn: where its tensors go, which programs run it, where its answer is cut from
                                   │     a large one: what runs it where its tensors lie (``workers/processor/single_run.py``)
@@ -155,7 +155,7 @@ def _native_batch(
     grouped: bool = False,
     sequences: _native.Sequences | None = None,
 ) -> _native.Batch:
-    """Returns what the C extension is told of a group of requests that can share a run (``Batch`` of _native.pyi)."""
+    """Returns the tuple that describes a group of repeated requests to the C extension (``Batch`` of _native.pyi)."""
     most_waiting, sets = version.loaded.queue_rules.max_size, version.sets
     told = owner, version.page_key, most_waiting, share, *waits, grouped, sets is not None and sets.stack is not None
     return *told, programs, by_rows, sequences, version.statistics.histograms
@@ -286,7 +286,7 @@ class FastPath(Poller):
         return _Batch(version, model, key, runs)
 
     def _learn(self, batch: _Batch, request: Request, preparation: Preparation, plan: AnswerPlan) -> None:
-        """Has the C extension answer repeats of a request that shares runs, from now on. Does nothing if it cannot."""
+        """Has the C extension from now on answer repeats of a request, in runs that they share. Does nothing if it cannot."""
         submitter, prepared = request.submitter, preparation.prepared
         lane = submitter.lane
         checked, numbered = preparation.checked, plan.numbered
@@ -370,7 +370,7 @@ class FastPath(Poller):
         preparation: Preparation,
         executable: Executable,
     ) -> SingleRun | None:
-        """Returns what runs repeats of a large request, which was the only one of its run; None: C cannot answer such."""
+        """Returns the ``SingleRun`` that runs repeats of a large request, one at a time; None: C cannot answer such requests."""
         (request,) = execution.requests
         submitter, checked, prepared = request.submitter, preparation.checked, preparation.prepared
         if checked is None or not checked.plain or submitter.closed or not _says_what_holds(request, execution):
@@ -438,7 +438,7 @@ class FastPath(Poller):
 
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:
-    """Returns whether answers to repeats of a request differ in nothing but tensors, until other parameters are in use."""
+    """Returns whether answers to repeats of a request differ only in their tensors, as long as the same parameters are in use."""
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
     if not request.tells:
@@ -475,9 +475,9 @@ def _is_large(request: Request) -> bool:
 
 
 def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
-    """Reads a datagram by which a submitter gives leases of the response arena back, and frees them.
+    """Frees leases (pieces of the response arena) that a submitter gives back in a datagram.
 
-    Returns whether the submitter's lane has something to send afterwards.
+    Returns whether the submitter's lane (channel) has something to send afterwards.
 
     Raises InvalidArgument: a lease that is given back is not outstanding.
     """

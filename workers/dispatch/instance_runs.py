@@ -130,7 +130,7 @@ class InstanceRuns:
     def take_back(version: ModelVersion, request: Request) -> bool:
         """Takes a request back from an instance that has not begun to run it.
 
-        Returns False, with nothing done, if it runs already or no instance has it.
+        Returns whether it did; False: nothing was done, because the request runs already or no instance has it.
         """
         for instance in version.loaded.instances:
             for execution in instance.given:
@@ -143,7 +143,7 @@ class InstanceRuns:
 
 
 def _count_ahead(version: ModelVersion) -> None:
-    """Tells a version's queue how many batches its only instance has got and not begun to run: they count as still queued.
+    """Has a version's queue count the batches that the only instance has got, but not begun to run, as still queued.
 
     Does nothing for a version whose instances get no batch before the last one has run.
     """

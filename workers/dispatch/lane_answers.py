@@ -1,4 +1,4 @@
-"""Counts a worker's final answers on clients' lanes by code, and keeps the last errors among them for operators.
+"""Counts final answers on clients' lanes (their own sockets to a worker) by code, and keeps the last errors for operators.
 
 Fronts do so for answers over HTTP and gRPC (``tensord.daemon.front.answered``).
 """
@@ -33,7 +33,7 @@ class LaneAnswers:
         self._recent: deque[_Error] = deque(maxlen=_MAX_RECENT)
 
     def ended(self, request: Request, error: ServingError | None) -> None:
-        """Counts a request's final answer. ``error``: None: the answer is a good one."""
+        """Counts a request's final answer. ``error``: what it reports; None: it reports no error."""
         submitter = request.submitter
         if submitter.segments is None or submitter.closed:
             return

@@ -1,4 +1,4 @@
-"""Sends answers: writes them at once if the response arena has room, and otherwise keeps them for a limited time.
+"""Sends answers: writes each at once if the response arena (shared memory) has room, and else keeps it for a limited time.
 
     answer ─▶ placed ─▶ its record queued on the lane
           └─▶ blocked, oldest first ──room──▶ placed
@@ -172,7 +172,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers the request with index i of an execution, whatever its outputs are, and whether a client or a model made it.
+        """Answers the request with index ``i`` of an execution in the general way, which is right for all requests and outputs.
 
         Returns the reason to count an error under; None: it got no error.
         """
@@ -191,7 +191,7 @@ class Outbox:
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
         """Hands the result of a request made inside the worker to the model's call or the ensemble's step that made it.
 
-        Returns what was given: ``result``, or Cancelled if the request was cancelled.
+        Returns what was handed over: ``result``, or Cancelled if the request was cancelled.
 
         ``moments``: when its execution began, had its inputs and had computed; None: not known.
         """
@@ -272,9 +272,9 @@ class Outbox:
         return result
 
     def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
-        """Writes an answer, sends it and ends its request; returns True then.
+        """Writes an answer, sends it and ends its request, if there is room for it.
 
-        Otherwise returns False if there is no room yet, so that the caller tries again later, or the error to answer with.
+        Returns True if it did; False: there is no room yet, and the caller tries again later; an error: to answer with instead.
         """
         if request.submitter.closed:
             self.end(request)
@@ -313,9 +313,9 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | bool:
-        """Queues an answer until there is room for it in the response arena; returns True then.
+        """Queues an answer until there is room for it in the response arena.
 
-        Returns the error to answer with instead if too many bytes of answers to the submitter wait already.
+        Returns True if it was queued; an error: to answer with instead, as too many bytes of answers to the submitter wait.
         """
         submitter, request = answer.request.submitter, answer.request
         if submitter.blocked and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._bound(submitter):
@@ -336,7 +336,7 @@ class Outbox:
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
 
     def no_room(self, request: Request, byte_size: int, now_ns: int) -> Unavailable:
-        """Makes the error for an answer of ``byte_size`` bytes that found no room in time; counts the refusal and logs it."""
+        """Returns the error for an answer of ``byte_size`` bytes that found no room in time; counts the refusal and logs it."""
         self._note(request, Refusal.ANSWER_ROOM, now_ns)
         return Unavailable(_describe_full(request.submitter, byte_size))
 

@@ -20,7 +20,7 @@ Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):
-    """The result of one wait of the worker's loop for events: events, and datagrams that C has read or could not send."""
+    """The result of waiting for events: the events, and datagrams that the C extension has read, or could not send."""
 
     #: File descriptor and its epoll event mask.
     events: list[tuple[int, int]]
@@ -63,11 +63,11 @@ class Poller:
         """Drops everything that ``learn`` has stored for a submitter's requests, so that it is learned anew."""
 
     def forget_gone(self) -> None:
-        """Drops everything that ``learn`` has stored, because some of it belongs to model versions that have gone."""
+        """Drops everything that ``learn`` has stored, because some of it belongs to model versions that were unloaded."""
 
     @property
     def lane_requests(self) -> int:
-        """How many requests of directly connected clients (not through a front) ``wait`` itself has answered so far."""
+        """The number of requests that ``wait`` has answered so far, of clients with their own socket to the worker."""
         return 0
 
     def close(self) -> None:

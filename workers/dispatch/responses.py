@@ -1,4 +1,4 @@
-"""Passes the responses of streaming models from the threads that make them to the lane, on which they are sent.
+"""Passes the responses of streaming models from the threads that make them to the loop, which sends them to the clients.
 
     any thread: put ─▶ one call on the loop for all that came meanwhile ─▶ placed, in order ─▶ lane ─▶ taken ─▶ sender.settle
                                                                      ╰─ the response arena is full: kept, and tried again
@@ -78,13 +78,13 @@ class Responses:
     # ------------------------------------------------------------------------------------------------------- any thread
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns the sender of a request's responses. If none was opened, makes one that sends exactly one response."""
+        """Returns the sender of a request's responses. If none was opened, creates one that sends exactly one response."""
         senders = request.version.senders
         found = senders.get(request)
         return found or senders.setdefault(request, self._sender(request, self._clock(), single=True))
 
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
-        """Makes the sender of a request's responses. ``single``: it sends exactly one.
+        """Creates the sender of a request's responses. ``single``: it sends exactly one.
 
         For a client that is connected directly (not through a front) the bytes that may be sent before it has taken them are
         limited so that all its requests together keep within the limit of its lane (channel to this worker).
@@ -126,17 +126,16 @@ class Responses:
     # ---------------------------------------------------------------------------------------------------------- the loop
 
     def open(self, requests: list[Request], now_ns: int) -> None:
-        """Makes a sender for each request that is about to run and may have several responses."""
+        """Creates a sender for each request that is about to run and may have several responses."""
         for request in requests:
             # One that goes round again has one.
             if request not in request.version.senders:
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """Called when a model has returned: leaves in the execution only those requests that no sender answers.
+        """Removes from an execution, whose model has returned, the requests that are answered through senders.
 
-        The requests that were answered through senders become ``execution.streamed``; each is ended if the model failed for it
-        or if it was cancelled.
+        They are moved to ``execution.streamed``; each is ended if the model failed for it or if it was cancelled.
         """
         self._take()
         requests, results = execution.requests, execution.results
@@ -201,7 +200,7 @@ class Responses:
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Counts the next response to a request made inside the worker as taken by its maker, so that its model may send more."""
+        """Counts the next response to a request from inside the worker as taken by who made it, so that more may be sent."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
@@ -294,7 +293,7 @@ class Responses:
 
     @staticmethod
     def _hand_over(request: Request, result: Result | None, final: bool, byte_size: int) -> None:
-        """Passes a response to the call or ensemble step that made the request; that calls ``took`` when it has taken it."""
+        """Passes a response to the call or ensemble step that made the request, which later calls ``took``."""
         assert isinstance(request, InnerRequest)
         request.ahead.append(byte_size)
         if result is not None and not isinstance(result, ServingError):

@@ -60,7 +60,7 @@ class SequenceRuns:
         self._given: list[dict[str, Array]] = []
 
     def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
-        """Begins to run those of the requests that may run now; the function that ``program`` returns then computes them.
+        """Chooses the requests that may run now, for the function that ``program`` returns, which then runs them.
 
         Returns how many, counted from the first; the others (all, if 0) go the ordinary way through Python.
 

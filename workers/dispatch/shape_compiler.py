@@ -159,7 +159,7 @@ class ShapeCompiler:
         return compiled
 
     def _next_grouped(self) -> None:
-        """Begins to compile the programs that run several requests in one call, for the shape that has waited for that longest.
+        """Begins to compile programs that run several requests in one call, for the shape that has waited longest for them.
 
         Does nothing while anything else is being compiled. Until then the requests of that shape are run one by one.
         """

@@ -1,4 +1,4 @@
-"""Sends the responses of a step to many requests at once, by array operations, where each is only a few small outputs.
+"""Sends a step's responses to many requests at once, by array operations, if each response has only a few small outputs.
 
     first response ─▶ join ─▶ send, send, ... ─▶ leave: all of them are noted at its sender and in the statistics
                                                  (it ends, is cancelled, misses a step, or its client may be behind)
@@ -42,7 +42,7 @@ class _Joined(NamedTuple):
 
 
 class _Lane:
-    """Sends each step's responses to the joined requests of one submitter (front or client), all at once, on its channel."""
+    """Sends each step's responses to the requests of one submitter (front or client) that have joined, all at once."""
 
     def __init__(self, submitter: SubmitterLink[Request], numbered: Numbered[PreparedAnswer], sizes: list[int]) -> None:
         self._submitter = submitter
@@ -62,9 +62,9 @@ class _Lane:
 
 
 class StepRows:
-    """Sends the responses of each step of a model version that runs step by step to all requests that have joined, at once.
+    """Sends each step's responses at once to all requests of a model version that have joined, instead of one by one.
 
-    ``joined[slot]`` is True where the slot's request has joined.
+    The model version runs requests step by step. ``joined[slot]`` is True where the slot's request has joined.
     """
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
@@ -87,7 +87,7 @@ class StepRows:
     def join(self, slot: int, sender: ResponseSender) -> None:
         """Has a request's next responses sent together with those of other requests, from the next step on.
 
-        Does nothing if the request does not take plain small responses, or if its client has too many bytes of them to take.
+        Does nothing if the request does not take plain small responses, or if its client is too far behind in reading them.
         """
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
@@ -159,7 +159,7 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Has requests answered separately again whose clients may have too many bytes to take; after 4096 steps, all.
+        """Has requests of clients that may be too far behind answered separately again; after 4096 steps, all requests.
 
         Returns the senders of these requests.
         """

@@ -1,4 +1,4 @@
-"""Runs stepped models: launches the insertions and steps that the planner decides on the device, and answers with the results.
+"""Runs stepped models (whose requests run in steps): launches insertions and steps on the device, and answers the requests.
 
     requests ─▶ insert ─┐                        ┌─▶ outputs of each request ─▶ responses
                         ├▶ device, in order ─▶ read: the oldest
@@ -58,7 +58,7 @@ class SteppingRuns:
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """Has each call of ``step`` run steps of a model version that runs requests step by step, as long as it has requests."""
+        """Adds a version of a stepped model to those whose steps ``step`` runs; it leaves when it has no more requests."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)
