@@ -48,7 +48,7 @@ Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
 
 
 class OutputLayout:
-    """Says where each output of a program is in the buffers that a run returns; layouts are equal only if they are one object."""
+    """Describes where each output of a program is in the buffers that a run returns. Layouts are compared by identity."""
 
     __slots__ = ("batches", "outputs", "row_byte_size")
 
@@ -72,7 +72,7 @@ class BatchOutputs(NamedTuple):
 
 
 def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
-    """Returns the layout of a program's outputs if each output is in a buffer of its own.
+    """Returns the layout of a program's outputs, each of which is in a buffer of its own.
 
     ``slots``: whether the first dimension of each array counts rows; otherwise each array is one row.
     """
@@ -85,9 +85,10 @@ def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) ->
 
 
 def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
-    """Returns a run's outputs as bytes with their layout, so that answers can be cut out of them as bytes.
+    """Returns a run's outputs as bytes with their layout, so that answers can be cut out of these bytes.
 
-    None: they have more than ``UNCUT_BYTE_SIZE`` bytes, and are to be cut as arrays, so that nothing large is copied twice.
+    None: the outputs have more than ``UNCUT_BYTE_SIZE`` bytes. They are to be cut as arrays, so that nothing large is copied
+    twice.
     """
     if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > UNCUT_BYTE_SIZE:
         return None
@@ -95,7 +96,7 @@ def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutpu
 
 
 class PlannedOutput(NamedTuple):
-    """Says where the bytes of one output are in the results of a run, and where an answer's part of them goes.
+    """Describes where the bytes of one output are in the results of a run, and where an answer's part of them goes.
 
     Row n of the batch begins at ``start + n * step`` in the results. An output in a lease of the response arena begins at
     ``start`` of the lease; its program writes all its rows there.
@@ -112,7 +113,7 @@ class PlannedOutput(NamedTuple):
 
 
 class AnswerPlan(NamedTuple):
-    """Says how answers are made from a run's outputs: everything but the bytes.
+    """Describes how answers are built from a run's outputs: everything about them but the bytes of the tensors.
 
     It holds for requests with the same prepared request (the constant part of many requests).
     """
@@ -137,7 +138,7 @@ class AnswerPlan(NamedTuple):
         return self._replace(said=numbered.number, numbered=numbered)
 
     def write(self, request: Request, made: BatchOutputs, row: int) -> AnswerRecord | None:
-        """Makes the answer to a request, and writes the outputs that go to regions. The returned record has the other outputs.
+        """Writes a request's outputs that go to regions, and returns the record of its answer, which has the other outputs.
 
         Args:
           made: the outputs of the request's batch.

@@ -96,7 +96,7 @@ def hand_over(request: Request, result: Result | None, moments: Moments | None =
 
 
 def kept(result: dict[str, Array]) -> tuple[dict[str, Array], int]:
-    """Makes a model's outputs into read-only inputs of other models, with strings as bytes.
+    """Converts a model's outputs to read-only inputs of other models, with strings as bytes.
 
     Arrays that XLA made are used where they are. Arrays that the model's own code made are copied, because that code may keep
     them and write to them again.

@@ -1,4 +1,4 @@
-"""Bounds what answers to all lanes of one user's clients may hold of a worker's memory.
+"""Bounds how much of a worker's memory the answers to one user's clients hold, on all their lanes (sockets) together.
 
 answer ─▶ segment of a lane's response arena ─▶ held until the lane gives its leases back, or ends
       ├▶ blocked: the arena is full           ─▶ held until there is room                           of all lanes of the user

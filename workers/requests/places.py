@@ -1,4 +1,4 @@
-"""Finds the places of the outputs of one answer, before anything is written.
+"""Chooses where each output of an answer is written to, before anything is written.
 
 requested region   the client's memory, after all of them are known to fit
 small              inside the record
@@ -24,7 +24,7 @@ _INLINE_TENSORS = 8
 
 @dataclass(slots=True, eq=False, repr=False)
 class Places:
-    """The places that the outputs of one request go to: its record, the response arena, or regions; ``find`` chooses them."""
+    """Where each output of a request is written: to the answer's record, the response arena (shared memory), or a region."""
 
     #: Output -> bytes, what the places were found for.
     sizes: Mapping[str, int]
@@ -42,7 +42,9 @@ class Places:
 
     @classmethod
     def find(cls, request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
-        """Finds places for outputs of these sizes in bytes, and leases response memory if needed. None: the arena is full now.
+        """Chooses places for outputs of these sizes in bytes, and reserves memory of the response arena if needed.
+
+        None: the arena is full now.
 
         Args:
           inline_byte_size: the most bytes of an output that goes into the answer's record.
@@ -101,15 +103,15 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Leaves leased response memory to the submitter. Returns the lease's key, which the answer must name; None: no lease.
+        """Passes the lease (reserved memory of the response arena) on to the submitter, who gives it back later by its key.
 
-        The submitter gives the lease back later, by this key.
+        Returns the key, which the answer must name; None: there is no lease.
         """
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 
     def release(self) -> None:
-        """Gives the leased response memory back, because no output was written to it. Idempotent."""
+        """Frees the reserved memory of the response arena, because no output was written to it. Idempotent."""
         if self.lease is not None:
             self.lease.release()
 

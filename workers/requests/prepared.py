@@ -172,7 +172,7 @@ def validate(
     regions: RegionTable | LaneSegments,
     now_ns: int,
 ) -> Request:
-    """Makes a validated request from its record and its preparation.
+    """Validates a received request, and returns it.
 
     Args:
       own: the request's record: what differs from request to request.
@@ -267,7 +267,7 @@ def _chosen(own: RequestRecord, version: ModelVersion) -> str | None:
 
 
 def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion) -> bool:
-    """Returns whether a request's answers shall name their parameter set; never of a model that has no parameter sets.
+    """Returns whether a request asks that answers name their parameter set; False if the model has no parameter sets.
 
     Raises InvalidArgument: the request parameter that asks for this is no boolean, or the name of a set was given as a request
     parameter: it has a field of its own.
@@ -322,7 +322,9 @@ def validate_inner(
     sink: Sink,
     origin: Request | None = None,
 ) -> InnerRequest:
-    """Makes a validated request that comes from inside the worker. Its tensors are arrays that nobody writes to: none is copied.
+    """Validates a request from inside the worker (of a model or of an ensemble's step), and returns it.
+
+    Its tensors are arrays that nobody writes to: none is copied.
 
     Args:
       prepared, own: all but inputs and outputs: model, parameters and such; and id, priority, timeout, sequence.

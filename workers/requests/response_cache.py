@@ -60,7 +60,7 @@ class Question(NamedTuple):
     def of(
         cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: object = None
     ) -> Question:
-        """Makes the question for a request with these input tensors to one load (one loading) of a model version.
+        """Returns the question for a request with these input tensors to one load (one loading) of a model version.
 
         Refers to the tensors' memory, and copies nothing.
 

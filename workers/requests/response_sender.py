@@ -76,7 +76,7 @@ def describe(
 
 
 class ResponseKind:
-    """Small responses of one model version to one submitter that have the same output datatypes and shapes."""
+    """Describes small responses of one model version to one submitter that all have the same output datatypes and shapes."""
 
     __slots__ = ("_pieces", "described", "numbered")
 
@@ -225,7 +225,7 @@ class Taker(Protocol):
 
 
 class Nobody:
-    """Drops the responses to a warm-up sample, which has no client; raises an error among them in the thread that sends it."""
+    """Drops the responses to a warm-up sample, which has no client; if one is an error, raises it in the thread that sends it."""
 
     max_ahead = 1
 
@@ -326,11 +326,12 @@ class ResponseSender:
             self.began_ns = self.last_ns = now_ns
 
     def send(self, result: Result | None, final: bool = False, wait: bool | None = None) -> None:
-        """Sends a response; ``final``: it is the last. None with ``final``: only the mark that there is no further one.
+        """Sends a response to the request, or only the mark that no further one follows.
 
         Args:
           result: the outputs in the client's shapes, a dict that the caller must not use any more; or an error, after which more
-            responses may follow.
+            responses may follow; or None, with ``final``: only the mark.
+          final: whether no further response follows.
           wait: whether to wait while the client is slow; None: wait unless this thread runs an event loop. If ``send`` does not
             wait, a client that is far too slow has its request ended with an error.
         Raises: SenderClosed: the final mark was sent before.
@@ -384,7 +385,7 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Undoes one ``hold``. Without holders an unfinished request ends with an error, unless its model is to run again."""
+        """Undoes one ``hold``; after the last one an unfinished request ends with an error, unless its model is to run again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)
@@ -392,9 +393,9 @@ class ResponseSender:
             self.fail(Internal(NOT_COMPLETED))
 
     def released(self, again: bool) -> bool:
-        """Notes that the model's function has returned. Returns whether a caller of ``hold`` may still answer the request.
+        """Notes that the model's function has returned. Returns whether code of the model may still answer the request.
 
-        That is one who has not called ``let_go`` yet.
+        It may if it has called ``hold`` and not yet ``let_go``.
 
         Args:
           again: whether the model is to run on the request again.
@@ -446,7 +447,7 @@ class ResponseSender:
     def when_room(self, call: Callable[[], None]) -> bool:
         """Has the loop call ``call`` one time: when the client has taken enough for more to be sent, or when the request ends.
 
-        Returns: False if more can be sent now; ``call`` is then not called.
+        Returns: whether ``call`` will be called; False: more can be sent now.
         """
         self._on_room.append(call)
         if self.is_full:

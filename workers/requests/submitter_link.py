@@ -1,4 +1,4 @@
-"""A worker's end of the connection to one submitter: the lane, the requests in flight, and the answers that wait for room.
+"""A worker's end of the connection to one submitter (front or client): lane (socket), requests in flight, waiting answers.
 
 Owned by the worker's loop. When the lane ends, so do its requests: nobody is there to take the answers.
 """
@@ -46,7 +46,7 @@ class BlockedAnswer(Generic[R]):
 
 
 class SubmitterLink(Generic[R]):
-    """Connects a worker with one submitter: its lane, its requests in flight, and the answers that wait for room.
+    """Connects a worker with a submitter (front or client): its lane (socket), requests in flight, and waiting answers.
 
     ``peer`` is the number that the supervisor gave the submitter's process; request ids are unique per submitter.
     """
@@ -129,7 +129,7 @@ class SubmitterLink(Generic[R]):
 
     @property
     def returns(self) -> int:
-        """How many leases on this lane's response arena were given back so far; for a client, on all arenas of the same user."""
+        """How many leases (pieces of the response arena) were given back so far; for a client, by all clients of its user."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     def count_waiting(self) -> None:
@@ -143,7 +143,7 @@ class SubmitterLink(Generic[R]):
             self._waiting_byte_size = waiting
 
     def flush_soon(self) -> None:
-        """Has the loop flush the lane, which sends what is queued there, in this iteration; once however often this is called."""
+        """Has the loop send what is queued on the lane (socket) in this iteration; several calls have the effect of one."""
         if not self.unflushed:
             self.unflushed = True
             self._due.append(self)

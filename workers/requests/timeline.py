@@ -1,4 +1,4 @@
-"""Records when a sampled request was where in the worker, the spans of its model's code, and at level TENSORS its tensors.
+"""Records a traced request's times in the worker, the spans of its model's code, and at trace level TENSORS its tensors.
 
 Requests that are not sampled have no timeline. Source: Triton docs/user_guide/trace.md.
 """
@@ -96,7 +96,7 @@ class RequestTimeline:
         return next((span for span in reversed(self._spans) if not span.ended_ns), None)
 
     def open(self, span: Span) -> bool:
-        """Adds a span of the model's code; for any thread. Returns False if the request has as many spans as are reported."""
+        """Adds a span of the model's code; for any thread. Returns whether it did; False: the request has too many spans."""
         if len(self._spans) >= MAX_SPANS:
             return False
         self._spans.append(span)
@@ -156,7 +156,7 @@ class RequestTimeline:
 
 
 def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Makes the timeline of a request that is traced, with the moment at which it was queued.
+    """Returns the new timeline of a traced request, with the moment at which it was queued.
 
     Args:
       own: the request's record.

@@ -1,4 +1,4 @@
-"""Tells a loop which of its parts to ask for work in an iteration, by a heap of due times and a list of parts that have work.
+"""Schedules which parts of a loop are asked for work in an iteration: those that have work now, and those whose time has come.
 
     put(part, when)   ─▶ heap ─the time has come─▶ take ─▶ the loop asks the part, which says when it is due next
     wake(part)        ─▶ list ─────at once───────▶
@@ -20,7 +20,7 @@ NEVER = sys.maxsize
 
 
 class Agenda(Generic[P]):
-    """Tells a loop which of its parts (objects that it can ask for work) have work now, and when the others will have work."""
+    """Schedules the parts of a loop (objects that it asks for work): which have work now, and when to ask each other one."""
 
     __slots__ = ("_due", "_heap", "_number", "due_ns", "woken")
 

@@ -40,7 +40,7 @@ class BatchRules:
 
 
 class Company(NamedTuple):
-    """Says how requests of one key wait for others, if that is simple: as long as the oldest may, or until they are enough."""
+    """How requests that can share a batch wait for each other: until they have ``full`` rows, or the oldest's delay is over."""
 
     #: How long the oldest request may wait.
     delay_ns: int
@@ -90,9 +90,9 @@ class DynamicBatcher(QueuePlanner[W]):
         return self._limit(key) if self._rules.joins and not self._rules.delay_ns else 0
 
     def company(self, key: Hashable) -> Company | None:
-        """Returns how requests with this batching key wait for others.
+        """Returns how requests with this batching key wait for others that share a batch with them.
 
-        None: they do not, or there are several preferred sizes.
+        None: they do not wait, or there are several preferred sizes.
         """
         preferred, limit = self._rules.preferred, self._limit(key)
         if not self.delays or len(preferred) > 1:

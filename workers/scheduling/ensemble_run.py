@@ -106,7 +106,7 @@ class EnsembleRun(Generic[T]):
                 del self._open[key]  # type: ignore[arg-type]
 
     def worked_on(self, step: int) -> int:
-        """Returns how many answers of a streaming step (one of any number of answers) are in use: steps run on or need them."""
+        """Returns how many answers of a streaming step (one of any number of answers) later steps work on or still need."""
         held = {at for tensor, at in self._values if self._graph.origin.get(tensor) == step}
         return len(held | {at for origin, at in self._open if origin == step})
 

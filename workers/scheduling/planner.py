@@ -55,10 +55,9 @@ class Planner(Protocol[P]):
 
     @property
     def arrived(self) -> Callable[[P], Replacement[P] | None]:
-        """A function that queues a request. It returns the discarded request and the newer one if one replaces the other.
+        """A function that queues a request. It returns a ``Replacement`` if a newer request replaces an older one, else None.
 
-        Otherwise it returns None. It raises InvalidArgument: the request fits no sequence; Unavailable: there is no room. Then
-        nothing has changed.
+        It raises InvalidArgument: the request fits no sequence; Unavailable: there is no room. Then nothing has changed.
         """
 
     def cancelled(self, request: P) -> list[tuple[P, ServingError]]:
@@ -88,10 +87,10 @@ class Planner(Protocol[P]):
         """Removes and returns the requests of a free instance's next batch; empty if no batch is due."""
 
     def done(self, requests: Iterable[P], now_ns: int) -> None:
-        """Tells the planner that requests have run, successfully or not: the next ones of their sequences may run."""
+        """Marks requests as run, successfully or not: the next ones of their sequences may run."""
 
     def dropped(self, request: P, now_ns: int) -> list[tuple[P, ServingError]]:
-        """Tells the planner that a request that ``take`` returned will never run.
+        """Drops a request that ``take`` returned and that will never run.
 
         Returns requests that fail because of that, such as later ones of its sequence, each with its error.
         """

@@ -173,8 +173,8 @@ class RequestQueue(Generic[W]):
     def push(self, request: W) -> Replacement[W] | None:
         """Appends a request, or puts it into the place of the waiting request with the same replace key.
 
-        Returns: the discarded request and the newer one, if there were two of one replace key; ``request`` itself is discarded
-        where the waiting one arrived later. Else None.
+        Returns: the discarded request and the newer one, if two had the same replace key; else None. ``request`` itself is
+        discarded if the waiting one arrived later.
         Raises: Unavailable: the queue is full; then nothing has changed.
         """
         if request.replace_key or self._rules.replaces:
@@ -226,7 +226,7 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Inserts a request into a line, before those of its batching key with a higher ``sequence`` (place in the queue).
+        """Inserts a request into a line (requests of one level), before those of its batching key with a higher ``sequence``.
 
         ``number``: of the line: 2 * (level - 1) for a level's requests that are on time, one more for its late ones.
         """
@@ -350,7 +350,7 @@ class RequestQueue(Generic[W]):
         return taken
 
     def remove(self, request: W) -> bool:
-        """Removes a request from the queue. Returns False if it does not wait in the queue."""
+        """Removes a request from the queue. Returns whether it was there."""
         if request.line < 0:
             return False
         line = self._lines[request.line]
@@ -374,7 +374,7 @@ class RequestQueue(Generic[W]):
             heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
-        """Removes and returns expired requests, to be refused; those whose policy allows delay move behind the others instead."""
+        """Removes and returns the expired requests; those that may be delayed are queued again instead, behind the others."""
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:
             *_, request = heapq.heappop(self.expiries)
@@ -422,7 +422,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, OrderedDict[int, W]], key: Hashable) -> None:
-        """Removes a batching key that has no more requests from a line, and the line itself if it is empty and not line 0.
+        """Removes a batching key without requests from a line (requests of one level), and the line if empty and not line 0.
 
         ``number``: of the line (``line``): 2 * (level - 1) for a level's requests that are on time, one more for its late ones.
         """
@@ -529,8 +529,8 @@ class ParkedRequests(Generic[W]):
     def add(self, request: W) -> Replacement[W] | None:
         """Appends a request that has just arrived, or puts it into the place of the one with the same replace key.
 
-        Returns: the discarded request and the newer one, if there were two of one replace key; ``request`` itself is discarded
-        where the other one arrived later. Else None.
+        Returns: the discarded request and the newer one, if two had the same replace key; else None. ``request`` itself is
+        discarded if the other one arrived later.
         Raises: Unavailable: as many requests are held as may wait in the queue.
         """
         at = self._at.get(request.replace_key)

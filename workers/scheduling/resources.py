@@ -71,7 +71,7 @@ class Resources(Generic[A]):
     def ask(self, asker: A) -> bool:
         """Asks for the resources of an instance that wants to run.
 
-        Returns True if it holds them now; otherwise it waits until ``give_back``, ``withdraw`` or ``remove`` of another instance
+        Returns whether it holds them now; False: it waits until ``give_back``, ``withdraw`` or ``remove`` of another instance
         returns it.
         """
         self._waiting[asker] = None

@@ -56,7 +56,7 @@ S = TypeVar("S", bound=Sequenced)
 
 @dataclass(slots=True, eq=False, repr=False)
 class LiveSequence(Generic[S]):
-    """One sequence, from its admission until its slot is given to another one."""
+    """A sequence (requests of one correlation id), from its first request until it has run and its slot is free again."""
 
     correlation_id: int | str
     #: Tells sequences of one id apart; a later one has a higher number.
@@ -97,9 +97,9 @@ def state_lost(correlation_id: int | str, model: str) -> Unavailable:
 
 
 class IterativeIds:
-    """Makes correlation ids for requests without one to an iterative model version (Triton's term).
+    """Generates correlation ids for requests to an iterative model version that have none.
 
-    Such a model may ask to run a request again, so each of its requests is a sequence, which is batched like any other.
+    An iterative model (Triton's term) may ask to run a request again, so each of its requests is a sequence.
     """
 
     def __init__(self) -> None:

@@ -117,9 +117,9 @@ class SequenceBatcher(Generic[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """Makes a sequence known to its instance's strategy, for the next batches, if its first waiting request may run.
+        """Has the next batches include a sequence's first waiting request, if that may run now.
 
-        None: does nothing.
+        ``live``: None: nothing is done.
         """
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:

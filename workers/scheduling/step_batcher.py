@@ -1,4 +1,4 @@
-"""Decides which requests of a stepped model have a slot, and which of them take part in the next step.
+"""Decides which requests of a stepped model (which runs them in steps) get a slot, and which take part in the next step.
 
 Pure: the batcher knows neither the device nor the time. ``tensord.workers.dispatch.stepping`` runs what it decides and reports
 the results.
@@ -45,7 +45,7 @@ class StepRules:
 
 @dataclass(slots=True, eq=False)
 class SlotHolder(Generic[W]):
-    """A request that has a slot of a stepped model, which runs all its slots' requests step by step, and its steps so far."""
+    """A request that has a slot of a stepped model (which runs requests step by step), and the number of its steps so far."""
 
     request: W
     number: int
@@ -58,7 +58,7 @@ class SlotHolder(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """One step of a model that runs requests step by step: which take part, for which it is the last, which slots do not."""
+    """One step of a stepped model: the requests that take part, those for which it is the last step, and slots to leave out."""
 
     #: Requests that take part, and slots for which it is the last step.
     holders: Sequence[SlotHolder[W]]
