@@ -112,7 +112,7 @@ class Control:
         self._running: dict[tuple[str, int], deque[_Running]] = {}
 
     def handle(self, record: Any, fds: list[int]) -> None:
-        """Carries out a record from the supervisor, and closes those of its descriptors ``fds`` that are not needed any more.
+        """Carries out a record (message) from the supervisor, and closes the descriptors in ``fds`` that are not kept.
 
         Raises InvalidArgument on an unexpected record.
         """
@@ -293,7 +293,7 @@ class Control:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Refuses records that came without their file descriptors, because this process has as many files open as it may.
+        """Refuses records (messages) that came without their file descriptors, because this process has too many open files.
 
         ``lost``: has these records. A call is answered with Unavailable; a client's lane (its channel to this worker) is
         reported as closed (LaneClosed).

@@ -32,7 +32,7 @@ N = TypeVar("N", bound=Hashable)
 
 
 def path(call: ModelCall) -> list[str]:
-    """Returns the names of the models on the way to a call, from the client's request to the model that makes the call."""
+    """Returns the names of the models in the chain of calls from the client's request to the model that makes this call."""
     names = [call.caller.port.name]
     request: Request | None = next(iter(call.requests), None)
     while isinstance(request, InnerRequest) and request.origin is not None:

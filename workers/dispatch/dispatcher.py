@@ -317,7 +317,7 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------------------- running
 
     def run_due(self, now_ns: int) -> int | None:
-        """Does the work of one loop iteration: runs due batches of one model and steps, and gives batches to instances' threads.
+        """Does the work of one loop iteration: runs steps and the due batches of one model, and gives batches to other threads.
 
         Returns: the time by which to call this again (``now_ns`` or earlier: at once); None: not before the next event.
         """

@@ -488,7 +488,7 @@ def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: dict[str, Region]) -> int:
-    """Returns the memory address of a tensor in a region; 0 if the tensor is not in a region but in the record itself.
+    """Returns the memory address of a tensor in a region; 0: the tensor came inside the request's record (message).
 
     Raises InvalidArgument: the place is not completely inside the region.
     """

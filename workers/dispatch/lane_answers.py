@@ -43,7 +43,7 @@ class LaneAnswers:
             self._failed(submitter, error, request.version.name, request.client_id)
 
     def rejected(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
-        """Counts the error that answers a record which could not be turned into a request."""
+        """Counts an error that answers a received record (message) which is no valid request."""
         if submitter.segments is None:
             return
         prepared = record.prepared

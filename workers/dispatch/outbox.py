@@ -46,7 +46,7 @@ _MAX_BLOCKED = 4
 
 
 class Outbox:
-    """Sends the answers of one worker to fronts and clients; answers that find no room in the response arena wait here.
+    """Sends one worker's answers to fronts and clients; those that find no room in the response arena (shared memory) wait.
 
     Only the thread of the worker's loop uses it.
     """
@@ -115,7 +115,7 @@ class Outbox:
         self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
 
     def reject(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
-        """Answers a received record that could not be turned into a request with the error that was found in it."""
+        """Answers a received record (message), which is no valid request, with the error that was found in it."""
         submitter.answer(failure(record.request_id, error))
         self.lane_answers.rejected(submitter, record, error)
 
@@ -248,7 +248,7 @@ class Outbox:
         return plan
 
     def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
-        """Answers a request with a result, or queues the answer until there is room for it in the response arena.
+        """Answers a request with a result, or queues the answer until the response arena (shared memory) has room for it.
 
         Returns what the client gets: the result, or the error that it gets instead because the result cannot be sent.
 
@@ -313,7 +313,7 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | bool:
-        """Queues an answer until there is room for it in the response arena.
+        """Queues an answer until the response arena (shared memory) has room for it.
 
         Returns True if it was queued; an error: to answer with instead, as too many bytes of answers to the submitter wait.
         """
@@ -341,7 +341,7 @@ class Outbox:
         return Unavailable(_describe_full(request.submitter, byte_size))
 
     def hold(self, request: Request) -> bool:
-        """Holds a request back from running if too many bytes of answers to its submitter wait for room in the response arena.
+        """Holds a request back from running if too many bytes of answers to its submitter wait to be sent.
 
         It is held only if a large answer of the same model and shapes is among them, or of the same model if that answers in
         order. Returns whether the request is held; ``retry`` returns it when it may run.

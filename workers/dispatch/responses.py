@@ -44,7 +44,7 @@ _Sent = tuple[Sent, bool, int]
 
 
 class Responses:
-    """Sends the responses of the streaming models of one worker; those that find the response arena full wait here."""
+    """Sends the responses of one worker's streaming models; those that find the response arena (shared memory) full wait."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Responses:
 
     @staticmethod
     def check_taken(request: Request, byte_size: int) -> None:
-        """Checks how many bytes of responses a client says it has taken. Raises InvalidArgument: fewer were sent to it."""
+        """Checks a client's message that it has taken ``byte_size`` bytes. Raises InvalidArgument: fewer were sent to it."""
         sender = request.version.senders.get(request)
         if sender is None:
             return
@@ -200,7 +200,7 @@ class Responses:
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Counts the next response to a request from inside the worker as taken by who made it, so that more may be sent."""
+        """Counts the next response to a request made inside the worker as taken, so that the request's model may send more."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
@@ -341,7 +341,7 @@ class Responses:
         return 0 if final else response_byte_size(record.contents)
 
     def _place_small(self, sender: ResponseSender, result: dict[str, Array], final: bool) -> int:
-        """Queues a response whose small tensors fit into its record. Returns its bytes; 0: nothing was done, it does not fit."""
+        """Queues a response if its tensors fit into its record (message). Returns its bytes; 0: they do not, it is not queued."""
         request = sender.request
         if (
             not sender.plain

@@ -1,4 +1,4 @@
-"""Compiles programs for input shapes that no bucket covers, in a thread, while the requests of these shapes are parked.
+"""Compiles programs for input shapes that no bucket covers, in a thread, while requests of these shapes are parked (wait).
 
 batch without an executable ─▶ parked ─▶ compiler's thread ─▶ adopted ─▶ its requests wait again, ahead of later ones
                                                                 └─ few calls do more: a program for several requests, when nothing

@@ -1,1 +1,1 @@
-"""Clients' memory as a worker uses it: mappings, leases, and which objects may be used and how."""
+"""Shared memory of clients as a worker uses it: what may be used and how, how it is mapped, and which requests use it."""

@@ -115,7 +115,7 @@ class LaneSegments(ArenaMap):
         return region
 
     def view(self, place: Slice) -> memoryview:
-        """Always raises InvalidArgument: unlike a front, a client has no request arena that a place could be in."""
+        """Always raises InvalidArgument: unlike a front, a client has no request arena (shared memory) with inputs."""
         raise InvalidArgument(
             f"{place.byte_size} bytes are said to lie in an arena; a client's tensors are in its records or in regions"
         )

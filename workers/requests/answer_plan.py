@@ -168,7 +168,7 @@ class AnswerPlan(NamedTuple):
 
 
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
-    """Plans how requests like this one are answered: each output goes into the record, or into a region that the request names.
+    """Plans the answers to requests like this one: each output goes into the answer's record (message), or into a region.
 
     ``layout``: where each output is in a run's results. ``inline_byte_size``: the most bytes that all outputs of an answer may
     have.
@@ -216,7 +216,7 @@ class AnswerRows:
         self._rows[:, self._id_at : self._id_at + 8] = np.array(request_ids, ">u8").view(np.uint8).reshape(-1, 8)
 
     def records(self, contents: Array) -> list[bytes]:
-        """Returns a record for each request.
+        """Returns an encoded answer for each request.
 
         ``contents``: the bytes of each request's outputs one after the other, UINT8[requests, size].
         """
@@ -230,7 +230,7 @@ class AnswerRows:
 
 
 def answer_pieces(number: int, sizes: Sequence[int]) -> tuple[bytes, int, list[bytes]]:
-    """Returns the parts of an answer's record that stay the same, whatever its outputs contain.
+    """Returns the parts of an answer's record (encoded message) that stay the same, whatever its outputs contain.
 
     Args:
       number: the number of the prepared answer (the constant part of many answers, sent once).

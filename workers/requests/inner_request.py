@@ -79,7 +79,7 @@ class InnerRequest(Request):
 
 
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
-    """Passes a response to the sink of a request that was made inside the worker: the function that takes its responses.
+    """Passes a response to the sink (the function that receives responses) of a request that was made inside the worker.
 
     Does nothing once the request had its last response.
 

@@ -67,7 +67,7 @@ class Places:
         return None if needed and lease is None else cls(sizes, in_regions, offsets, lease)
 
     def in_arena(self, name: str) -> Slice | None:
-        """Returns an output's place in the response arena, or None if the output goes into the record or a region."""
+        """Returns an output's place in the response arena (shared memory); None: it goes into the record or a region."""
         at = self.offsets.get(name)
         if at is None or self.lease is None:
             return None

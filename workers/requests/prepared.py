@@ -551,7 +551,7 @@ def _contents(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> list[Content]:
-    """Returns the bytes of each input in the request's order, and leases the regions they lie in (appended to ``leased``).
+    """Returns the bytes of each input in the request's order, and leases (keeps open) their regions: adds them to ``leased``.
 
     Raises: ServingError: a region is unknown, or a place is not inside its region.
     """
@@ -671,7 +671,7 @@ def _outputs(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> dict[str, RequestedOutput]:
-    """Returns the requested outputs by name, and leases the regions that they go to (appended to ``leased``).
+    """Returns the requested outputs by name, and leases (keeps open) their regions: adds them to ``leased``.
 
     Raises: ServingError: an output is unknown or requested twice, or its region is unknown or too small.
     """

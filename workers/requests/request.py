@@ -176,7 +176,7 @@ class Request(Sequenced):
 
     @property
     def small(self) -> bool:
-        """True if all input tensors came inside the request's record."""
+        """True if all input tensors came inside the request's record (message), and none in shared memory."""
         return self.contents is not None and not [one for one in self.contents.values() if type(one) is not bytes]
 
     @property
@@ -201,7 +201,7 @@ class Request(Sequenced):
         return msgspec.structs.replace(answer, timing=(ran[0], ran[1], ran[2] + self.copied_byte_size))
 
     def leased(self, name: str) -> AnyRegion:
-        """Returns the region that had this name when the request was validated, and that the request has leased since then.
+        """Returns the region of this name that the request leases (keeps open) since it was validated.
 
         By now the name may be free, or stand for another region.
         """
@@ -211,7 +211,7 @@ class Request(Sequenced):
         raise AssertionError(f"no lease on region '{name}'")
 
     def release(self) -> None:
-        """Ends the request's leases on client regions. Idempotent."""
+        """Ends the request's leases: it no longer keeps clients' regions open. Idempotent."""
         for region in self.regions:
             region.unlease()
         self.regions = []

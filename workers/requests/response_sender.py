@@ -127,7 +127,7 @@ class ResponsesAlike:
         ]
 
     def join(self, contents: Iterable[bytes]) -> bytes:
-        """Returns the record of a response with outputs of these datatypes and shapes.
+        """Returns the encoded record (message) of a response with outputs of these datatypes and shapes.
 
         ``contents``: the bytes of each output, in the order of ``ResponseKind.described``.
         """
@@ -137,7 +137,7 @@ class ResponsesAlike:
         return b"".join(pieces)
 
     def record(self, result: Mapping[str, Array]) -> bytes | None:
-        """Returns the record of a response, or None if its outputs have other datatypes or shapes."""
+        """Returns the encoded record (message) of a response, or None if its outputs have other datatypes or shapes."""
         if len(result) != self._count:
             return None
         pieces = [self._head]
@@ -200,7 +200,7 @@ Sent = Result | EncodedResponses | None
 
 
 class Taker(Protocol):
-    """Interface of what receives a sender's responses.
+    """The interface of an object that receives a sender's responses.
 
     ``dispatch.responses`` passes them to the client, ``Nobody`` drops them.
     """
@@ -498,7 +498,7 @@ class ResponseSender:
         request.version.statistics.responded_more(self, len(records), now_ns)
 
     def ahead(self, byte_size: int) -> None:
-        """Counts bytes that the loop itself has sent to the client as not yet taken by it."""
+        """Adds bytes that the worker's loop has sent to those that the client has not taken yet."""
         self._posted += byte_size
 
     @property
@@ -507,7 +507,7 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Counts the bytes of a response that the loop itself sends, without waiting for room, as not yet taken by the client.
+        """Adds the bytes of a response that the loop sends, without waiting, to those that the client has not taken yet.
 
         Returns how many bytes these are.
         """

@@ -149,7 +149,7 @@ class SubmitterLink(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the ``ResponseKind`` of small responses with these output datatypes and shapes; makes it if it is new.
+        """Returns the ``ResponseKind`` of small responses with these output datatypes and shapes; creates it if it is new.
 
         ``version``: the number of the model version. ``final``: whether no further responses follow.
         """
@@ -164,7 +164,7 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the ``ResponseKind`` of small responses with these outputs that are not a request's last; None: none was made.
+        """Returns the ``ResponseKind`` of small responses, not the last of a request, with these outputs; None: there is none.
 
         For any thread. ``version``: the number of the model version.
         """
