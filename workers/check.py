@@ -46,7 +46,7 @@ class Apart:
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Does nothing, and returns what the daemon answers to an operation that succeeds: b"true" for ModelReady, else b"".
+        """Returns, without doing anything, what the daemon answers on success: b"true" to ModelReady, else b"".
 
         Raises: Unavailable: the operation loads or unloads a model, and the server does not do that on request.
         """

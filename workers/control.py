@@ -314,7 +314,6 @@ class Control:
 
         A model without that function is ready.
 
-
         Raises NotFound: the model is not served here.
         """
         found = self._models.find(operation.name, operation.version).loaded.is_ready_calls

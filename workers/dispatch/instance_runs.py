@@ -152,7 +152,7 @@ def _count_ahead(version: ModelVersion) -> None:
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
-    """Calls ``answer`` at once, or, if the model answers in order, after the answers to everything taken earlier.
+    """Calls ``answer`` at once; if the model answers in order, after the answers to all requests that left the queue earlier.
 
     Args:
       taken: the execution or request that was noted in ``version.order`` when it was taken from the queue.

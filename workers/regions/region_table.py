@@ -325,9 +325,9 @@ class RegionPolicy:
         )
 
     def check(self, request: RegisterSystemRegion, found: os.stat_result) -> None:
-        """Raises InvalidArgument if the owner's shared memory may not be registered, or if the client may not use it.
+        """Checks that a client may register this shared memory: its owner is allowed, and the client may use it.
 
-        ``found``: the status of the shared memory object: its owner, group and mode.
+        Raises InvalidArgument if not. ``found``: the status of the shared memory object: its owner, group and mode.
         """
         welcome = found.st_uid in self._owners or (_group_may(found) and found.st_gid in self._groups)
         if not welcome:

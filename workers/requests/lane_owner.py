@@ -35,7 +35,7 @@ class LaneOwner(Budget):
         return not self.submitters
 
     def check(self) -> None:
-        """Raises Unavailable if answers to this user hold as many bytes as they may, so that no further request is accepted."""
+        """Checks that the user may send a further request. Raises Unavailable: answers to the user hold all bytes they may."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size:
             raise Unavailable(

@@ -299,7 +299,7 @@ def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
 
 
 def _check_replace_key(own: RequestRecord) -> None:
-    """Raises InvalidArgument: the replace key (to replace a waiting request) is too long, or the request is of a sequence."""
+    """Checks a request's replace key. Raises InvalidArgument: the key is too long, or the request is of a sequence."""
     size = len(own.replace_key.encode())
     if size > MAX_REPLACE_KEY:
         raise InvalidArgument(
@@ -426,7 +426,7 @@ def _check(
 
 
 def _check_shapes(prepared: PreparedRequest, own: RequestRecord) -> None:
-    """Raises InvalidArgument if a shape among the inputs of ``prepared`` is malformed. ``own``: names the request in the error.
+    """Checks the inputs' shapes. Raises InvalidArgument: one is malformed. ``own``: names the request in the error.
 
     Fronts check this before they send; clients with a lane may not have.
     """
@@ -437,9 +437,9 @@ def _check_shapes(prepared: PreparedRequest, own: RequestRecord) -> None:
 def _check_names(
     inputs: Sequence[PreparedTensor], prepared: PreparedRequest, own: RequestRecord, signature: Signature
 ) -> None:
-    """Raises InvalidArgument unless all required inputs of the model are given, none twice, and none that it does not have.
+    """Checks that all required inputs of the model are given, none twice, and none that the model does not have.
 
-    ``prepared``, ``own``: the constant part and the record of the request, for the error message.
+    Raises InvalidArgument if not. ``prepared``, ``own``: the constant part and the record of the request, for the error message.
     """
     given = [tensor.name for tensor in inputs]
     seen: set[str] = set()

@@ -87,13 +87,13 @@ class Expiries(Generic[S]):
 
 
 class Slots:
-    """Gives the sequences of one model version the slots in which they run, over all its instances, and takes the slots back.
+    """Allocates slots, in which sequences of one model version run, over all of its instances, and frees them again.
 
     There may be more slots than memory could list, so only those that were ever used are listed.
     """
 
     def __init__(self, of_each: int, instances: int) -> None:
-        """Makes ``of_each`` free slots for each of ``instances`` instances."""
+        """Creates ``of_each`` free slots for each of ``instances`` instances."""
         self._instances = instances
         #: How many slots there are, and how many are free.
         self.count = self.free = of_each * instances
@@ -462,7 +462,7 @@ class SequenceTable(Generic[S]):
         return min(moments, default=0)
 
     def silent_ns(self, now_ns: int) -> int:
-        """Returns a time (ns) before which no sequence can have been silent too long, whatever requests come until then."""
+        """Returns the earliest time (ns) at which any sequence may have got no request for too long."""
         return next(iter(self._idle.values()), now_ns) + self._rules.idle_ns
 
     # ----------------------------------------------------------------------------------------------------------- looking

@@ -106,7 +106,7 @@ def _number(live: LiveSequence[S]) -> int:
 
 
 class OldestBatcher(Generic[S]):
-    """Makes one instance's batches for Triton's strategy "oldest": of the oldest requests of its sequences that may run now.
+    """Makes one instance's batches for Triton's strategy "oldest": of those requests of its sequences that have waited longest.
 
     They are batched like those of a model without sequences (``DynamicBatcher``).
     """

@@ -81,7 +81,7 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
 def batch_input(
     spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[Request]
 ) -> Array:
-    """Makes a batch input: an array that describes the requests of a batch, such as how many elements each has.
+    """Computes a batch input: an array that describes the requests of a batch, such as how many elements each has.
 
     Args:
       spec: the batch input.
