@@ -1,4 +1,4 @@
-"""Reads the memory control groups that hold this process: what each allows, has left, and how many processes it was killed.
+"""Reads the memory control groups that hold this process: each group's limit, the memory left, and its kills for want of memory.
 
 A container's group is one, and a service with ``MemoryMax=``; each group also keeps to the limits of all groups around it. Both
 versions of control groups are read. Source: the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
@@ -17,7 +17,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class _Names(NamedTuple):
-    """Names of a memory control group's files, and of the lines of its ``memory.stat`` counting page cache and shared memory."""
+    """Names of a memory control group's files, and of the lines in ``memory.stat`` that count page cache and shared memory."""
 
     limit: str
     used: str
@@ -74,7 +74,7 @@ class MemoryGroup:
         return None
 
     def _lines(self, name: str) -> dict[str, int]:
-        """Returns name -> number from a file of the group that has a name and a number in each line. ``name``: the file's."""
+        """Reads a file of the group with a name and a number in each line; returns name -> number. ``name``: the file's name."""
         found: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for line in (self.folder / name).read_text().splitlines():
@@ -85,7 +85,7 @@ class MemoryGroup:
 
 
 def memory_groups() -> list[MemoryGroup]:
-    """Returns the memory control groups that may hold this process, the innermost first, then those around it up to the root.
+    """Returns the memory control groups of this process: the innermost one first, then each group around it, up to the root.
 
     Within a container the kernel may give the group's path on the host, which does not exist in the container; the container's
     own group is the root then. A group that does not exist has no limit, and counts nothing.

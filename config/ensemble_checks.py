@@ -1,7 +1,7 @@
 """Checks the parts of an ensemble's configuration that can be checked without its members, with Triton's messages.
 
-``ensemble_graph`` checks it against its members. An ensemble tensor is an input of the ensemble or an output of one of its steps;
-exactly one writes it, and at least one step reads it or the ensemble returns it.
+``ensemble_graph`` checks it against its members. An ensemble tensor is either an input of the ensemble or an
+output of exactly one step; at least one step reads it, or the ensemble returns it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_ensemble(message: ModelConfig) -> bool:
 
 
 def check(message: ModelConfig) -> None:
-    """Raises InvalidArgument for the first mistake in an ensemble's configuration that shows without those of its members."""
+    """Raises InvalidArgument for the first mistake in an ensemble's configuration; the members' configurations are not needed."""
     name, steps = message.name, message.ensemble_scheduling.step
     if not message.HasField("ensemble_scheduling"):
         raise InvalidArgument(f"ensemble scheduling must be set for ensemble {name} whose platform is {PLATFORM}")
@@ -111,7 +111,7 @@ def _reachable(message: ModelConfig, given: list[str]) -> Iterator[str]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Returns an ensemble tensor without which the step that writes ``tensor`` cannot run; "": no step writes ``tensor``.
+    """Returns an input that the step which writes ``tensor`` needs and that no step can write; "": no step writes ``tensor``.
 
     ``written``: tensor -> number of the step that would write it; ``made``: the tensors that can be written, and the inputs.
     """

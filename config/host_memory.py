@@ -1,4 +1,4 @@
-"""Sizes of the daemon's own memory as parts of the memory that the host has, for keys that are "auto".
+"""Default sizes of the daemon's memory, as fractions of the host's memory, for configuration keys that are "auto".
 
 The host's memory is what its kernel has, or what the control groups of this process allow where that is less: a container, or a
 service with ``MemoryMax=``.
@@ -15,7 +15,7 @@ _GIB = 1 << 30
 
 
 def arena_byte_size() -> int:
-    """Returns the default limit of all bytes of one arena: a 64th of the host's memory, between 1 and 16 GiB."""
+    """Returns the default size limit of one arena (shared memory for tensors): a 64th of the host's memory, from 1 to 16 GiB."""
     return min(max(host_byte_size() // 64, _GIB), 16 * _GIB)
 
 

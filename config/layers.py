@@ -120,7 +120,7 @@ def choices(key: str) -> tuple[str, ...]:
 
 
 def _words(wanted: Any) -> Iterator[str]:
-    """Returns the fixed words among the values of a type, which may be a union or a list."""
+    """Yields the fixed words among the values of a type, which may be a union or a list."""
     if wanted is bool:
         yield from ("true", "false")
     elif typing.get_origin(wanted) is typing.Literal:
@@ -142,7 +142,7 @@ def worded(key: str) -> str:
 
 
 def _bounded(wanted: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
-    """Describes a type of numbers with its bounds, but for an upper bound that nobody comes near."""
+    """Describes a type of numbers and its bounds, such as "int from 1 to 64"; an upper bound of 2**20 or more is left out."""
     name = "int" if isinstance(wanted, msgspec.inspect.IntType) else "number"
     if wanted.gt is not None:
         name += f" above {wanted.gt:g}"
@@ -404,7 +404,7 @@ def _check(options: Options) -> None:
 
 
 def _check_addresses(options: Options) -> None:
-    """Raises ConfigurationError for an address that cannot be one, or the second one of two servers on the same place."""
+    """Raises ConfigurationError if an address is malformed, or if two servers have the same address and port."""
     http, grpc, metrics = options.http, options.grpc, options.metrics
     if metrics.address.startswith("unix:"):
         raise ConfigurationError(f"metrics.address: expected an address of TCP, given {shown(metrics.address)}")
@@ -461,7 +461,7 @@ def value_of(options: Options, key: str) -> Any:
 
 
 def shown_value_of(options: Options, key: str) -> Any:
-    """Returns what a table may show of the value of a key: all of it but the secrets that clients are to know."""
+    """Returns the value of a key as a table may show it: header values, which are secrets, are replaced by ``...``."""
     value = value_of(options, key)
     return restrictions.without_values(value) if key in _SECRET else value
 
@@ -489,7 +489,7 @@ _SHOWN = 3
 def _service_names(environment: Mapping[str, str], prefix: str, keys: Container[str]) -> frozenset[str]:
     """Returns the variables with this prefix that a container platform sets to describe a service.
 
-    ``keys``: the variables of our own keys, none of which is taken for the ``..._NAME`` that Docker sets for a linked container.
+    ``keys``: the variables that set configuration keys; none is mistaken for the ``..._NAME`` of a container linked by Docker.
     """
     ours = {name: value for name, value in environment.items() if name.startswith(prefix)}
     aliases = {

@@ -74,7 +74,7 @@ def configure(options: Log, name: str, environment: Mapping[str, str] | None = N
 
 
 def check_writable(options: Log) -> None:
-    """Creates the configured log file if it does not exist.
+    """Checks that the configured log file can be written, and creates it if it does not exist.
 
     Raises OSError: it cannot be written; ``strerror`` is a sentence with the key, the path and the reason.
     """
@@ -151,17 +151,17 @@ class Seldom:
 
 
 class LineRate:
-    """Limits log lines that anybody can cause at will to so many a second, and counts the others. Safe for several threads."""
+    """Limits log lines that clients can cause at will to ``lines`` a second; counts those left out. Thread-safe."""
 
     def __init__(self, lines: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """``lines``: a second, at most. ``clock``: in nanoseconds."""
+        """``lines``: the most log lines a second. ``clock``: returns the time in nanoseconds."""
         self._most = lines
         self._clock = clock
         self._lock = threading.Lock()
         self._window_ns = self._lines = self._left_out = 0
 
     def admit(self) -> str | None:
-        """Returns None if the caller has to leave its line out, else the end of the line: how many were left out before it."""
+        """Returns text to append to the caller's line: how many were left out before it, or "". None: leave it out, too."""
         with self._lock:
             now_ns = self._clock()
             if now_ns - self._window_ns >= 10**9:

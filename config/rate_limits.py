@@ -17,7 +17,7 @@ _LIMIT = re.compile(r"([^:]+):([0-9]{1,10})(?::([0-9]{1,4}))?", re.ASCII)
 
 
 class Limit(NamedTuple):
-    """How much of one of the rate limiter's resources there is, on one device or on each."""
+    """The amount of one of the rate limiter's resources, on one device or on each."""
 
     #: The name in lower case: names that differ in case only are one.
     name: str

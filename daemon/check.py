@@ -64,8 +64,9 @@ class Verdict:
 
 
 def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Options) -> list[FoundModel]:
-    """Returns copies of the models that name the devices of the workers that would load each (``devices``), or say why none can
-    (``error``). Nothing is loaded.
+    """Decides on which devices each model would be loaded, and loads nothing.
+
+    Returns copies of the models with these devices in ``devices``, or with the reason why no worker can load it in ``error``.
 
     Args:
       devices: the devices of all workers.
@@ -207,7 +208,7 @@ def _tried(
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
-    """Waits, at most ``_LOOK_SECONDS``, until one of the processes ends, and kills each that has passed its ``deadline``."""
+    """Waits up to ``_LOOK_SECONDS`` for one of the processes to end; then kills each process that has passed its ``deadline``."""
     poll = select.poll()
     for attempt in running:
         poll.register(attempt.pidfd, select.POLLIN)
@@ -222,7 +223,7 @@ def _wait(running: Sequence[_Attempt]) -> None:
 
 
 class _Attempt:
-    """Runs one process that loads models on a device: of each the versions that its version policy chooses.
+    """Runs one process that loads models on a device: those versions of each model that its version policy chooses.
 
     ``end`` kills the process and all that it started.
     """

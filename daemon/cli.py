@@ -63,8 +63,8 @@ _config_file = click.option(
 def main() -> None:
     """tensord serves JAX models over the Open Inference Protocol, with tensors in shared memory.
 
-    A configuration value comes from, the later wins: the defaults, the file (--config or TENSORD_CONFIG), environment variables
-    (TENSORD_HTTP_PORT and so on), flags. `tensord config` prints every key with its value and what it means.
+    Configuration values come from the defaults, the file (--config or TENSORD_CONFIG), environment variables (TENSORD_HTTP_PORT
+    and so on) and flags; the later of these win. `tensord config` prints every key with its value and what it means.
     """
 
 
@@ -219,7 +219,7 @@ def _require_repository(options: Options) -> None:
 
 
 def _became(name: str | None) -> bool:
-    """Makes this process, if it is root's, run as another user. Returns whether that was done. Exits if the user is unusable.
+    """Switches this process, if it runs as root, to another user; exits if that user is unusable. Returns whether it switched.
 
     Args:
       name: the user's name, which must be the caller's own unless root calls; None: the user of the installed service, if any.
@@ -244,7 +244,7 @@ def _became(name: str | None) -> bool:
 
 
 def _takes(footprint: Footprint) -> str:
-    """Describes what a model takes: ``1.3 s; 6 programs (2 compiled) of 210 KiB; parameters 17 KiB; largest 32 rows: 12 KiB``."""
+    """Describes a model's needs: ``1.3 s; 6 programs (2 compiled) of 210 KiB; parameters 17 KiB; largest 32 rows: 12 KiB``."""
     said = [f"{footprint.seconds:.1f} s"]
     if footprint.programs:
         made = f"{footprint.programs} programs ({footprint.compiled} compiled)"
@@ -309,7 +309,7 @@ def fetch(
 
 
 def _sha256(value: str | None) -> str:
-    """Returns a checksum that the user gave, or "" for None. Raises click.BadParameter: it has not 64 hexadecimal digits."""
+    """Validates a SHA-256 checksum and returns it; "" for None. Raises click.BadParameter: it has not 64 hexadecimal digits."""
     if value is not None and not re.fullmatch("[0-9a-fA-F]{64}", value):
         raise click.BadParameter(f"'{value}' has not 64 hexadecimal digits")
     return value or ""

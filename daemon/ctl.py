@@ -43,7 +43,7 @@ _PARAMETER_COLUMNS = (
 
 
 class _Command(click.Command):
-    """A command of tensorctl, behind whose name ``--json`` may stand as well as before it."""
+    """A command of tensorctl that accepts ``--json`` after its name, as ``tensorctl`` does before it."""
 
     def __init__(self, *arguments: Any, **fields: Any) -> None:
         super().__init__(*arguments, **fields)
@@ -65,7 +65,7 @@ def _print_as_json(ctx: click.Context, _: click.Parameter, given: bool) -> None:
 
 
 class _Group(CommandGroup):
-    """A group of such commands, and of such groups."""
+    """A group of tensorctl's commands, which all accept ``--json``; its subgroups are such groups, too."""
 
     command_class = _Command
     group_class = type
@@ -92,7 +92,7 @@ class _Daemon:
     """Sends commands to the daemon, and prints its answers as tables or as JSON."""
 
     def __init__(self, path: Path | None, as_json: bool) -> None:
-        """Takes the path of the daemon's control socket; None: the default paths are tried. ``as_json``: print JSON."""
+        """Stores the path of the daemon's control socket (None: the default paths are tried). ``as_json``: print JSON."""
         self._path = path
         self.as_json = as_json
 
@@ -155,7 +155,7 @@ def _watched(command: F) -> F:
 
 
 def _names(command: str, read: Callable[[Any], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
-    """Makes a function for click that completes a name in the shell; if the daemon is not reached, it offers none.
+    """Returns a function with which click completes a name in the shell; if the daemon is not reached, it offers none.
 
     Args:
       command: the daemon's answer to it has the names.

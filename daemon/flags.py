@@ -1,4 +1,4 @@
-"""Command-line flags: Triton's names where the meaning is the same, each an option that sets one key of the configuration.
+"""Defines the command-line flags: each sets one key of the configuration, and has Triton's name where the meaning is the same.
 
 A unit file or manifest that starts a Triton server should start tensord once the program's name is changed. So each of Triton's
 flags is treated in one of four ways: it sets a key; it is accepted, without effect, with a value that asks for nothing that

@@ -93,9 +93,9 @@ def parsed(shown: str) -> Service | None:
 
 
 def become(service: Service) -> None:
-    """Gives this process, which runs as root, the service's groups, user, working directory and environment variables.
+    """Switches this process, which runs as root, to the service's user, groups, working directory and environment variables.
 
-    Makes the service's cache directory as systemd would, if it is missing. An environment variable that the caller has set is
+    Creates the service's cache directory as systemd would, if it is missing. An environment variable that the caller has set is
     kept, except for those that name the caller or the caller's directories, which are replaced or removed.
     Raises: UnknownUser: the user or a group does not exist, or cannot use this Python or the working directory.
     """

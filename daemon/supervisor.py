@@ -263,7 +263,7 @@ class Supervisor:
             worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
 
     async def _join(self, worker: WorkerProcess) -> None:
-        """Gives a new worker the registered regions, then lanes (sockets) to the fronts, then models to load.
+        """Sends a new worker the registered regions, then lanes (sockets) to the fronts, then models to load.
 
         Regions come first, so that no request can name one that the worker lacks.
         """
@@ -315,7 +315,7 @@ class Supervisor:
     def _missing(self) -> list[str]:
         """Returns the names of the fronts and workers that a start waits for.
 
-        It waits for no worker in a slot that had one and whose device cannot be used any more: the others serve without it.
+        Left out are workers that were ready once and whose device cannot be used any more: the other workers serve without them.
         """
         usable, slots = self.workers.usable, self.workers.slots
         lost = {name for name, device in slots.items() if device not in usable and self._slots.was_filled(name)}
@@ -355,7 +355,7 @@ class Supervisor:
             self._spans.export(traces)
 
     def worker_joined(self, worker: WorkerProcess) -> None:
-        """Starts to give a worker, which has just become ready, its regions, lanes and models."""
+        """Starts a task that sends a worker, which has just become ready, its regions, lanes (sockets to fronts) and models."""
         self._tasks.spawn(self._join(worker))
 
     def worker_asked(self, worker: WorkerProcess, call: ControlCall) -> None:
@@ -369,7 +369,7 @@ class Supervisor:
     def worker_answered(self, worker: WorkerProcess, record: Loading | Loaded | Unloaded) -> None:
         """Passes a worker's report on loading or unloading a version to ``Models``.
 
-        ``Loaded`` goes to ``Parameters`` first, which gives the worker pushed parameters and then tells ``Models``.
+        A ``Loaded`` goes through ``Parameters``, which first sends the worker pushed parameters and then passes the report on.
         """
         if isinstance(record, Loading):
             self.models.loading(worker.incarnation, record)
@@ -441,17 +441,17 @@ class Supervisor:
     def needs(self, child: Child) -> bool:
         """Returns whether a dead child process is to be replaced now.
 
-        A worker is, until the fronts have finished their requests, unless it was told to stop, or its slot is taken or gone. A
-        front is, until the daemon begins to stop.
+        A front is replaced until the daemon begins to stop; a worker until the fronts have finished their requests, but not if it
+        was told to stop, nor if its slot was removed or has another worker.
         """
         if isinstance(child, WorkerProcess):
             return self.phase is not DaemonPhase.STOPPING and not child.stopping and self.workers.is_vacant(child.name)
         return self.phase not in (DaemonPhase.STOPPING, DaemonPhase.DRAINING)
 
     def gives_up(self, child: Child) -> bool:
-        """Stops the daemon, and returns True, if a child process that will not be replaced again is missing at the start.
+        """Stops the daemon if it is still starting and cannot do without ``child``, a dead process that will not be replaced.
 
-        A child is not replaced after too many deaths, or after one that would recur. Returns False if the daemon goes on: it
+        A child is not replaced after too many deaths, or after one that would recur. Returns whether the daemon stops. False: it
         serves already, or lacks only the worker of an isolated model.
         """
         if self.phase is not DaemonPhase.STARTING or (isinstance(child, WorkerProcess) and child.model):
@@ -498,7 +498,7 @@ class Supervisor:
         self._notifier.status(self._summary())
 
     def refuse_requests(self, refuses: bool) -> None:
-        """Makes the fronts refuse new requests, and gives clients no new lanes, which are sockets to workers; False ends both."""
+        """Has the fronts refuse new requests, and gives clients no new lanes (sockets to workers). False: ends both."""
         self.lanes.draining = refuses
         self.fronts.publish(RequestsRefused(refuses))
 
