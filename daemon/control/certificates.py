@@ -1,4 +1,4 @@
-"""TLS from the operator's PEM files, which are read again when they change.
+"""Creates TLS contexts from the operator's PEM files, and reads these files again when they change.
 
 a front opens ─▶ context ─▶ connections ─▶ every second: have the files changed? ─▶ another context for later connections
 """
@@ -19,7 +19,7 @@ class TlsError(Exception):
 
 
 def tls_context(options: Http | Grpc) -> ssl.SSLContext | None:
-    """Makes a TLS context from PEM files; None: TLS is off. With ``mutual_tls`` clients must have a certificate, too.
+    """Creates a TLS context from PEM files; returns None if TLS is off. With ``mutual_tls`` clients must have a certificate, too.
 
     The context offers one protocol by ALPN: HTTP/1.1 for HTTP, HTTP/2 for gRPC. Raises TlsError: a file cannot be used.
     """
@@ -43,7 +43,7 @@ def tls_context(options: Http | Grpc) -> ssl.SSLContext | None:
 
 
 class Certificates:
-    """Holds the TLS context of one front process, and makes it again when the PEM files have changed."""
+    """Holds the TLS context of one front process, and replaces it when the PEM files have changed."""
 
     def __init__(self, options: Http | Grpc) -> None:
         """Reads the PEM files that the options name. Raises TlsError: a file cannot be used."""

@@ -77,7 +77,7 @@ class ControlChannel:
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
-        """Calls ``on_record`` with the records that a peer which is gone has left in the socket, and closes the channel."""
+        """Receives the records that a dead peer has left in the socket, calls ``on_record`` with each, and closes the channel."""
         if not self._closed:
             self._readable()
         self.close()
@@ -167,7 +167,7 @@ class ControlCalls:
         return reply.result
 
     def answered(self, reply: Reply) -> None:
-        """Gives the supervisor's reply to the call that waits for it; drops the reply if that call was cancelled."""
+        """Passes the supervisor's reply to the call that waits for it; drops the reply if that call was cancelled."""
         waiter = self._waiting.get(reply.call_id)
         if waiter is not None and not waiter.done():
             waiter.set_result(reply)

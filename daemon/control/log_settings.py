@@ -35,7 +35,7 @@ class LogSettings:
         return msgspec.json.encode(described(self._current))
 
     def replace(self, options: Log) -> None:
-        """Puts new values of all settings into force, and publishes them if they differ; for a reload of the configuration."""
+        """Replaces all log settings, as a reload of the configuration does, and publishes them if they differ."""
         if options != self._current:
             self._current = options
             self._publish(options)

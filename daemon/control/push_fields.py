@@ -31,7 +31,7 @@ _MAX_LEAVES = 10_000
 
 
 class LeafFields(msgspec.Struct, forbid_unknown_fields=True):
-    """Tells where one array of the parameters lies in a shared-memory region."""
+    """The place of one array (leaf) of the parameters in a shared-memory region, with its datatype and shape."""
 
     region: str
     byte_size: _Number
@@ -41,7 +41,7 @@ class LeafFields(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Tells where pushed parameters are (in a file, a region, or leaf by leaf in regions), and how they are to be applied."""
+    """Fields of a push: where the parameters are (in a file, a region, or array by array in regions), and how to apply them."""
 
     #: 0: one more than the last.
     number: _Number = 0
@@ -56,11 +56,11 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     move_sequences: bool = False
 
     def source(self, memory_byte_size: int) -> ParameterSource:
-        """Returns the place of the pushed parameters: a file, a region, leaves in regions, or memory that came with the push.
+        """Returns the place of the pushed parameters: a file, a region, arrays in regions, or memory that came with the push.
 
         ``memory_byte_size``: how many bytes were sent with the push itself; below 0: none were.
 
-        Raises InvalidArgument: the push names no place, several places, or too many leaves.
+        Raises InvalidArgument: the push names no place, several places, or too many arrays.
         """
         named = [name for name in ("file", "region", "leaves") if getattr(self, name)]
         if len(named) + (memory_byte_size >= 0) != 1:
@@ -86,11 +86,11 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
     def operation(self, model: str, version: int, name: str, memory_byte_size: int = -1) -> PushParameters:
-        """Makes the operation that pushes parameters into the set ``name`` ("": main) of a model's version (0: the newest).
+        """Builds the operation that pushes parameters into the set ``name`` ("": main) of a model's version (0: the newest).
 
         ``memory_byte_size``: how many bytes were sent with the push itself; below 0: none were.
 
-        Raises InvalidArgument: the push names no place of the parameters, several places, or too many leaves.
+        Raises InvalidArgument: the push names no place of the parameters, several places, or too many arrays.
         """
         return PushParameters(
             model,

@@ -1,4 +1,4 @@
-"""The folder of a daemon's sockets if no configuration names one: one rule for the daemon and for tensorctl.
+"""Finds the folder of a daemon's sockets if no configuration names one, by the same rule for the daemon and for tensorctl.
 
     as a service      $RUNTIME_DIRECTORY, which systemd makes: /run/tensord
     otherwise         $XDG_RUNTIME_DIR/tensord, else /tmp/tensord-UID: the user's own, nobody else may look into it
@@ -64,7 +64,7 @@ def further(name: str, pid: int) -> str:
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns the path with this name in a folder, then the sockets there that the user's second and later daemons have made."""
+    """Returns the paths of daemons' sockets in a folder: the first daemon's, called ``name``, then those of later daemons."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 

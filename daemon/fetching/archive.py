@@ -97,7 +97,7 @@ def _unpack_zip(archive: Path, folder: Path, bounds: _Bounds) -> None:
 
 
 def _lift(folder: Path) -> None:
-    """If ``folder`` cannot be a model's itself, and contains only one folder, puts that inner folder in its place."""
+    """Replaces ``folder`` by the only folder inside it, unless ``folder`` is itself a model's or contains anything else."""
     names = [name for name in os.listdir(folder) if name not in repository.IGNORED]
     if len(names) == 1 and repository.no_model(folder) and (folder / names[0]).is_dir():
         aside = folder.with_name(f"{folder.name}.outer")

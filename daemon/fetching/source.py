@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of the model at its source; or a folder, whose name ends with a slash, because an empty folder may be a version."""
+    """A file or folder of the model at its source. A folder's name ends with a slash; an empty one may be a version."""
 
     #: Its path as its file system names it; "" of an archive, whose URL may hold a signature.
     path: str
@@ -87,7 +87,7 @@ class Source:
             raise InvalidArgument(f"{self.shown}: {error}") from None
 
     def files(self) -> tuple[File, ...]:
-        """Lists the model's files at the source, sorted by name; of an archive, the archive itself.
+        """Lists the model's files at the source, sorted by name; for an archive, only the archive file.
 
         Raises NotFound: there is nothing; InvalidArgument: this is no model, or may not be read; Unavailable: it could not be
         read now.
@@ -119,7 +119,7 @@ class Source:
         return tuple(sorted(files, key=lambda file: file.name))
 
     def blocks(self, wanted: Sequence[tuple[File, int]]) -> Iterator[tuple[File, int, bytes]]:
-        """Yields the bytes of files, each from a wanted offset on, in order, as (file, offset, bytes).
+        """Yields the bytes of files in order, in blocks: (file, offset, bytes). ``wanted``: files, with the offset to begin at.
 
         A few blocks are read at a time. A file of unknown size, or on a server that sends no parts of files, is read from its
         beginning, whatever offset was wanted.

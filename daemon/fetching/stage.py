@@ -99,7 +99,7 @@ class Stage:
         return plan.same(_read(self.folder / RECORD))
 
     def fill(self, source: Source, plan: Plan, max_byte_size: int) -> Iterator[int]:
-        """Downloads the bytes of the plan's files that are not in the stage's folder yet; yields how many are there so far.
+        """Downloads what is missing of the plan's files in the stage's folder; yields how many of their bytes are there so far.
 
         Raises InvalidArgument: the model is too large; Unavailable: a file could not be read, or has changed meanwhile; OSError:
         a file cannot be written.
@@ -142,7 +142,7 @@ class Stage:
             raise Unavailable(f"{source.shown}: it has changed while it was fetched; fetch it again")
 
     def complete(self, source: Source, plan: Plan, sha256: str, max_byte_size: int) -> None:
-        """Makes the staged model from the fetched files: checks checksums, and unpacks an archive.
+        """Turns the fetched files into the staged model: verifies checksums, and unpacks an archive.
 
         ``sha256``: the expected checksum of the archive, or of the folder's list of checksums; "": none is expected.
 

@@ -33,7 +33,7 @@ WINDOW_NS = 5 * 10**9
 
 
 class BusyPart:
-    """Measures which part of the last seconds workers were running something, from how long their runs took so far.
+    """Measures the part of the last seconds in which workers were running models, from the total time of their runs so far.
 
         busy time of all runs so far, read again and again ─▶ growth over the last seconds / (seconds * workers)
 
@@ -47,10 +47,10 @@ class BusyPart:
         self._workers = self._running = 0
 
     def look(self, now_ns: int, busy_ns: int, workers: int, running: int = 0) -> None:
-        """Stores how long the workers have run until ``now_ns``; ``value`` compares that with the same a few seconds before.
+        """Stores the workers' total busy time at ``now_ns``, from which ``value`` computes the busy part of the last seconds.
 
         Args:
-          busy_ns: how long all runs of all workers took that have ended so far.
+          busy_ns: the total time of all workers' runs that have ended so far.
           workers: how many workers there are.
           running: how many workers have a run that has lasted longer than ``WINDOW_NS``.
         """

@@ -102,7 +102,7 @@ class Endpoint:
             writer.transport.abort()
 
     def prepare(self) -> asyncio.Future[Any] | None:
-        """Begins to import the modules that a scrape needs, while their files are still those that this process began with.
+        """Begins to import the modules that a scrape needs, before an upgrade of tensord can replace their files.
 
         Returns a future of the end of the import; None: metrics are not served.
         """

@@ -498,7 +498,7 @@ def _memory(processes: Mapping[str, int]) -> Family:
 
 
 def _own(own: OwnFamily) -> Family:
-    """Makes the family of a metric that a model defines itself, with the names of metric and labels that the model chose."""
+    """Returns the samples of a metric that models define (not tensord), with the names that the model chose."""
     histogram = Histogram(own.name, own.description) if own.kind == "histogram" else None
     family = histogram or (Unknown if own.kind == "counter" else Gauge)(own.name, own.description)
     for labels, metric in own.metrics.items():

@@ -106,7 +106,7 @@ class Ledger:
 
 
 def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
-    """Adds a worker's counts of a version to ``before``, and returns the sums.
+    """Adds a worker's counts of moved parameter sets of a version to ``before``, and returns the two sums.
 
     They are: parameter sets evicted from the device, and runs that waited for their set to be brought there.
     """

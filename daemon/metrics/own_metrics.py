@@ -1,4 +1,4 @@
-"""Adds up metrics that models define themselves over all workers. Does no I/O.
+"""Adds up, over all workers, the metrics that models define. Does no I/O.
 
 Counters and histograms are added up; what a worker had counted stays when it is replaced, as long as a model that defined the
 metric is served. Gauges of two workers are not added: each gets the worker's name as a label.
@@ -17,7 +17,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class OwnFamily:
-    """A metric that models define themselves, summed over all workers."""
+    """A metric that models define (not tensord), summed over all workers."""
 
     name: str
     description: str
@@ -27,7 +27,7 @@ class OwnFamily:
 
 
 class OwnMetricsLedger:
-    """Adds up the metrics that models define themselves over all workers, for the life of the daemon.
+    """Adds up, over all workers and for the life of the daemon, the metrics that models define.
 
     A worker is known by its incarnation, the number of its process.
     """
@@ -58,9 +58,9 @@ class OwnMetricsLedger:
         self._ended = {name: family for name, family in self._ended.items() if served & {*family.owners}}
 
     def families(self, apart: bool) -> list[OwnFamily]:
-        """Returns all metrics that models define themselves.
+        """Returns all metrics that models define.
 
-        ``apart``: label each gauge with its worker's name, because there are several workers; else gauges are summed.
+        ``apart``: there are several workers, so each gauge gets its worker's name as a label.
         """
         found: dict[str, tuple[OwnMetrics, list[MetricFigures]]] = {}
         for worker, families in [*self._workers.values(), ("", tuple(self._ended.values()))]:
