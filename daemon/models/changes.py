@@ -393,7 +393,7 @@ class Models:
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
     def drain(self, draining: bool) -> None:
-        """Makes the daemon not ready while it is being drained (True), or as ready as its models are again (False)."""
+        """Sets whether the daemon is being drained. While it is, it is not ready; otherwise it is ready if its models are."""
         self._readiness.draining = draining
         self._check_readiness()
 

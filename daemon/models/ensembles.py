@@ -87,7 +87,7 @@ class Ensembles:
         return dataclasses.replace(found, config=config, devices=places, fingerprint=fingerprint)
 
     def circle(self, name: str, member: str) -> bool:
-        """Returns whether the model ``member`` is the ensemble ``name`` or uses it, itself or through other ensembles."""
+        """Returns whether the model ``member`` is the ensemble ``name`` or uses it, directly or through other ensembles."""
         return name == member or any(self.circle(name, each) for each, _ in self._members(member))
 
     def _config(self, name: str, number: int) -> ModelConfig:
@@ -138,15 +138,15 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """Returns the ensembles that use a model, except those that also use a model whose load waits for the load of this one.
+        """Returns the ensembles to load again after a load of a model: those that use it and can be loaded at once.
 
-        Such an ensemble cannot be loaded again before this load ends.
+        An ensemble that also uses a model whose load waits for this one cannot be loaded again before this load ends.
         """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]
 
     def take_down(self, names: Iterable[str]) -> list[str]:
-        """Returns those of the named ensembles that serve and are not being loaded or unloaded, for the caller to unload them.
+        """Returns the ensembles that the caller must unload: those named that serve and are not being loaded or unloaded.
 
         Marks them as unloaded until their members serve again, when ``returned`` returns them.
         """

@@ -429,7 +429,10 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """Returns instructions for loads put off until this worker had answered another load, or had an ensemble's members."""
+        """Returns instructions to begin the loads that were put off on a worker and can begin there now.
+
+        They waited until it had answered another load, or had loaded an ensemble's members.
+        """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
             for version in model.versions.values():

@@ -61,7 +61,7 @@ def entries(lifecycle: Lifecycle, ready: bool = False) -> list[dict[str, str]]:
 
 
 def refused_state(name: str, reason: str) -> ModelState:
-    """Makes the record that tells front processes why a model cannot be sent to workers. Its version is 0, which none has."""
+    """Builds the record that tells fronts why a model cannot be sent to workers. Its version is 0, which no real version has."""
     return ModelState(name, 0, IndexState.UNAVAILABLE.value, reason)
 
 

@@ -1,4 +1,4 @@
-"""Decides which workers load a model: those of its configured devices, or a single one where a promise needs that. No I/O.
+"""Decides which workers load a model: those of its configured devices, or only one if a setting requires that. No I/O.
 
     instance_group.kind                      GPU workers, where there are any; CPU workers for KIND_CPU, where there are any
     instance_group.gpus                      the workers of these GPUs

@@ -40,7 +40,7 @@ class Changes:
         self._seen: dict[str, State] = dict(self._acted)
 
     def look(self, found: Mapping[str, FoundModel]) -> tuple[list[FoundModel], list[str]]:
-        """Takes what the repositories contain now; returns the models to load and the names to unload.
+        """Compares the models found now with those of earlier polls; returns the models to load and the names to unload.
 
         A change counts once two polls in a row have found the same.
         """

@@ -141,7 +141,7 @@ def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker:
 
 
 def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
-    """Returns whether a worker has yet to answer the version's Load, or will get that Load once other loads are answered."""
+    """Returns whether a load of the version is unfinished: a worker has yet to answer it, or will be sent it later."""
     return bool(version.loading) or any(
         all(
             any(worker in (*one.ready, *one.loading, *one.postponed) for one in _named(models, *member))

@@ -1,4 +1,4 @@
-"""The configuration in force, and those keys of a new configuration that can be changed while the daemon runs."""
+"""Holds the configuration in force, and applies those keys of a new one that can be changed while the daemon runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Configuration:
         return new
 
     def take(self, new: Configured) -> int:
-        """Puts the keys of a new configuration into force that need no restart: ``repository.paths``, ``load`` and ``required``.
+        """Applies those keys of a new configuration that need no restart: ``repository.paths``, ``load`` and ``required``.
 
         Logs the changed keys that need a restart. Returns how many keys differ from those that were in force.
         """
@@ -76,7 +76,7 @@ class Configuration:
         self.reloaded = False
 
     def take_log(self, new: Log) -> None:
-        """Replaces the log options among ``options``, and nothing else: the caller applies them to the processes."""
+        """Replaces the log options in ``options``. The caller must apply them to the processes."""
         self.options = msgspec.structs.replace(self.options, log=new)
 
     async def described(self) -> dict[str, Any]:

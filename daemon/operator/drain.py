@@ -1,4 +1,4 @@
-"""Drains the daemon: first it is not ready but still serves, then it refuses new requests, until no request is in flight.
+"""Drains the daemon: it is not ready but still serves, then refuses new requests; it is drained once none is in flight.
 
     begin ─▶ not ready, requests are taken ─ supervisor.drain_time ─▶ new requests get 503 ─▶ nothing is in flight: drained
     end   ─▶ everything as before
@@ -28,7 +28,7 @@ _LANES_POLL_SECONDS = 0.05
 
 
 class DrainPhase(enum.Enum):
-    """Says how far a drain is: none, requests are still accepted, new requests are refused, or none is in flight any more."""
+    """Phases of a drain: there is none; requests are still accepted; new ones are refused; none is in flight any more."""
 
     #: Nothing is drained.
     NONE = "none"
@@ -57,7 +57,7 @@ class Drain:
         return self.phase in (DrainPhase.REFUSING, DrainPhase.DRAINED)
 
     def begin(self) -> None:
-        """Makes the daemon not ready, and starts the task that later refuses requests. A second call does nothing."""
+        """Begins a drain: the daemon is not ready at once, and refuses requests later. A second call does nothing."""
         if self.phase is not DrainPhase.NONE:
             return
         seconds = self._supervisor.options.supervisor.drain_time
@@ -96,9 +96,9 @@ class Drain:
         self._supervisor.models.drain(False)
 
     async def _drain(self, seconds: float) -> str:
-        """Waits, has new requests refused, and waits until none is in flight.
+        """Runs a drain: waits ``seconds``, has new requests refused, and waits until no request is in flight.
 
-        ``seconds``: how long requests are still accepted. Returns "", or a sentence about the processes that still had
+        Returns "", or a sentence about the processes that still had
         requests in flight after ``supervisor.exit_timeout``.
         """
         await self._supervisor.fronts.settled()

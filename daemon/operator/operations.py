@@ -197,7 +197,7 @@ class Operations:
     # Every worker that serves a Triton Python model is asked for its ``is_ready()``, and all must say that it is.
 
     async def _is_ready(self, name: str, number: int = 0) -> bool:
-        """Returns whether a version (0: the newest) serves, and its ``is_ready()``, if it has one, is true in all its workers."""
+        """Returns whether a version (0: the newest) serves and is ready: its ``is_ready()``, if any, is true in all workers."""
         versions = self._models.lifecycle.models[name].versions if self._models.lifecycle.is_ready(name, number) else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY]
         if not ready:
@@ -211,9 +211,9 @@ class Operations:
         return bool(answers) and all(answers)
 
     async def _listed(self, index: list[dict[str, str | int]], ready: bool) -> list[dict[str, str | int]]:
-        """Returns the repository index with READY models that say, when asked, that they are not ready marked as UNAVAILABLE.
+        """Marks versions in the repository index as UNAVAILABLE if their ``is_ready()`` is not true; returns the index.
 
-        ``ready``: return only the versions that are READY then.
+        ``ready``: return only the versions that are READY after that.
         """
         served = [entry for entry in index if entry.get("state") == IndexState.READY.value]
         answers = await asyncio.gather(*(self._is_ready(str(e["name"]), int(e["version"])) for e in served))

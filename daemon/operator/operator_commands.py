@@ -128,7 +128,10 @@ class OperatorCommands:
         return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
 
     async def _load_or_unload(self, question: OperatorQuestion) -> bytes:
-        """Loads or unloads a model by name. Raises ServingError: it was refused or failed; in which mode, if that is why."""
+        """Loads or unloads a model by name. Raises ServingError: it was refused or failed.
+
+        The error's message names the mode of model control if that is not "explicit".
+        """
         try:
             return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
         except ServingError as error:
@@ -155,7 +158,7 @@ class OperatorCommands:
         return msgspec.json.encode({"folder": folder})
 
     async def _connections(self) -> bytes:
-        """Returns all clients' connections as JSON: those of each front, and those on the socket for direct lanes to workers."""
+        """Returns all clients' connections as JSON: those of each front, and those on the clients' unix socket."""
         rows: list[dict[str, Any]] = []
         for front in list(self._supervisor.fronts):
             rows += [{"front": front.name, **row} for row in await records(front, ConnectionRecords())]

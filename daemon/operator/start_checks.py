@@ -22,7 +22,7 @@ _MADE_AT_START = ("/run/", "/var/run/", "/var/log/", "/var/lib/", "/var/cache/")
 
 
 def check(options: Options) -> None:
-    """Creates the log file, if it does not exist.
+    """Checks the log file, which is created if missing, and the TLS files of enabled servers.
 
     Raises ConfigurationError: the log file cannot be written, or a TLS file of an enabled server cannot be used.
     """
@@ -35,7 +35,7 @@ def check(options: Options) -> None:
 
 
 def foreseen(options: Options) -> list[str]:
-    """Returns a sentence for each thing of this host that would end the daemon's start; empty: nothing is known to.
+    """Returns a sentence for each problem on this host that would end the daemon's start; empty: none is known.
 
     Ports are not tried: the daemon that this configuration is for may have them now.
     """
@@ -96,7 +96,7 @@ def _unwritable(path: Path) -> str:
 
 
 def _unwritable_folder(folder: Path) -> str:
-    """Returns why this user cannot create a file in a folder; "": it can, or the service manager may have yet to make it."""
+    """Returns why this user cannot create a file in a folder; "": it can, or the service manager may still create the folder."""
     if not folder.exists() and f"{folder}/".startswith(_MADE_AT_START):
         return ""
     if not folder.is_dir():
