@@ -1,4 +1,4 @@
-"""Pushes new parameters to every worker of a model version, or to none; and gives them to workers that replace others.
+"""Pushes new parameters to every worker of a model version or to none, and sends them to workers that replace dead ones.
 
     push ─▶ numbered ─▶ its model's turn ─▶ Make (what is not sealed memory yet) ─▶ Stage on every worker
          ─▶ in force here ─▶ Commit on every worker ─▶ answered           an error before that: Abort, and nothing has changed
@@ -508,7 +508,7 @@ class Parameters:
         self._tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets for which versions a worker that has died was still to get pushed parameters. ``worker``: its incarnation."""
+        """Forgets the versions for which a dead worker still waited for pushed parameters. ``worker``: its incarnation."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
@@ -523,7 +523,7 @@ class Parameters:
             self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
-        """Gives a worker that has loaded a version the parameters that were pushed into it, and reports the load to ``Models``.
+        """Sends a worker that has loaded a version the parameters pushed into it, and reports the load to ``Models``.
 
         If the worker cannot have them, it unloads the version, and the load is reported as failed.
         """
@@ -543,7 +543,7 @@ class Parameters:
             del self._restoring[worker.incarnation, key]
 
     async def _restored(self, worker: WorkerProcess, key: VersionKey) -> str:
-        """Gives a worker all pushed parameter sets of a version. Returns why the worker cannot have them, or ""."""
+        """Sends a worker all pushed parameter sets of a version. Returns why the worker cannot have them; "": it has them."""
         push = self._next()
         free = asyncio.Semaphore(_AT_ONCE)
 

@@ -231,7 +231,7 @@ class Child:
         return reply.result, received
 
     def answered(self, reply: Reply, fds: list[int]) -> None:
-        """Gives a reply that the process sent, and its file descriptors, to the waiting call of ``call``.
+        """Passes a reply that the process sent, and its file descriptors, to the ``call`` that waits for it.
 
         If none waits for it any more, the descriptors are closed.
         """

@@ -47,7 +47,7 @@ class Device:
     memory_fraction: float = 0.0
 
     def alone(self, name: str, memory_fraction: float) -> Device:
-        """Makes the device of a worker for one isolated model, on the same GPU or CPU as this device.
+        """Returns the device of a worker for one isolated model, on the same GPU or CPU as this device.
 
         ``name``: the new device's name. ``memory_fraction``: the part of the GPU's memory (0 to 1) that the worker may take.
         """

@@ -119,7 +119,7 @@ class Fronts:
             del self._unstarted[0]
 
     def _go_on(self) -> None:
-        """Starts the next first front, after an earlier one has become ready or died; if that fails, tries again 1 s later."""
+        """Starts the next front of those that ``start_all`` starts in turn; if that fails, tries again 1 s later."""
         try:
             self._start_next()
         except OSError as error:

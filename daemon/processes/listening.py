@@ -127,7 +127,7 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
 
 
 def _listen_tcp(address: str, port: int) -> socket.socket:
-    """Binds the first of the addresses of a name that is this host's: ``localhost`` is often both 127.0.0.1 and ::1."""
+    """Binds a TCP socket to the first address of a host name that is this host's (``localhost``: 127.0.0.1 and often ::1)."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

@@ -33,7 +33,7 @@ _MAX_START_DEATHS = 5
 
 
 class MemoryKills:
-    """Tells whether the kernel has killed a process of one control group for want of memory, by the group's counter.
+    """Detects that the kernel has killed a process of a control group for want of memory, by the group's counter.
 
     ``group``: the control group; None: no group counts such kills.
     """
@@ -44,7 +44,7 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Makes an object for the innermost control group of this process that counts kills for want of memory.
+        """Returns a detector for the innermost control group of this process that counts kills for want of memory.
 
         If no group counts them, ``grew`` always returns False.
         """
@@ -120,8 +120,8 @@ class ProcessSlots:
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
         """Calls ``start`` after a delay to replace a dead process, if its slot still needs one then.
 
-        If ``start`` raises OSError, it is called again after another delay. While the daemon starts, it is stopped instead if the
-        process says that it cannot use its device, or 5 in a row died before any was ready.
+        If ``start`` raises OSError, it is called again after another delay. During its own start the daemon is stopped instead,
+        if the process reports that it cannot use its device, or if 5 in a row died before any was ready.
         ``doing``: " while loading model 'm' version 1", for the log; "" if that is not known.
         """
         if not self._supervisor.needs(dead):

@@ -198,9 +198,9 @@ class WorkerPool:
         return msgspec.structs.replace(options, response_cache=cache)
 
     def missing(self) -> list[str]:
-        """Returns the names of the slots whose worker is not ready, or is ready and has models to load.
+        """Returns the names of the slots that have no worker which is ready and has loaded its models.
 
-        A slot whose worker died and is not replaced yet is not ready. The worker of an isolated model is not missed before it is.
+        The slot of an isolated model is listed only while its worker is ready and has the model still to load.
         """
         ready = [worker for worker in self if worker.ready]
         loading = {worker.name for worker in ready if worker.owed}

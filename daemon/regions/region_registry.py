@@ -1,4 +1,4 @@
-"""The registry of clients' regions by name, on every worker. The supervisor keeps file descriptors and maps no region.
+"""Registers clients' shared-memory regions by name on the workers. The supervisor keeps their descriptors and maps none.
 
     system      first worker opens the object by its key ─▶ its descriptor comes back ─▶ the other workers get that descriptor
                 a worker is replaced: it gets every descriptor again; the client may have unlinked the object long ago
