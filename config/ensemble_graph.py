@@ -97,7 +97,7 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Adds to ``known`` the ensemble tensors that a model declares, or compares each with the declaration that is there already.
+    """Adds the ensemble tensors that a model declares to ``known``, and checks that those already there agree.
 
     Raises InvalidArgument: the datatypes or shapes of a tensor differ.
     Args:

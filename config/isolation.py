@@ -1,4 +1,4 @@
-"""Reads the parameters ``isolated`` and ``isolated_memory_fraction``, by which a model gets a worker process to itself."""
+"""Reads the parameters ``isolated`` and ``isolated_memory_fraction``, which give a model workers that serve no other."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TOGETHER = "tensord_together"
 
 
 def is_wanted(message: ModelConfig) -> bool:
-    """Returns whether a model is to have a worker to itself. Raises InvalidArgument: parameter ``isolated`` is no boolean."""
+    """Returns whether a model shall have workers that serve no other model. Raises InvalidArgument: ``isolated`` is no boolean."""
     return wants(message, PARAMETER)
 
 
 def memory_fraction(message: ModelConfig, default: float) -> float:
-    """Returns the fraction of a GPU's memory that XLA takes in the process of an isolated model (one with a worker to itself).
+    """Returns the fraction of a GPU's memory that XLA takes in the process of an isolated model (whose worker serves no other).
 
     Args:
       default: the operator's value (``workers.isolated_memory_fraction``), for models that name none.

@@ -107,7 +107,7 @@ def defaults() -> Mapping[str, Any]:
 
 
 def described_type(key: str) -> msgspec.inspect.Type:
-    """Returns msgspec's description of the type of a key's value; for a list, that of one item."""
+    """Returns msgspec's description of the type of a key's value, or of one item if the value is a list."""
     found = msgspec.inspect.type_info(known_keys()[key])
     while isinstance(found, msgspec.inspect.Metadata | _LIST):
         found = found.type if isinstance(found, msgspec.inspect.Metadata) else found.item_type
@@ -334,7 +334,7 @@ _ACCOUNTS = ("owners", "snapshot_owners", "guarded_owners", "groups")
 
 
 def _check(options: Options) -> None:
-    """Raises ConfigurationError for the first option that contradicts another one or does not follow its own syntax."""
+    """Raises ConfigurationError for the first option that contradicts another one or is malformed."""
     arenas, expert = options.arenas, options.expert
     if arenas.max_byte_size < arenas.byte_size:
         raise ConfigurationError(

@@ -29,7 +29,7 @@ _FORM = "expected GROUP[,GROUP...]:KEY=VALUE"
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """The header, with its value, that a request must have to be allowed a restricted group of calls."""
+    """The header and its value that a request needs for a restricted group of calls."""
 
     #: The header's name in lower case.
     key: str

@@ -367,7 +367,7 @@ class Supervisor:
         self.models.worker_dismissed(worker.incarnation)
 
     def worker_answered(self, worker: WorkerProcess, record: Loading | Loaded | Unloaded) -> None:
-        """Passes a worker's report on loading or unloading a version to ``Models``.
+        """Passes a worker's report about loading or unloading a version on to ``Models``.
 
         A ``Loaded`` goes through ``Parameters``, which first sends the worker pushed parameters and then passes the report on.
         """

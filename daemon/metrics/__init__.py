@@ -1,1 +1,1 @@
-"""Package that serves the daemon's metrics to Prometheus on a port of its own; other packages count what it shows."""
+"""Package that serves the daemon's metrics to Prometheus on a separate port; other packages count what it shows."""

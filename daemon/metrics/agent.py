@@ -1,4 +1,4 @@
-"""Answers HAProxy's agent-check on a port of its own: each client that connects gets one line, and the connection ends.
+"""Answers HAProxy's agent-check on a separate port: each client that connects gets one line, and the connection ends.
 
     up ready 75%     the workers were busy for a quarter of the last seconds, so three quarters of the weight remain
     drain            the daemon is drained, or stops: it finishes the requests that it has

@@ -1,4 +1,4 @@
-"""Serves a single HTTP request on a connection, which then ends. Knows nothing of metrics.
+"""Serves a single HTTP request on a connection, which is closed afterwards. Knows nothing of metrics.
 
 The parser is the one of the HTTP front, so both accept the same requests, trailers and all.
 """

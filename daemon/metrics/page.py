@@ -1,4 +1,4 @@
-"""A page about the daemon for a browser: models with their reasons, processes, recent errors, clients, and latencies over time.
+"""Renders the status page for browsers: models (why one is not served), processes, recent errors, clients, latencies over time.
 
 Without JavaScript the page is complete and reloads itself every few seconds. With JavaScript the tables are exchanged in place,
 and the histograms of ``/metrics`` are drawn. Everything comes from this port: nothing is loaded from elsewhere, and the page's

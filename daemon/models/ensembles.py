@@ -185,7 +185,7 @@ class Ensembles:
         return found
 
     def only_used_by(self, name: str, kept: Collection[str]) -> list[str]:
-        """Returns the members of an ensemble, and their members in turn, that no other ensemble uses and ``kept`` does not name.
+        """Returns the members of an ensemble, direct or nested, that no remaining ensemble uses and ``kept`` does not name.
 
         Each ensemble comes before its members.
         """
@@ -247,7 +247,7 @@ def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
 
 
 class LoadWaits:
-    """Knows which models' loads wait for loads of other models, so that no load ever waits for itself.
+    """Knows which models' loads wait for loads of other models, and prevents circles of waits.
 
     One per daemon. Does no I/O.
     """
@@ -313,9 +313,10 @@ class Coming:
     def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
         """Tells the fronts that an ensemble is LOADING while its members are loaded in the ``with`` block.
 
-        If the block raises, the fronts are told the ensemble's former state; else its own load, which follows, tells them more.
-        Nothing is told of an ensemble that serves, or is being loaded or unloaded, already. ``known``: the lifecycle's entry of
-        the ensemble; None: it has none.
+        If the block raises, the fronts are told the ensemble's former state; else the ensemble's load, which follows, publishes
+        its state. Nothing is told of an ensemble that serves already, or is being loaded or unloaded.
+
+        ``known``: the lifecycle's entry of the ensemble; None: it has none.
         """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]

@@ -16,7 +16,7 @@ from tensord.shm.errors import InvalidArgument
 
 
 def wanted(lifecycle: Lifecycle, options: Workers) -> dict[str, float]:
-    """Returns the devices of the workers that isolated models (each has workers of its own) need now.
+    """Returns the devices of the workers that isolated models (whose workers serve no other model) need now.
 
     Each device comes with its fraction of a GPU's memory (0 to 1).
     """
@@ -39,7 +39,7 @@ def own(found: FoundModel, options: Workers) -> dict[str, float]:
 
 
 def check(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
-    """Checks that an isolated model may have its own workers; its devices must be set already (``found.devices``).
+    """Checks that there is room for an isolated model's workers. The model's devices (``found.devices``) must be set already.
 
     Args:
       taken: the devices of all isolated models' workers, with their fractions of a GPU's memory, as ``wanted`` returns them.

@@ -446,7 +446,7 @@ class Lifecycle:
         return out
 
     def stranded(self, usable: Collection[str]) -> list[Instruction]:
-        """Gives up versions whose devices no worker can use at present; the first worker that joins on such a device loads them.
+        """Marks versions as given up if no worker can use their devices now; the first worker that joins on one loads them.
 
         ``usable``: the devices that workers can use. Returns instructions.
         """
@@ -470,7 +470,7 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self) -> dict[str, bytes]:
-        """Returns the devices of the workers that isolated models (each has workers of its own) need now.
+        """Returns the devices of the workers that isolated models (whose workers serve no other model) need now.
 
         Each device comes with the model's serialised configuration.
         """

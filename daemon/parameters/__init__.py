@@ -1,1 +1,1 @@
-"""Package that brings new parameters into running models: which sets there are, how they are pushed, and what is kept of them."""
+"""Package that pushes new parameters into running models, and keeps the pushed parameter sets for workers that start later."""

@@ -1,4 +1,4 @@
-"""Parameter sets that were pushed: their numbers, who pushed them, and what is kept of them for workers that are replaced.
+"""Keeps the parameter sets that were pushed: their numbers, who pushed them, and their memory or file for replaced workers.
 
     content    one number of a set: sealed memory, or the file it came from, or nothing ("not kept")
     set        its newest content, the one before it, and the highest number that it ever had

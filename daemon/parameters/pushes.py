@@ -102,7 +102,7 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------ clients' operations
 
     async def push(self, wanted: PushParameters, peer: Peer, memory: int) -> bytes:
-        """Brings new parameters of a set to every worker of a version, or to none.
+        """Carries out a push: sends new parameters of a set to every worker of a version, or to none.
 
         Args:
           peer: the client that pushes.
@@ -254,7 +254,7 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Brings pushed parameters to every worker of a version, and puts them into force (in ``sets``). Returns them.
+        """Sends pushed parameters to every worker of a version, and puts them into force (in ``sets``). Returns them.
 
         Raises ServingError: the push was refused, and nothing has changed.
         """
@@ -294,7 +294,7 @@ class Parameters:
 
         ``memory``: sealed memory with all parameters of the set, which the caller must close.
 
-        Raises ServingError: the memory is not that, or the version could not be loaded.
+        Raises ServingError: the memory is not sealed or not complete, or the version could not be loaded.
         """
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
@@ -319,7 +319,7 @@ class Parameters:
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
         """Returns sealed memory with all parameters of a push, which the caller must close.
 
-        It is that of ``memory`` (-1: none came) if that is sealed and has nothing to be added or checked; else a worker makes it.
+        It is a duplicate of ``memory`` (-1: none sent) if this is sealed, complete and needs no check; else a worker makes it.
 
         Raises _NoWorker: no worker is there to make it, or the worker died; ServingError: the worker refused.
         """
@@ -428,7 +428,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> None:
-        """Has a worker carry out what is decided already, such as a commit. A worker that cannot is killed and replaced."""
+        """Has a worker carry out a step that is decided, such as a commit. A worker that fails at it is killed and replaced."""
         try:
             await self._call(worker, operation)
         except ServingError as error:

@@ -398,7 +398,7 @@ class WorkerProcess(Child):
 
     @property
     def oldest_load(self) -> tuple[str, int, int] | None:
-        """Returns the model version whose loading the worker began first of those that it still loads; None: it loads nothing.
+        """Returns the model version that the worker has been loading for longest; None: it is loading nothing.
 
         The three values are the model's name, its version, and the time at which the load began (CLOCK_MONOTONIC ns).
         """

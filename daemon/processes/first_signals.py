@@ -1,4 +1,4 @@
-"""Handles signals from a process's first line on: a SIGTERM or SIGINT before the event loop exists is remembered for the loop.
+"""Handles signals until the event loop exists: a SIGTERM or SIGINT that comes earlier is remembered for the loop.
 
 Without a handler the first process of a container would lose these signals; elsewhere it would end without a message. SIGHUP,
 SIGUSR1 and SIGUSR2 have no effect so early: a reload has nothing to do before the start is over, and the others mean nothing
@@ -15,7 +15,7 @@ _PASSED_OVER = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class FirstSignals:
-    """Signal handlers for the time before the event loop installs its own; ``came``: the signal that asks for a stop, or None."""
+    """Signal handlers for the time before the event loop handles signals; ``came``: the signal that asks for a stop, or None."""
 
     def __init__(self) -> None:
         #: The signal that asked the daemon to stop, SIGTERM or SIGINT; None: none has come.

@@ -1,4 +1,4 @@
-"""The service manager's notify socket (sd_notify(3)): readiness, status line, watchdog. Does nothing without such a socket.
+"""Notifies the service manager (sd_notify(3)) of readiness, status and liveness. Does nothing where there is no such socket.
 
 Each message is one datagram, to the path or abstract address in ``NOTIFY_SOCKET``. If the service manager does not read, the
 message is dropped.

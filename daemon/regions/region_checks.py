@@ -1,4 +1,4 @@
-"""Checks the registration of a region: its own fields, the operator's rules, and the regions that exist. Does no I/O."""
+"""Checks a region's registration against the operator's rules and the regions that exist. Does no I/O."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class RegionRegistry:
         task.add_done_callback(self._tasks.discard)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
-        """Returns the device name of the workers that have the request's GPU; "": no worker has any GPU.
+        """Returns the device name of the workers on the request's GPU; "": no worker has a GPU at all.
 
         Raises InvalidArgument: workers have GPUs, but not this one.
         """
