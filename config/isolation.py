@@ -13,7 +13,7 @@ TOGETHER = "tensord_together"
 
 
 def is_wanted(message: ModelConfig) -> bool:
-    """Returns whether a model shall have workers that serve no other model. Raises InvalidArgument: ``isolated`` is no boolean."""
+    """Returns whether a model gets workers that serve no other model. Raises InvalidArgument: ``isolated`` is no boolean."""
     return wants(message, PARAMETER)
 
 
