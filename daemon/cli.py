@@ -64,7 +64,8 @@ def main() -> None:
     """tensord serves JAX models over the Open Inference Protocol, with tensors in shared memory.
 
     Configuration values come from the defaults, the file (--config or TENSORD_CONFIG), environment variables (TENSORD_HTTP_PORT
-    and so on) and flags; the later of these win. `tensord config` prints every key with its value and what it means.
+    and so on) and flags; each of these overrides those named before it. `tensord config` prints every key with its value and what
+    it means.
     """
 
 

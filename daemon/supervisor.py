@@ -469,7 +469,7 @@ class Supervisor:
     async def reload(self) -> list[asyncio.Future[str]]:
         """Reads configuration and repositories again, and applies the changes that need no restart.
 
-        Returns: a future for each model load that it began; its result is the reason of a failure, or "".
+        Returns: a future for each model load that it began; its result is why the load failed; "": it succeeded.
 
         Raises InvalidArgument: the new configuration cannot be used; nothing has changed then.
         """

@@ -1,4 +1,4 @@
-"""Prints what tensord and tensorctl report as tables: one line for each row, columns as wide as their values."""
+"""Prints reports of tensord and tensorctl as tables: one line for each row, columns as wide as their values."""
 
 from __future__ import annotations
 

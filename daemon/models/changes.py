@@ -191,7 +191,8 @@ class Models:
         """Begins to load the models that should be served, and to unload those that have left the repositories.
 
         Called at the daemon's start, and again with new options after a reload. With ``options.control_mode`` "explicit" only
-        models that ``options.load`` names are loaded, and none is unloaded. Returns a future for each load: why it failed, or "".
+        models that ``options.load`` names are loaded, and none is unloaded. Returns a future for each load: why it failed, "" if it
+        succeeded.
 
         ``found``: the models in the repositories, by name.
         """
@@ -242,7 +243,7 @@ class Models:
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
-        """Begins to load the model ``name``. The task's result is why the load failed, or "".
+        """Begins to load the model ``name``. The task's result is why the load failed; "": it succeeded.
 
         ``found``: the model as the last scan of the repositories found it; None: not found, so it is looked for again.
         """
@@ -268,7 +269,7 @@ class Models:
     async def _bring(
         self, found: FoundModel, within: tuple[str, ...] = (), again: bool = False, asked: bool = False
     ) -> str:
-        """Loads a model and waits for the outcome. Returns why the model could not be loaded, or "".
+        """Loads a model and waits for the outcome. Returns why the load failed; "": it succeeded.
 
         Args:
           within: the ensembles for which this model is loaded as a member, outermost first.
@@ -417,7 +418,7 @@ class Models:
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
         """Tells the fronts that a dead worker serves nothing any more, and passes on the loads that it has not answered.
 
-        They go to its replacement, or are given up: if too many workers died of one, or no worker can use the model's devices.
+        A load goes to the worker's replacement, or is given up if too many workers died during it or none can use the devices.
 
         Args:
           incarnation: the number that only this worker process had.
@@ -511,7 +512,7 @@ def _drop_if_same(tasks: dict[str, asyncio.Task[Any]], name: str, task: asyncio.
 class Outcomes:
     """Futures for the outcomes of loads and unloads, by the tokens with which the lifecycle names these operations.
 
-    An outcome is why the operation failed, or "". Used on the supervisor's event loop only.
+    An outcome is why the operation failed; "": it succeeded. Used on the supervisor's event loop only.
     """
 
     def __init__(self) -> None:
@@ -522,7 +523,7 @@ class Outcomes:
         self._loads: dict[str, asyncio.Future[str]] = {}
 
     def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
-        """Creates the token of a new load or unload, and the future of its outcome: why it failed, or "".
+        """Creates the token of a new load or unload, and the future of its outcome: why it failed; "": it succeeded.
 
         ``load``: the model to load; "" for an unload.
         """

@@ -83,7 +83,7 @@ class Configuration:
         """Describes every key: its value in force (without secrets), its source, and what the files say now if that differs.
 
         Returns ``keys``, a list of {key, value, source, next?, waits?}, where ``waits`` is "reload" or "restart", and ``error``,
-        a sentence about files that a reload would refuse, or "".
+        a sentence about files that a reload would refuse ("": none).
         """
         error, new = "", self._accepted
         try:

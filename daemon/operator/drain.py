@@ -71,7 +71,7 @@ class Drain:
         self._supervisor.models.drain(True)
 
     async def finished(self) -> None:
-        """Returns when no request is in flight.
+        """Waits until no request is in flight.
 
         Raises Unavailable: requests are still in flight ``supervisor.exit_timeout`` after new ones were refused, the drain was
         ended, or no drain has begun.
@@ -98,8 +98,7 @@ class Drain:
     async def _drain(self, seconds: float) -> str:
         """Runs a drain: waits ``seconds``, has new requests refused, and waits until no request is in flight.
 
-        Returns "", or a sentence about the processes that still had
-        requests in flight after ``supervisor.exit_timeout``.
+        Returns a sentence about the processes that still had requests in flight after ``supervisor.exit_timeout``; "": none had.
         """
         await self._supervisor.fronts.settled()
         await asyncio.sleep(seconds)
@@ -125,7 +124,7 @@ class Drain:
         return ""
 
     async def _waits(self, child: Child) -> None:
-        """Returns when no request is in flight in this child process, or when the process has ended."""
+        """Waits until no request is in flight in this child process, or until it has ended."""
         try:
             if isinstance(child, FrontProcess):
                 descriptors.close((await child.call(AwaitIdle()))[1])

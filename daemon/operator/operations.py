@@ -55,7 +55,7 @@ _NOT_READY = "the model's is_ready() does not say that it is"
 
 
 class Operations:
-    """Carries out control operations (``tensord.shm.operations``) by calling the part of the daemon that each one concerns."""
+    """Carries out control operations (``tensord.shm.operations``): calls the part of the daemon that each concerns."""
 
     def __init__(
         self,

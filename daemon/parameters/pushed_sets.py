@@ -104,7 +104,7 @@ class PushedSets:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Returns, for each model version, how many sets were pushed, and the number of the push in force in ``main`` or 0."""
+        """Returns, for each model version, how many sets were pushed, and the number of ``main``'s push in force (0: none)."""
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()

@@ -1,4 +1,4 @@
-"""The front processes: several for each protocol on its listening sockets, and the state that is published to all of them.
+"""Starts the front processes, several for each protocol on its listening sockets, and publishes state to all of them.
 
     a change ─▶ publish to every front ─▶ StatePublished(edition) ─▶ StateAcknowledged of all that serve ─▶ the client is answered
 

@@ -49,7 +49,7 @@ class Event(msgspec.Struct, frozen=True, tag="event"):
 def main(seconds: float) -> str:
     """Writes the GPUs' state every ``seconds`` seconds, and their errors at once, until nobody reads standard output any more.
 
-    Returns "", or why the GPUs cannot be read.
+    Returns why the GPUs cannot be read; "": they could be read.
     """
     try:
         import pynvml

@@ -1,4 +1,4 @@
-"""Listening sockets: bound by the supervisor, or passed by the service manager (sd_listen_fds(3)), and shared with fronts.
+"""Opens the listening sockets, which the supervisor binds or the service manager passes (sd_listen_fds(3)), for all fronts.
 
 The sockets outlive every front: connections that clients open while a front is replaced wait in the backlog and are not refused.
 

@@ -1,4 +1,4 @@
-"""The daemon's shutdown: what asks for it, and how child processes are stopped.
+"""Shuts the daemon down: notes what asks for it, and stops child processes.
 
 first signal     children are told to stop, and have until a deadline to finish
 second signal    children that still run are killed at once

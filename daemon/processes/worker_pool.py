@@ -1,4 +1,4 @@
-"""The worker processes: one slot for each device and for each isolated model, and the handling of the records that workers send.
+"""Starts and replaces the worker processes, in a slot for each device and each isolated model, and handles their records.
 
 start ─▶ ChildReady with the status page ─▶ joined ─▶ Loaded, Unloaded, replies ─▶ died: its slot is filled again
 
