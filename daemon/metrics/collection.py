@@ -126,7 +126,7 @@ class Collection:
         traces: TraceSettings,
         spans: SpanCounts | None,
     ) -> None:
-        """Stores the parts of the daemon to ask. ``spans``: counts of spans for a trace collector; None: there is no collector."""
+        """Stores the parts of the daemon. ``spans``: counts of spans for a trace collector; None: there is no collector."""
         self._workers = workers
         self._fronts = fronts
         self._slots = slots

@@ -191,8 +191,8 @@ class Models:
         """Begins to load the models that should be served, and to unload those that have left the repositories.
 
         Called at the daemon's start, and again with new options after a reload. With ``options.control_mode`` "explicit" only
-        models that ``options.load`` names are loaded, and none is unloaded. Returns a future for each load: why it failed, "" if it
-        succeeded.
+        models that ``options.load`` names are loaded, and none is unloaded. Returns a future for each load: why it failed, ""
+        if it succeeded.
 
         ``found``: the models in the repositories, by name.
         """
