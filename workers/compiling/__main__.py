@@ -59,7 +59,7 @@ def _end_with_worker(fd: int) -> None:
 
 
 class Compiler:
-    """Compiles programs in this process with XLA for the CPU; makes one XLA client for each number of threads and devices."""
+    """Compiles programs for the CPU with XLA in this process; keeps one XLA client for each number of threads and devices."""
 
     def __init__(self) -> None:
         self._clients: dict[tuple[int, int], Any] = {}

@@ -33,8 +33,9 @@ class Compilers:
     """Compiles programs in up to ``count`` processes. Any number of threads may use it; threads beyond ``count`` wait."""
 
     def __init__(self, count: int, long_seconds: float = 0.0) -> None:
-        """Starts no process yet.
+        """Sets the limits of compile processes; starts none yet.
 
+        ``count``: how many programs are compiled at a time.
         ``long_seconds``: a program that compiles for longer does not count towards ``count`` (``Turns``); 0: all count.
         """
         self.count = count
@@ -99,9 +100,10 @@ class _Process:
         threading.Thread(target=self._bury, name="compile process", daemon=True).start()
 
     def compile(self, asked: Compile) -> Compiled | CompileRefused | None:
-        """Has the process compile a program. Returns the executable, or the compiler's error.
+        """Has the process compile a program. Returns the executable or the compiler's error; None: the process was gone already.
 
-        Returns: None if the process had ended by itself, idle, before it got the program, so that another one has to be asked.
+        After None another process has to be asked: this one had no work for a while and ended before it got the program.
+
         Raises: CompilerDied: the process ended while it compiled.
         """
         if self._process.poll() is not None:

@@ -1,4 +1,4 @@
-"""Records between a worker and its compile processes; each record is one message.
+"""The messages between a worker and its compile processes: a program to compile, and the executable or error for it.
 
 worker    Compile ─▶
           ◀─ Compiled | CompileRefused        one answer for each, in their order

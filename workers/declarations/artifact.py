@@ -121,9 +121,9 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Returns name in the program -> name in the configuration, for inputs or outputs that a program only numbers.
+        """Maps a program's names to the configuration's names, for inputs or outputs that the program only numbers.
 
-        Empty: they have names in the program, or the configuration does not name them all.
+        Empty: the program names them, or the configuration does not name them all.
         """
         found: dict[str, str] = {}
         for kind, leaves, names in (
@@ -186,7 +186,10 @@ class _Artifact:
         return tuple(sorted(sizes))
 
     def _declared(self, groups: Sequence[Sequence[ProgramArray]]) -> dict[str, str]:
-        """Returns what a model.py would declare, in the order of the program. ``groups``: the same tensors in each program."""
+        """Returns declarations of tensors as in a model.py: name -> datatype and sizes, such as "FP32[-1, 4]".
+
+        ``groups``: the same tensors in each program.
+        """
         found: dict[str, str] = {}
         by_name = [{leaf.name: leaf for leaf in group} for group in groups]
         for leaf in groups[0]:

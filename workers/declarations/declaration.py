@@ -23,7 +23,7 @@ _MAX_LABEL_BYTE_SIZE = 16 << 20
 
 
 def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Adds what model.py declares to the configuration: tensors, and ``max_batch_size`` and ``response_cache`` if it lacks them.
+    """Adds model.py's declarations to the configuration: tensors, and ``max_batch_size`` and ``response_cache`` if missing.
 
     Returns: for each declared tensor the names of its axes; None for an axis without a name.
     Raises: InvalidArgument: a declaration is malformed, or contradicts the configuration.

@@ -73,7 +73,7 @@ def write(
     inputs: Mapping[str, Declared],
     platforms: Sequence[str] | None = None,
 ) -> Path:
-    """Writes a model folder with this configuration, to which it adds the tensors of the program. Returns the folder.
+    """Writes a model folder with a configuration (``message``), to which the program's tensors are added. Returns the folder.
 
     Args:
       function: takes parameters and a dict of inputs, returns a dict of outputs.
@@ -183,7 +183,7 @@ def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str
 
 
 def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
-    """Adds the inputs as declared and the outputs as the program returns them to a configuration that does not name them."""
+    """Completes a configuration: adds inputs as declared, and outputs as the program returns them, if it has none."""
     types = model_config_pb2.DataType
     if not message.input:
         for name, tensor in inputs.items():

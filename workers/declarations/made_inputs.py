@@ -29,7 +29,8 @@ class MadeInputs:
     def join(self, request: Request) -> None:
         """Adds the inputs that the worker makes to a request.
 
-        Raises: InvalidArgument: an input's datatype cannot hold the request's value. The request's leases are released then.
+        Raises: InvalidArgument: an input's datatype cannot hold the request's value. The shared memory that the request has
+        reserved is released then.
         """
         made: dict[str, Array] = {}
         try:

@@ -41,7 +41,7 @@ def is_on_demand(message: ModelConfig, module: ModuleType) -> bool:
 
 
 def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | None:
-    """Returns which parameters differ between parameter sets, and how many sets the device has; None: batches do not mix sets.
+    """Returns which parameters differ between parameter sets, and how many sets the device holds; None: batches do not mix sets.
 
     Raises: InvalidArgument: a declaration is malformed.  Unsupported: a model of this kind cannot mix sets in a batch.
     """
@@ -68,7 +68,7 @@ def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | N
 
 
 def _names(message: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
-    """Returns the names in ``batch_sets``: parameters that differ between sets; empty: all may; None: it is False or missing."""
+    """Returns the parameters that differ between sets (``batch_sets``); empty: all may differ; None: batches do not mix sets."""
     given, where = getattr(module, "batch_sets", False), "batch_sets of model.py"
     if "batch_sets" in message.parameters:
         text, where = message.parameters["batch_sets"].string_value, "parameter 'batch_sets'"

@@ -32,7 +32,7 @@ class SequencePlan:
     def join(self, request: Request) -> None:
         """Sets ``request.controls`` (correlation id, start, end) of a request that has just arrived, as its client sent them.
 
-        For an iterative model ``end`` is cleared, and a request without an id gets a new one and starts a sequence of its own.
+        For an iterative model ``end`` is cleared, and a request without a correlation id gets one and starts a new sequence.
         """
         controls = controls_of(request.own)
         request.controls = controls if self.iterative is None else self.iterative.first_round(controls)
@@ -44,7 +44,7 @@ class SequencePlan:
 
 
 def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None:
-    """Returns what a completed configuration says about sequences; None: the model has none.
+    """Returns what a completed configuration says about sequences; None: the model has no sequences.
 
     ``max_waiting``: how many requests may wait.
     """

@@ -1,4 +1,4 @@
-"""Reads what a stepped model declares in its model.py, and what its ``create`` returns.
+"""Reads what a stepped model (it computes many requests together, step by step) declares, and what its ``create`` returns.
 
 slots = 64              requests that are stepped at a time; this makes the model a stepped model
 max_steps = 1024        a request ends after this many steps
@@ -44,7 +44,7 @@ class StepDeclaration:
 
 
 def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration | None:
-    """Returns what a stepped model (it computes many requests together, step by step) declares; None: the model is no such.
+    """Returns what a stepped model (it computes many requests together, step by step) declares; None: it is no stepped model.
 
     Marks a stepped model as decoupled in its configuration.
 
@@ -87,9 +87,9 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(message: ModelConfig, described: Signature) -> None:
-    """Checks that a completed configuration has nothing that a stepped model cannot have.
+    """Checks that a stepped model's completed configuration has only what such a model can have.
 
-    Raises: InvalidArgument, Unsupported: it has; the message says what.
+    Raises: InvalidArgument, Unsupported: it has something else, such as a batch dimension or sequences.
     """
     what = f"model '{message.name}'"
     if message.max_batch_size:

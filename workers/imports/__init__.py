@@ -1,1 +1,1 @@
-"""Gives each model's code its own imports (its own modules first, then the environment's) and its own process-wide settings."""
+"""Separates the code of models in one process: each imports its own modules first, and changes settings only for itself."""

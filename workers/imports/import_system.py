@@ -48,9 +48,9 @@ def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callab
 
 
 class LoadedModels:
-    """When unpickled in another process, makes the packages of the models that are loaded where it is pickled.
+    """Makes the modules of loaded models importable in a process that a model's code starts.
 
-    So a process that a model's code starts can import the modules of these packages.
+    It is pickled in the worker and unpickled in that process, which makes the models' packages there.
     """
 
     def __reduce__(self) -> tuple[Callable[..., LoadedModels], tuple[tuple[tuple[str, tuple[str, ...]], ...]]]:

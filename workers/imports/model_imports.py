@@ -80,7 +80,7 @@ class ModelImports(Importer):
     _serials = itertools.count(1)
 
     def __init__(self, package: str, folders: Sequence[Path] | Sequence[str]) -> None:
-        """Makes the package ``package``. ``folders``: the folders of its modules, those to be searched first in front."""
+        """Makes the package ``package``. ``folders``: the folders of its modules, in the order in which they are searched."""
         self.package = package
         self.folders = tuple(str(folder) for folder in folders)
         self._prefix = f"{package}."
@@ -103,7 +103,7 @@ class ModelImports(Importer):
 
     @classmethod
     def of_version(cls, model: str, folders: Sequence[Path]) -> ModelImports:
-        """Makes the package, with a new name, of a version of ``model`` that is being loaded."""
+        """Makes a package with a new name for the code of a version of ``model`` that is being loaded."""
         return cls(f"tensord_model_{next(cls._serials)}_{_NOT_A_NAME.sub('_', model)}", folders)
 
     @staticmethod
@@ -274,7 +274,7 @@ class ModelImports(Importer):
 
 
 class OwnModules:
-    """Finds modules of models' packages and gives them their model's builtins; it must be the first on ``sys.meta_path``."""
+    """Finds modules of models' packages and sets their model's builtins; it must be the first on ``sys.meta_path``."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -94,7 +94,7 @@ class OwnFlags:
         return apply
 
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-        """Makes a setting that the model's code asks for: now, until ``stack`` is closed, and in all later ``code`` blocks."""
+        """Applies a JAX setting that the model's code has made: until ``stack`` is closed, and in all later ``code`` blocks."""
         if jax.config.values.get(name) != value:
             stack.enter_context(_context(name)(value))
             _log.warning("model '%s' sets %s = %r, which holds for this model alone", self._model, name, value)

@@ -1,4 +1,4 @@
-"""Reads what a model version's model.py and configuration declare together, and checks it, before anything is made of it.
+"""Reads and checks what a model version's model.py and configuration declare, before the model is created.
 
 configuration as given ─▶ tensors that model.py declares ─▶ completed, checked ─▶ DeclaredVersion
 """
@@ -58,8 +58,11 @@ class VersionLoad:
         return bool(getattr(self.module, "host", False))
 
     def samples(self, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
-        """Makes the version's warmup samples. ``described``: the tensors that they have, those of ``made_inputs`` among them.
+        """Makes the version's warmup samples (test requests that are run before the version serves).
 
+        Args:
+          described: the tensors of the samples, with those of ``made_inputs``.
+          made_inputs: the inputs that the worker makes and no client sends.
         Raises InvalidArgument: a sample does not fit the model, or its file cannot be read.
         """
         nobody = made_inputs.nobody
@@ -93,7 +96,7 @@ _Axes = dict[str, tuple[str | None, ...]]
 
 
 class _Names(NamedTuple):
-    """Names that model.py gives, and that a configuration has no place for."""
+    """What model.py declares and a configuration cannot hold: names of axes, and which ragged inputs have segment ids."""
 
     axes: _Axes
     state_axes: _Axes
@@ -130,7 +133,7 @@ def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
 
 
 def _declared_names(load: VersionLoad) -> _Names:
-    """Adds the tensors that model.py declares to the configuration, and returns the names that it gives besides.
+    """Adds the tensors that model.py declares to the configuration, and returns what the configuration cannot hold of them.
 
     Raises InvalidArgument: model.py lacks what its backend calls, or a declaration is malformed.
     """

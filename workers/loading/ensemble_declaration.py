@@ -1,4 +1,4 @@
-"""Loads ensembles, which have no code: from their configuration, completed by their members in the same worker."""
+"""Loads ensembles (graphs of models, without code) from their configuration and from the models that they consist of."""
 
 from __future__ import annotations
 

@@ -123,9 +123,9 @@ class InstanceGroups:
         return self.active > 1 or self.limited
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Only logs that a model's instances run one at a time. Raises Unsupported: one needs the rate limiter's resources.
+        """Logs that a model's instances run one at a time. Raises Unsupported: one of them needs the rate limiter's resources.
 
-        ``kind``: what kind of model has its instances take turns, for the error, such as "a model with batch_sets".
+        ``kind``: the kind of model whose instances take turns, for the error, such as "a model with batch_sets".
         """
         if self.limited:
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")

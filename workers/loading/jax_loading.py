@@ -1,4 +1,4 @@
-"""Makes a jitted model from what ``create`` of model.py returned: how its instances run, its programs, its sequences' state."""
+"""Builds a jitted model from what ``create`` of model.py returned, and decides on which devices and threads it runs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def indexed(apply: Callable[..., Any]) -> Apply:
 
 @dataclass(frozen=True, slots=True)
 class InstancePlan:
-    """Says how the instances of a JAX model run: on which devices, and in threads of their own or as one program in the loop."""
+    """How the instances of a JAX model run: on which devices, and each in a thread or all in the worker's loop."""
 
     #: The device or devices that ``create`` gets.
     given: jax.Device | tuple[jax.Device, ...]
@@ -89,7 +89,7 @@ class InstancePlan:
 def planned_instances(
     load: VersionLoad, declared: DeclaredVersion, groups: InstanceGroups, target: LoadTarget
 ) -> InstancePlan:
-    """Returns how the instances of a model with a function ``create`` run; those of a compiled one may have to take turns.
+    """Decides how the instances of a model that has a function ``create`` run: their devices and threads.
 
     Raises InvalidArgument: the model asks for more devices than there are.  Unsupported: its declarations do not go together.
     """

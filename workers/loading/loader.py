@@ -171,7 +171,7 @@ class Loader:
             return imports.run(folder / file)
 
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
-        """Returns the error that loading a version fails with because of ``error``, which is logged if need be.
+        """Converts ``error`` to the error with which loading a version fails, and logs ``error`` if need be.
 
         Args:
           what: names what has failed in the log.
@@ -350,14 +350,13 @@ class Loader:
         return lambda _: JittedInstance(jitted, self._target.execution.beside())
 
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
-        """Returns a serving version with another number of instances, if nothing else differs between two Load records.
+        """Changes how many instances a serving version has; None: more than that has changed, so it has to be loaded.
 
-        Instances that stay are not started again, and nothing is compiled.
+        Instances that stay are not started again, and nothing is compiled. Returns the version with its new instances.
 
         Args:
           record: the new Load record.
           former: the version that serves.
-        Returns: None if more has changed, so that the version has to be loaded.
         Raises: ServingError: an instance could not be started.  Cancelled: the load was cancelled.
         """
         maker, known = former.maker, former.record
@@ -426,7 +425,7 @@ def _buckets(load: VersionLoad, described: Signature) -> Buckets:
 
 
 def _by_role(instances: tuple[Instance, ...]) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
-    """Returns the instances that take requests, and those that only hold the model."""
+    """Splits instances in two: those that take requests, and those that only hold the model."""
     return (
         tuple(instance for instance in instances if not instance.passive),
         tuple(instance for instance in instances if instance.passive),

@@ -1,4 +1,4 @@
-"""Loads a stepped model, for ``tensord.workers.loading.loader``.
+"""Loads a stepped model: one that computes many requests together, step by step.
 
 model.py ─▶ declared ─▶ checked ─▶ create ─▶ programs: traced, checked, compiled, run once
 """

@@ -46,7 +46,7 @@ class LoadTarget:
         alone: bool = False,
         pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
-        """Makes the target of a worker process, with the configured cache. Also turns on JAX's own cache in the process.
+        """Makes the target for loads in a worker process, with the configured cache; also turns on JAX's own cache there.
 
         Args:
           gpu: the device's number among the daemon's GPUs; None: the device is a processor.
