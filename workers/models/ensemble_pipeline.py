@@ -206,7 +206,7 @@ class EnsemblePipelines:
         return None if program is None or not pipeline.free or not program.takes(requests) else (pipeline, program)
 
     def forget_gone(self) -> None:
-        """Drops all pipelines, those of models that have gone among them; what is needed is found again."""
+        """Drops all cached pipelines, so that none keeps an unloaded model alive; those still needed are built again."""
         self._known.clear()
         self._changes = self._models.changes
 

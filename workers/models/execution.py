@@ -123,7 +123,7 @@ class Execution:
         return self.parameters.of(request) if isinstance(self.parameters, BatchSets) else self.parameters
 
     def time(self, request: Request) -> None:
-        """Records in one of the batch's requests when it ran, and its share of the bytes that were copied for the batch."""
+        """Records in a request of the batch when the batch ran, and the request's share of the bytes copied for the batch."""
         gathered = 0
         if self.copied_byte_size:
             gathered = self.copied_byte_size * request.rows // sum([each.rows for each in self.requests])
@@ -257,7 +257,7 @@ def own_failure(
 
 
 def _log_failure(sentence: str, error: BaseException | None, requests: Sequence[Request]) -> None:
-    """Logs that a model failed, with the stack trace of ``error``, unless that has happened too often in this second."""
+    """Logs that a model failed, with the stack trace of ``error``, unless too many failures were logged in this second."""
     left_out = _FAILURES.admit()
     if left_out is not None:
         _log.error("%s%s", sentence, left_out, exc_info=error, extra=traced(requests))

@@ -71,7 +71,7 @@ def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any
 
 
 class FreeState:
-    """Gives requests the state of their sequences, and takes the new state from results, for states whose sizes vary."""
+    """Adds the state of sequences to their requests' inputs, and stores the new state from results; its sizes may vary."""
 
     def __init__(self, described: Signature, buckets: Buckets, initial: InitialState, limit: int) -> None:
         """

@@ -101,7 +101,7 @@ class _Run:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Tells the instance's thread to go on with the paused generator, as its client has acknowledged enough responses.
+        """Has the instance's thread resume the paused generator, because its client has acknowledged enough responses.
 
         Called on the loop.
         """

@@ -58,11 +58,14 @@ class Instance:
         check: CheckDevice = works,
         code: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """``create`` makes the model, and ``warm``, if given, is called with it before the instance counts as started: both in
-        the thread.
+        """Prepares an instance, whose thread ``start`` starts.
 
-        ``page``: where the thread notes what it runs. ``check``: raises if the model's device has failed.
-        ``code``: makes the context that the thread works in: JAX's settings as the model's code has made them.
+        Args:
+          create: makes the model; called in the thread.
+          page: where the thread notes what it runs.
+          warm: warms the model up, before the instance counts as started; called in the thread. None: nothing does.
+          check: raises if the model's device has failed.
+          code: makes the context that the thread works in: JAX's settings as the model's code has made them.
         """
         self._code = code
         self._check = check

@@ -23,7 +23,7 @@ _SECONDS = 5.0
 
 
 class IsReadyCalls:
-    """Calls ``is_ready()``, by which a Triton Python model says whether it can work, of a version's instances.
+    """Asks all instances of a Triton Python model's version whether they can work, by calling their ``is_ready()``.
 
     ``join`` and ``leave`` are for the instances' threads, the rest for the loop.
     """

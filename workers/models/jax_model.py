@@ -37,7 +37,7 @@ from tensord.workers.threads.cancellation import Cancellation
 
 
 class GatheredRun:
-    """Runs one program of a model with sequence state, a batch with each call, on inputs that were put into the program's memory.
+    """Runs batches of a model with sequence state by one program, on inputs that already lie in the program's memory.
 
     Used by ``tensord.workers.dispatch.sequence_runs``, which reads the outputs of each batch before the next batch begins.
     Used only by the thread that runs the instance's batches, which also uses its carry (the state of its sequences).
@@ -182,7 +182,11 @@ class JaxModel:
         return [program if program is not None and program.gathers else None for program in planned]
 
     def prepare_grouped(self, cancellation: Cancellation) -> None:
-        """Makes the programs that run several requests in one call, if this model has such. Raises whatever tracing raises."""
+        """Compiles the programs that run several requests in one call, or loads them from the cache, before the model serves.
+
+        Does nothing if requests to this model never share a call. Raises Cancelled: the loading of the version was given up; or
+        whatever tracing raises.
+        """
         if self.grouped is not None:
             planned = [self.executables.planned(Wanted(*wanted)) for wanted in self._buckets.planned()]
             singles = [single for single in planned if single is not None]
@@ -206,9 +210,9 @@ class JaxModel:
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns output -> bytes if memory in the answer should be reserved for the outputs before the run, to be written there.
+        """Returns the bytes of each output if memory for it should be reserved in the answer before the run.
 
-        None: no memory should be reserved.
+        The run then writes the outputs there. None: no memory should be reserved before.
         """
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
@@ -280,7 +284,7 @@ class JaxModel:
 
     @property
     def full_sizes(self) -> frozenset[int] | None:
-        """The numbers of rows of batches that get no padding; empty: inputs may be padded too; None: a batch is one request."""
+        """The batch sizes that need no padding; empty: inputs of any batch may be padded; None: there is no batch dimension."""
         if self._pads:
             return frozenset()
         return frozenset(self._buckets.batch) if self._signature.batches else None

@@ -116,7 +116,7 @@ class ModelTable:
     def settle(self) -> bool:
         """Closes draining versions that have finished their requests; called in each iteration of the loop while any drain.
 
-        Returns whether one has gone: nothing here refers to it any more.
+        Returns whether any version was closed, and so removed from the table.
         """
         drained = len(self.draining)
         self.draining = [version for version in self.draining if not version.settle()]
@@ -127,9 +127,10 @@ class ModelTable:
         self.draining.append(version)
 
     def home(self, version: ModelVersion, correlation_id: int | str, start: bool) -> ModelVersion:
-        """Returns the load (loading of a version) that a sequence's request goes to: where the sequence began, else ``version``.
+        """Returns the version that a sequence's request goes to: the replaced one if the sequence began there, else ``version``.
 
-        ``version``: the new load. A request with START goes there, and ends a sequence of its id on a former load, which drains.
+        ``version``: the version as it was loaded last. A request with START goes there, and ends a sequence with the same
+        correlation id on the replaced version, which drains (only finishes its requests).
         """
         for old in self.draining:
             if old.sequences is None or (old.name, old.version) != (version.name, version.version):

@@ -167,7 +167,7 @@ class ModelVersion:
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes the next batch from the queue, cut to what the largest program has room for; the other requests wait again.
+        """Takes the next batch from the queue, as much as the largest program has room for; the rest goes back to the queue.
 
         ``instance``: the number of the instance that the batch is for.
         """
@@ -186,7 +186,7 @@ class ModelVersion:
         now_ns: int,
         instance: int = 0,
     ) -> list[Request]:
-        """Takes the requests of the next batch that have the same parameters; the others wait again.
+        """Takes the requests of the next batch that use the same parameters as its first; the rest goes back to the queue.
 
         A sequence goes on with the parameters that it began with. ``take``: called with ``now_ns`` and ``instance`` (the number
         of the instance that the batch is for), takes the batch.
@@ -239,8 +239,8 @@ class ModelVersion:
     def _hold_steps(self, former: ParameterSet, new: ParameterSet, now: ParameterSet | None, moves: bool) -> bool:
         """Decides which parameters a stepped model's requests that have begun with ``former`` go on with.
 
-        ``now`` (None: the newest of the parameter set ``main``) if ``moves``, else ``former``. ``new``: the parameters that those
-        who change over name in their answers. Returns whether any request goes on with ``former``.
+        It is ``now`` (None: the newest of the parameter set ``main``) if ``moves``, else ``former``. ``new``: the parameters that
+        the answers of requests that change over name. Returns whether any request goes on with ``former``.
         """
         if self.steps is None:
             return False

@@ -73,7 +73,7 @@ def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> 
 
 @dataclass(frozen=True, slots=True)
 class PythonVersion:
-    """Holds what the instances of one version of a Triton Python model share: code, configuration, and what they are told."""
+    """Holds what the instances of one version of a Triton Python model share: code, configuration, and tensors."""
 
     module: ModuleType
     message: ModelConfig

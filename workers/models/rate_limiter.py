@@ -51,9 +51,9 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Takes the resources that an instance needs, which it has until ``done``. Returns whether the instance has them now.
+        """Reserves the resources that an instance needs, until ``done``; returns False if they are not all free.
 
-        If not, the instance waits for them: call this again once ``moved`` is True, which says that resources became free.
+        Then the instance waits for them: call this again once ``moved`` is True (resources became free).
         """
         return self._resources.runs(instance) or self._resources.ask(instance)
 

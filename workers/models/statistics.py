@@ -47,7 +47,7 @@ class Duration:
 
 
 class ResponseStatistics:
-    """Statistics of the responses that have one position among the responses to their request: 0 is each request's first."""
+    """Statistics of the responses at one position in their requests; position 0: the first response to each request."""
 
     __slots__ = ("cancel", "compute_infer", "compute_output", "empty_response", "fail", "success")
 

@@ -32,7 +32,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class DeviceRun(NamedTuple):
-    """A run that the device was given: a stepped model puts requests into slots, or computes one step of those there."""
+    """A run of a stepped model on the device, which may not have ended: it inserts requests into slots, or computes a step."""
 
     made: Any
     #: Arrays that the device may still read.
@@ -112,7 +112,7 @@ class SteppedModel:
     def insert(
         self, requests: Sequence[Request], slots: Sequence[int], chosen: ParameterSet | None = None
     ) -> DeviceRun:
-        """Begins to compute requests of one batching key, which take these slots; the returned run has one row for each.
+        """Launches the insertion of requests of one batching key into slots; the returned run has one row for each request.
 
         ``chosen``: the parameter set to use; None: ``main``.
 
@@ -133,7 +133,7 @@ class SteppedModel:
         return self._run(self.executables.inserts[key], (inputs, numbers), chosen)
 
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
-        """Computes a step by the smallest program that has slots 0 to ``last``; it steps all its slots but those in ``masked``.
+        """Launches one step of the requests in slots 0 to ``last``, without those in ``masked``, by the smallest program.
 
         ``chosen``: the parameter set to use; None: ``main``. Raises StateLost: the step failed, and the state
         of all slots is lost. Any other error leaves all slots unchanged.
