@@ -1,1 +1,1 @@
-"""Makes, stores, chooses and runs compiled programs of models."""
+"""Compiles, stores, chooses and runs programs of models."""

@@ -239,9 +239,9 @@ class Executable(ABC):
 
     @abstractmethod
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """Returns output name -> bytes if the caller should reserve the answer's memory before the run, which then writes to it.
+        """Returns the bytes of each output if the caller should reserve memory for it in the answer before the run.
 
-        None: the caller should reserve it after the run.
+        The run then writes the outputs there. None: the caller should reserve the memory after the run.
 
         ``whole``: whether there is one request and it gets the program's outputs as they are, without rows cut off.
         """

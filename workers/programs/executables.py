@@ -98,7 +98,7 @@ class Executables:
         return self._usual.several
 
     def warm(self, progress: LoadProgress) -> None:
-        """Makes the executable of every bucket, from the cache or by compiling, and runs the smallest one.
+        """Compiles the executable of every bucket, or loads it from the cache, and runs the smallest one.
 
         Raises Internal: the model's outputs are not as declared, or there is too little memory; Cancelled: the load of the model
         was given up.
@@ -126,7 +126,9 @@ class Executables:
         self._run_once()
 
     def _make(self, planned: Sequence[Wanted], first: jax.stages.Lowered | None, progress: LoadProgress) -> None:
-        """Makes the executables of all buckets. ``first``: the program for the first one, which is lowered already.
+        """Compiles the executables of all buckets, or loads them from the cache.
+
+        ``first``: the lowered program of the first bucket; None: there are no buckets.
 
         On several devices the first program decides where the parameters are, and the others are compiled for that.
         """
@@ -168,7 +170,7 @@ class Executables:
         number: int | None,
         compile_it: Callable[[int | None], CompiledProgram],
     ) -> CompiledProgram:
-        """Returns a program of ``GroupedCalls``: from the cache, or else compiled by ``compile_it`` and stored there.
+        """Returns a program that runs several requests in one call: from the cache, or compiled by ``compile_it`` and stored.
 
         Args:
           shapes: of a request's inputs.
@@ -198,7 +200,7 @@ class Executables:
                 self._usual = placement
 
     def _open(self, stack: SetStack) -> None:
-        """Makes the arrays of a stack of parameter sets on the programs' device, and compiles the program that fills them.
+        """Allocates the arrays of a stack of parameter sets on the programs' device, and compiles the program that fills them.
 
         Raises Internal: the device has no memory for the arrays.
         """

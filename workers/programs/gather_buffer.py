@@ -101,7 +101,7 @@ class GatherBuffer:
 
 
 class RaggedBuffer:
-    """The buffer for one ragged input: the elements of all requests in sequence; used by the execution thread only."""
+    """The buffer for one ragged input: the elements of all requests one after another; used by the execution thread only."""
 
     __slots__ = ("_name", "array")
 

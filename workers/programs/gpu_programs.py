@@ -1,4 +1,4 @@
-"""Tells what is special to programs that are compiled for a GPU: software that they depend on, and copies that they make.
+"""Finds out which software a program compiled for a GPU depends on, and whether the program copies memory.
 
 XLA runs the operations of a program as one CUDA graph. A graph that was made with inputs in XLA's own memory cannot copy from
 other memory, such as the staging buffers and clients' regions here, nor the other way round (CUDA_ERROR_INVALID_VALUE, seen with

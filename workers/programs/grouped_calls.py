@@ -46,7 +46,7 @@ class _Shape:
 
 
 class GroupedCalls:
-    """Makes and finds one model version's programs for grouped calls: calls that run several requests, each by itself.
+    """Compiles and finds one version's programs for grouped calls: a call runs several requests, each computed separately.
 
     ``compile`` and ``prepare`` may be called in other threads, everything else in the execution thread only.
     """
@@ -57,7 +57,7 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Makes the programs for the shapes that are known when the model is loaded, before it serves.
+        """Compiles the programs for calls that run several requests, for the shapes that are known when the model is loaded.
 
         ``singles``: the executable for one request of each shape. Raises whatever tracing the model raises.
         """
@@ -68,8 +68,8 @@ class GroupedCalls:
     def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
         """Returns the program for one call that runs as many of ``waiting`` requests as it has room for, the oldest first.
 
-        None: there is no such program, so each request runs by itself. The program may have room for more requests than are
-        waiting. ``key``: the shapes of the requests' inputs.
+        None: there is no such program, so each request runs in a separate call. The program may have room for more requests than
+        are waiting. ``key``: the shapes of the requests' inputs.
         """
         shape = self._shapes.get(key)
         return None if shape is None else shape.fitting[min(waiting, MOST)]

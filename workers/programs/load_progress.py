@@ -1,4 +1,4 @@
-"""Makes the programs of a model's load in their order, reports its progress to the supervisor, and sums up what it takes."""
+"""Compiles the programs of a model that is being loaded, reports progress, and adds up the time and memory that they take."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def nobody(number: int, total: int, compiled: int) -> None:
 
 
 class LoadProgress:
-    """Makes the programs of one model's load, reports its progress, and sums up number, bytes and time of its programs.
+    """Compiles the programs of one model's load, reports progress, and adds up number, bytes and time of the programs.
 
     Used by the loading thread only.
     """
@@ -59,10 +59,14 @@ class LoadProgress:
     def through(
         self, wanted: Sequence[T], make: Callable[[T], tuple[CompiledProgram, bool]], threads: int
     ) -> Iterator[tuple[T, CompiledProgram, bool]]:
-        """Makes the programs of ``wanted`` (``ahead``); yields each with its program, and whether that had to be compiled.
+        """Compiles a program for each of ``wanted``, or loads it from the cache; yields each, its program, and True if compiled.
 
-        Reports each before it is waited for, and logs a summary at the end. ``threads``: how many make programs at the same time.
-        Raises Cancelled: the load was given up; or what ``make`` raises.
+        Reports progress before each program is waited for, and logs a summary at the end. Raises Cancelled: the load was given
+        up; or what ``make`` raises.
+
+        Args:
+          make: compiles a program or loads it from the cache; returns it, and whether it was compiled.
+          threads: how many threads call ``make`` at the same time.
         """
         made = ahead(make, wanted, threads)
         self._total, started_ns = len(wanted), time.monotonic_ns()
@@ -85,7 +89,7 @@ class LoadProgress:
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)
 
     def made(self, what: object, program: CompiledProgram, compiled: bool) -> None:
-        """Adds the program that ``through`` yielded last to the sums, now that it is made; logs it if it was compiled.
+        """Adds the program that ``through`` yielded last to the load's sums, and logs it if it was compiled.
 
         Args:
           what: describes the program in the log.

@@ -1,4 +1,4 @@
-"""Adds an output to a program that holds all its small outputs, so that they are copied from a GPU in one transfer.
+"""Packs all small outputs of a program into one further output, so that they are copied from a GPU in one transfer.
 
     packed    | output 0: row 0 | row 1 | ... | zeros | output 1: row 0 | row 1 | ...        each begins at a multiple of 64
 

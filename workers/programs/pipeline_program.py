@@ -60,7 +60,7 @@ class PipelineProgram:
     ) -> None:
         """
         Args:
-          signature: inputs and outputs of the pipeline, as if it were one model; wide if any of the programs is.
+          signature: inputs and outputs of the pipeline, as if it were one model; wide (64-bit) if any of the programs is.
           links: the programs in the order in which they run, with their inputs and outputs.
           outputs: names of the pipeline's tensors that are its outputs.
           rows: the batch size of the bucket.

@@ -137,7 +137,7 @@ class DevicePlacer(Placer):
         return sum([given.nbytes for given, leaf in pairs if given is not None and _lies(given, leaf.placed)])
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Returns a tree of parameters from host arrays. None in ``host``: the model's own leaf is used, which cannot be pushed.
+        """Builds a tree of parameters from host arrays. None in ``host``: the leaf cannot be pushed, so the model's is used.
 
         Copies arrays that are not aligned or have another datatype, because XLA's own copy takes three times as long.
         """
@@ -168,17 +168,17 @@ class DevicePlacer(Placer):
 
 
 def _hosted(described: Leaves, leaves: Sequence[Any]) -> list[Array | None]:
-    """Returns leaves in host memory, with None in place of those that cannot be pushed."""
+    """Copies leaves to host memory. Returns the copies, with None in place of leaves that cannot be pushed."""
     return [np.asarray(array) if leaf.plain else None for leaf, array in zip(described, leaves, strict=True)]
 
 
 def _fixed(described: Leaves, leaves: Sequence[Any]) -> list[Any]:
-    """Returns the leaves that cannot be pushed, which every set has of the model, with None in place of all others."""
+    """Returns the leaves that cannot be pushed, which all parameter sets share, with None in place of all others."""
     return [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
 
 
 def _whole(host: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
-    """Returns all leaves of a set: those given, and the model's own (``fixed``) in place of None, which cannot be pushed."""
+    """Returns all leaves of a parameter set: those of ``host``, with a leaf of ``fixed`` wherever ``host`` has None."""
     return [own if given is None else given for given, own in zip(host, fixed, strict=True)]
 
 
@@ -221,7 +221,7 @@ def _stacked(
 
 
 class StackPlacer(Placer):
-    """Places, of the parameter sets of a model whose batches mix them, the leaves that all sets share; a stack has the others."""
+    """Places the leaves that all parameter sets share, for a model whose batches mix sets; a ``SetStack`` has the others."""
 
     def __init__(
         self, signature: Signature, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef

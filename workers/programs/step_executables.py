@@ -1,4 +1,4 @@
-"""Makes the programs of a stepped model version before it is ready, from the cache or by compiling.
+"""Compiles the programs of a stepped model version (requests share its steps) before it is ready, or loads them from the cache.
 
     init      one
     insert    one for each combination of buckets
@@ -122,7 +122,10 @@ class StepExecutables:
             )
 
     def warm(self, progress: LoadProgress) -> None:
-        """Makes all programs and runs each once. Raises Internal: a function of the model does not return what is declared."""
+        """Compiles all programs, or loads them from the cache, and runs each once.
+
+        Raises Internal: a function of the model does not return what is declared.
+        """
         step = self._lower(_Wanted("step", self._slots), self._place)
         if self._small is not None and self._small.suits(step) and (placement := self._small.open()) is not None:
             try:

@@ -33,7 +33,9 @@ def call_of(
     decoupled: bool,
     timeline: RequestTimeline | None,
 ) -> ModelCall | InferenceResponse:
-    """Makes a call of another model for an ``InferenceRequest``, not sent yet; or an error response if an input is there twice.
+    """Prepares a call of another model for an ``InferenceRequest``, to be sent by the caller.
+
+    Returns an error response instead if two inputs have the same name.
 
     Args:
       prepared: model, version and parameters of the request.
@@ -105,9 +107,11 @@ class ResponseIterator:
     """Iterates over the responses to one call, waiting for each. It stores them, so that a second iteration gets them again."""
 
     def __init__(self, call: ModelCall | None, first: _Answer, response: InferenceResponse | None = None) -> None:
-        """``call`` brings further responses unless ``first`` (a response, and whether it is the last) is the last.
-
-        ``call``: None: no model was called. ``response``: used instead of the one in ``first``; None: that one.
+        """
+        Args:
+          call: the call, from which further responses come; None: no model was called.
+          first: the first response, and whether it is the last.
+          response: replaces the response in ``first``; None: that is used.
         """
         self._call = None if first[1] else call
         self._kept = [response or response_of(first[0])]

@@ -1,4 +1,4 @@
-"""Gives a model access to its configuration: part of ``triton_python_backend_utils`` (see ``interface``).
+"""Lets a model read and complete its configuration: part of ``triton_python_backend_utils`` (see ``interface``).
 
 Source: triton-inference-server/python_backend, README.
 """

@@ -43,7 +43,7 @@ TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
 
 
 class InferenceTrace:
-    """The trace of a request. A model gives it to requests to other models, which are then traced with that request."""
+    """The trace of a request. A model passes it to its requests to other models, which are then part of that trace."""
 
     def __init__(self, timeline: RequestTimeline | None = None) -> None:
         """``timeline``: the traced request's timeline; None: the request is not traced."""
@@ -88,9 +88,7 @@ class InferenceRequest:
         writer: Callable[[], ResponseWriter] | None = None,
         timeline: RequestTimeline | None = None,
     ) -> None:
-        """Makes a request.
-
-        The last three arguments are the worker's, for a request that ``execute`` gets.
+        """Makes a request. Models leave out the last three arguments: the worker sets them for requests that ``execute`` gets.
 
         Args:
           trace: the trace of the request on whose behalf this one is made.
@@ -210,7 +208,10 @@ class InferenceRequest:
         return asyncio.ensure_future(first_answer(call, call.first()))
 
     def _call(self, decoupled: bool) -> ModelCall | InferenceResponse:
-        """Makes the call for this request, not begun yet, or returns an error response if its inputs are wrong."""
+        """Prepares the call for this request, to be sent by the caller. Returns an error response if its inputs are wrong.
+
+        Raises TritonModelException: the request is malformed, or the running code may not call models.
+        """
         if not self._model_name:
             raise TritonModelException("A request to a model needs its model_name.")
         sequence = self._correlation_id

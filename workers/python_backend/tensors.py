@@ -42,7 +42,7 @@ class Tensor:
 
     @classmethod
     def borrowed(cls, name: str, content: Array) -> Tensor:
-        """Makes a tensor from memory of a client or of an arena, which the model must not write to: ``as_numpy`` copies it."""
+        """Makes a tensor from shared memory that the model must not write to: ``as_numpy`` copies it."""
         tensor = cls(name, content)
         tensor._borrowed = True
         return tensor
