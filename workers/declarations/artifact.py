@@ -1,4 +1,4 @@
-"""Makes a module like model.py for a version folder without one, from programs and parameters that other tools wrote.
+"""Serves version folders without a model.py: builds a Python module like it from programs and parameters of other tools.
 
     *.jaxexport, *.stablehlo, *.mlir    one program, or one for each shape or platform
     params.*                            arguments, put on the device once
@@ -49,7 +49,7 @@ def digest(folder: Path) -> bytes:
 
 
 def module(folder: Path, message: ModelConfig, platform: str) -> ModuleType:
-    """Makes a module from the programs in a folder, with ``inputs``, ``outputs``, ``create`` and so on, as a model.py has them.
+    """Builds a Python module from a folder's programs, with ``inputs``, ``outputs``, ``create`` and so on like a model.py.
 
     Args:
       folder: the version's folder.

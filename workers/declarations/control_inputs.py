@@ -105,7 +105,7 @@ class ControlInputs:
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """Returns the control inputs for each request of a batch, in order. ``asked``: what each says of its sequence.
+        """Returns the control inputs for each request of a batch, in order. ``asked``: each request's fields on its sequence.
 
         The list ends before the first request whose correlation id the model's datatype cannot hold.
         """

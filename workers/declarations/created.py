@@ -20,7 +20,7 @@ Created = tuple[Callable[..., Any], Any, object]
 def created(
     module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None, indexed: bool = False
 ) -> Created:
-    """Returns the function, the parameters and the initial state (or None) that ``create`` returned.
+    """Checks what ``create`` returned, and returns its function, parameters and initial state (None: no state) for the worker.
 
     Args:
       module: model.py; if it declares trees, the function is wrapped to take and return dicts of named arrays.

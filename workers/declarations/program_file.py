@@ -145,7 +145,7 @@ class ProgramFile:
         return leaves
 
     def _check(self) -> None:
-        """Raises InvalidArgument if the program cannot be served, such as for its effects or datatypes."""
+        """Raises InvalidArgument if the program cannot be served, for instance because it has side effects such as printing."""
         name, exported = self.path.name, self._exported
         oldest = export.minimum_supported_calling_convention_version
         newest = export.maximum_supported_calling_convention_version

@@ -1,4 +1,4 @@
-"""Sets JAX's mode for 64-bit elements, which each thread has for itself."""
+"""Switches JAX's 64-bit mode (64-bit elements in arrays) on or off for the calling thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.experimental
 
 
 def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which JAX has 64-bit elements (``wanted``) or only smaller ones."""
+    """Returns a context in which JAX's 64-bit mode is on (``wanted``) or off for the calling thread."""
     # Older versions have it among what is experimental.
     library: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
     made: contextlib.AbstractContextManager[object] = library.enable_x64(wanted)
@@ -20,7 +20,7 @@ def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]
 
 
 def precisions(wide: bool) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Returns a function that makes contexts with JAX's 64-bit mode on (``wide``), or contexts that change nothing."""
+    """Returns a function that returns a new context: JAX's 64-bit mode is on in it (``wide``), or nothing changes."""
     return enable_x64 if wide else contextlib.nullcontext
 
 

@@ -36,7 +36,7 @@ from tensord.workers.tensors.state import declare_state, state_specs
 
 @dataclass(slots=True)
 class VersionLoad:
-    """Holds what is known of a model version while it is being loaded: record, configuration, code and progress."""
+    """Holds what is known of a model version while it is being loaded: Load record, configuration, code and progress."""
 
     record: Load
     #: The configuration, to which ``declared_version`` adds what model.py declares.
@@ -61,7 +61,7 @@ class VersionLoad:
         """Makes the version's warmup samples (test requests that are run before the version serves).
 
         Args:
-          described: the tensors of the samples, with those of ``made_inputs``.
+          described: the model's tensors, with those of ``made_inputs``.
           made_inputs: the inputs that the worker makes and no client sends.
         Raises InvalidArgument: a sample does not fit the model, or its file cannot be read.
         """
@@ -96,7 +96,7 @@ _Axes = dict[str, tuple[str | None, ...]]
 
 
 class _Names(NamedTuple):
-    """What model.py declares and a configuration cannot hold: names of axes, and which ragged inputs have segment ids."""
+    """Declarations of model.py that a configuration has no place for: names of axes, and inputs with segment ids."""
 
     axes: _Axes
     state_axes: _Axes
@@ -133,7 +133,7 @@ def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
 
 
 def _declared_names(load: VersionLoad) -> _Names:
-    """Adds the tensors that model.py declares to the configuration, and returns what the configuration cannot hold of them.
+    """Adds the tensors that model.py declares to the configuration. Returns the declared names that it has no place for.
 
     Raises InvalidArgument: model.py lacks what its backend calls, or a declaration is malformed.
     """

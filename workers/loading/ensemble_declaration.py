@@ -21,7 +21,7 @@ from tensord.workers.tensors.signature import Signature, signature
 
 
 def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
-    """Makes an ensemble from its configuration. ``joined`` must add the properties of its steps' models before it can serve.
+    """Loads an ensemble from its configuration; it can serve once ``joined`` has added the properties of its steps' models.
 
     Raises InvalidArgument, Unsupported: the configuration is wrong.
     """
@@ -60,10 +60,10 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
-    """Returns a loaded ensemble with what it takes over from the models of its steps.
+    """Adds to a loaded ensemble the properties that follow from the models of its steps, and returns it.
 
-    That is whether any of them streams or keeps sequences, whether all are repeatable (a request may be run again), and the
-    labels of their outputs.
+    It streams or keeps sequences if any of them does. It is repeatable (a request may be run again) if all are. Its outputs have
+    the labels of theirs.
 
     Raises NotFound: one of the models is not loaded.
     """

@@ -261,7 +261,7 @@ class Loader:
         return _Runnable(instances=instances, maker=maker, is_ready_calls=readiness)
 
     def _created(self, load: VersionLoad, declared: DeclaredVersion) -> _Runnable:
-        """Calls ``create`` of model.py, and makes what runs the function that it returns: jitted, on the host, or a generator."""
+        """Calls ``create`` of model.py and prepares to run the function that it returns (jitted, on the host, or a generator)."""
         message, module, described = load.message, load.module, declared.taken
         if load.is_host and described.states:
             raise Unsupported(

@@ -265,7 +265,7 @@ class ModelVersion:
         return self.sequences.lose(instance, now_ns)
 
     def use(self, cache: ResponseCache) -> None:
-        """From now on looks up requests to this version in the response cache, and stores their answers there."""
+        """From now on requests to this version are looked up in the response cache, and their answers are stored there."""
         self.cache = cache
         self.native = False
         self.when_closed(lambda: cache.forget(self))

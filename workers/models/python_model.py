@@ -348,7 +348,7 @@ class DeclaredOutputs:
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output in the client's shape; or, if its dimensions are not as declared, unchanged, and logs this once.
+        """Returns an output in the client's shape. If its dimensions are not as declared, it stays as it is and is logged once.
 
         ``rows``: the rows of its request. Raises Internal: the output is not as declared and ``strict_outputs`` is set.
         """

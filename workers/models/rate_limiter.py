@@ -1,4 +1,4 @@
-"""Triton's rate limiter on a worker: an instance runs only while the resources that it needs are free.
+"""Implements Triton's rate limiter on a worker: an instance runs only while the resources that it needs are free.
 
 The operator's configuration says how much there is of a resource; of any other resource there is as much as the most demanding
 instance needs. Used by the worker's loop only.

@@ -31,7 +31,7 @@ class SequenceRegister:
         self.changed: set[RegisteredSequences] = set()
 
     def of(self, model: str, version: int) -> RegisteredSequences:
-        """Makes the object that registers the sequences of a model version that was loaded; each loading has one of its own."""
+        """Returns a new object that registers the sequences of a model version, for each time that the version is loaded."""
         return RegisteredSequences(self, SequenceKeys(model, version))
 
     def add(self) -> None:
@@ -66,7 +66,7 @@ class SequenceRegister:
 
 
 class RegisteredSequences:
-    """Registers the sequences of one load (one loading of a model version) on the worker's sequence page, which fronts read.
+    """Registers the sequences of a model version that was loaded, on the worker's sequence page in shared memory.
 
     ``generation`` tells sequences of one correlation id apart; a later one has a higher number. For each sequence ``waiting`` is
     called, then ``begun`` unless it never ran, then ``gone``, perhaps after ``waiting`` for the next sequence of its id.

@@ -97,15 +97,15 @@ class GroupedCalls:
         make: Make = lambda _, number, compile_it: compile_it(number),
         lengths: Sequence[int] = LENGTHS,
     ) -> list[GroupedProgram]:
-        """Makes the programs for grouped calls (of several requests) of an executable's shape, and returns them; for any thread.
+        """Compiles the programs that run several requests of an executable's shape in one call. May be called in any thread.
 
         Returns an empty list if a grouped call might compute other results than single runs, or there is no memory for it.
 
         Args:
           single: the executable for one request.
-          make: makes a program or takes it from the cache; gets the input shapes, the number of requests in a call (None: any
+          make: compiles a program or loads it from the cache; gets the input shapes, the number of requests in a call (None: any
             number), and a function that compiles the program for that number. By default it is compiled.
-          lengths: the numbers of requests in a call for which a program is made.
+          lengths: the numbers of requests in a call for which a program is compiled.
         Raises whatever tracing the model raises.
         """
         maker = GroupedProgramMaker(single, self._signature, self._apply)

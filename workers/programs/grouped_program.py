@@ -359,7 +359,7 @@ class GroupedProgramMaker:
             return CompiledProgram(placement.compile(traced.lower(), options), placement)
 
     def programs(self, compiled: Mapping[int, CompiledProgram]) -> list[GroupedProgram]:
-        """Makes grouped programs, which share their input memory. Returns an empty list if there is no room for that memory.
+        """Returns a ``GroupedProgram`` for each compiled program. They share memory for inputs; empty: there is no room for it.
 
         ``compiled``: number of requests in a call -> compiled program.
         """

@@ -1,4 +1,4 @@
-"""Wraps a JAX model with state as a program, which takes the state of sequences out of the carry and puts the new state back.
+"""Wraps a JAX model with state as a program that reads the sequences' state from the carry and writes the new state to it.
 
     carry    | slot 0 | slot 1 | ... | slot S-1 | where sequences begin |     one array for each state, one row for each slot
                  └──────────┬──────┘                      │ start
