@@ -1,4 +1,4 @@
-"""Serves version folders without a model.py: builds a Python module like it from programs and parameters of other tools.
+"""Builds the Python module of a version folder without a model.py, from programs and parameters that other tools wrote.
 
     *.jaxexport, *.stablehlo, *.mlir    one program, or one for each shape or platform
     params.*                            arguments, put on the device once

@@ -62,8 +62,8 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
     """Adds to a loaded ensemble the properties that follow from the models of its steps, and returns it.
 
-    It streams or keeps sequences if any of them does. It is repeatable (a request may be run again) if all are. Its outputs have
-    the labels of theirs.
+    It streams or keeps sequences if any of them does. It is repeatable (a request may be run again) if all are. Outputs without a
+    label file get the labels of the steps' outputs.
 
     Raises NotFound: one of the models is not loaded.
     """

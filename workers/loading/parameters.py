@@ -74,7 +74,7 @@ def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> Pa
 
 
 class _HostPlacer(Placer):
-    """Places pushed parameters of a model that runs on the host: as JAX arrays if the model's are, else as they are."""
+    """Places pushed parameters of a model that runs on the host: as JAX arrays where the model has them, else unchanged."""
 
     def __init__(self, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef) -> None:
         """

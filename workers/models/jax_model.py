@@ -210,9 +210,9 @@ class JaxModel:
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns the bytes of each output if memory for it should be reserved in the answer before the run.
+        """Returns each output's bytes if memory for the outputs should be reserved in the answer before the run.
 
-        The run then writes the outputs there. None: no memory should be reserved before.
+        The run then writes the outputs there. None: no memory should be reserved before the run.
         """
         if not isinstance(executable, Executable) or self._carry is not None:
             return None

@@ -239,8 +239,8 @@ class ModelVersion:
     def _hold_steps(self, former: ParameterSet, new: ParameterSet, now: ParameterSet | None, moves: bool) -> bool:
         """Decides which parameters a stepped model's requests that have begun with ``former`` go on with.
 
-        It is ``now`` (None: the newest of the parameter set ``main``) if ``moves``, else ``former``. ``new``: the parameters that
-        the answers of requests that change over name. Returns whether any request goes on with ``former``.
+        It is ``now`` (None: the newest of the parameter set ``main``) if ``moves``, else ``former``. ``new``: the parameters
+        named in the answers to requests that change over. Returns whether any request goes on with ``former``.
         """
         if self.steps is None:
             return False

@@ -31,7 +31,7 @@ class SequenceRegister:
         self.changed: set[RegisteredSequences] = set()
 
     def of(self, model: str, version: int) -> RegisteredSequences:
-        """Returns a new object that registers the sequences of a model version, for each time that the version is loaded."""
+        """Returns an object that registers the sequences of a model version; each loading of the version gets a new one."""
         return RegisteredSequences(self, SequenceKeys(model, version))
 
     def add(self) -> None:

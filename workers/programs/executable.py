@@ -239,7 +239,7 @@ class Executable(ABC):
 
     @abstractmethod
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """Returns the bytes of each output if the caller should reserve memory for it in the answer before the run.
+        """Returns each output's bytes if the caller should reserve memory for the outputs in the answer before the run.
 
         The run then writes the outputs there. None: the caller should reserve the memory after the run.
 

@@ -168,7 +168,7 @@ class DevicePlacer(Placer):
 
 
 def _hosted(described: Leaves, leaves: Sequence[Any]) -> list[Array | None]:
-    """Copies leaves to host memory. Returns the copies, with None in place of leaves that cannot be pushed."""
+    """Returns leaves as numpy arrays in host memory, with None in place of leaves that cannot be pushed."""
     return [np.asarray(array) if leaf.plain else None for leaf, array in zip(described, leaves, strict=True)]
 
 
