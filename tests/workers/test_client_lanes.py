@@ -43,6 +43,7 @@ from tensord.shm.messages import (
 from tensord.shm.record import Record, encoder
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import extensions
+from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.executable import Content
 from tensord.workers.programs.grouped_program import GroupedProgram
 from tests.daemon_process import ROOT, descriptors
@@ -408,9 +409,9 @@ def calls(loop: WorkerLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     run = GroupedProgram.run
 
-    def counted(self: GroupedProgram) -> list[Content]:
+    def counted(self: GroupedProgram, chosen: ParameterSet | None = None) -> list[Content]:
         found.append(self.rows)
-        return run(self)
+        return run(self, chosen)
 
     monkeypatch.setattr(GroupedProgram, "run", counted)
     loop.load(ROOT / "bench" / "lane" / "models" / "policy")
