@@ -197,6 +197,8 @@ class Worker:
         self._window_ns = self._lines = self._left_out = 0
         #: Whether a model version has gone in this iteration, and the thread that collects what it leaves.
         self._gone = False
+        #: When memory of unloaded versions is collected once more, CLOCK_MONOTONIC ns; 0: it is not.
+        self._free_again_ns = 0
         self._collector = WorkThread("collector", self._inbox)
 
     def run(self, incarnation: int) -> None:
@@ -215,7 +217,7 @@ class Worker:
         gc.freeze()
         gc.enable()
         while self.iterate():
-            if self._gone:
+            if self._gone or 0 < self._free_again_ns <= time.monotonic_ns():
                 self._free_gone()
 
     def iterate(self) -> bool:
@@ -255,8 +257,10 @@ class Worker:
 
         The memory is held by cycles of references, such as a module and its functions, which Python does not collect while the
         worker is idle. Another thread collects them, because what a model has left may block for ever when it is freed, such as
-        a pool whose processes are gone.
+        a pool whose processes are gone. It collects once more a beat later, because a client's lane (socket to this worker) or a
+        thread that was about to end may still have referred to them.
         """
+        self._free_again_ns = time.monotonic_ns() + self._beat_ns if self._gone else 0
         self._gone = False
         self._poller.forget_gone()
         self._dispatcher.ensembles.pipelines.forget_gone()
