@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _outlive_signals() -> None:
-    """Makes the process ignore signals to its process group, because the supervisor decides when it stops.
+    """Keeps the process running when its process group gets a signal, because the supervisor decides when it stops.
 
     The signals get handlers that do nothing. If they were set to be ignored, the processes that a model starts would inherit
     this, and could not be ended.

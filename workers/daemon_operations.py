@@ -26,7 +26,7 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Has the daemon load or unload models, or check whether they are ready, when models of a worker ask for that.
+    """Asks the daemon to load or unload models, or to check whether they are ready, when models of a worker want that.
 
     Any thread may call ``ask``; the other methods belong to the worker's loop.
     """
@@ -40,7 +40,7 @@ class DaemonOperations:
         self._asked: dict[int, tuple[Callable[[Reply], None], bool]] = {}
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Has the daemon carry out an operation, and waits for its answer.
+        """Asks the daemon to carry out an operation, and waits for its answer.
 
         Args:
           port: the model that asks.

@@ -141,7 +141,7 @@ class LocalWorker:
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Has the worker's loop call a function; does not wait for that."""
+        """Asks the worker's loop to call a function; does not wait for that."""
         self._inbox.post(call)
 
     def load(self, record: Load) -> ModelVersion:
@@ -166,7 +166,7 @@ class LocalWorker:
         return self._engine.adopt(loaded)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Has the worker's loop call a function, waits, and returns the function's result. Raises what the function raises."""
+        """Asks the worker's loop to call a function, waits, and returns its result. Raises what the function raises."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:

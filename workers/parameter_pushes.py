@@ -220,7 +220,7 @@ class ParameterPushes:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Has the thread for parameters move replaced parameters from the device to host memory, if they are to be kept.
+        """Tells the thread for parameters to move replaced parameters from the device to host memory, if they are to be kept.
 
         The push is answered meanwhile. The same thread stages the next push after this, when the device has room for it.
         """
@@ -239,7 +239,7 @@ class ParameterPushes:
         self._thread.do(leave, done)
 
     def _let_go(self, unused: list[object]) -> None:
-        """Has the thread for parameters free objects that are not used any more, because that takes long.
+        """Tells the thread for parameters to free objects that are not used any more, because that takes long.
 
         ``unused`` must hold the only references to them; the thread empties it.
         """

@@ -551,7 +551,7 @@ class Worker:
             self._control_writing = writing
 
     def _watch(self, fd: int, writing: bool) -> None:
-        """Has the worker's epoll report when a descriptor has input, and if ``writing`` also when it can be written to."""
+        """Tells the worker's epoll to report when a descriptor has input, and if ``writing`` also when it can be written to."""
         self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if writing else 0))
 
     @property
@@ -595,7 +595,7 @@ class Worker:
         return version
 
     def stop(self, grace_ns: int) -> None:
-        """Has the loop end once all requests are answered, or when ``grace_ns`` has passed."""
+        """Tells the loop to end once all requests are answered, or when ``grace_ns`` has passed."""
         now_ns = time.monotonic_ns()
         self._stop_ns = now_ns + grace_ns
         self._page.resting = WorkerState.STOPPING

@@ -132,7 +132,7 @@ class ModelCall:
         return self.next()
 
     def cancel(self) -> None:
-        """Cancels the called model's request, and has the call end with Cancelled, if it has not ended. Idempotent."""
+        """Cancels the called model's request, so that the call ends with Cancelled, if it has not ended. Idempotent."""
         if not self._over:
             self._server.cancel(self)
 

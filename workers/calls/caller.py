@@ -43,7 +43,7 @@ class CallServer(Protocol):
         """Lets the called model send a further response, because the caller has taken one."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Has the daemon carry out an operation for a model, whose ``ModelPort`` is given.
+        """Asks the daemon to carry out an operation for a model, whose ``ModelPort`` is given.
 
         Raises ServingError: the operation failed.
 

@@ -44,7 +44,7 @@ class Compilers:
         self._free: deque[_Process] = deque()
 
     def compile(self, asked: Compile, cancellation: Cancellation) -> Compiled | CompileRefused:
-        """Has a compile process compile a program. Returns the executable, or the compiler's error.
+        """Compiles a program in a compile process. Returns the executable, or the compiler's error.
 
         Raises: CompilerDied: the process ended meanwhile.  Cancelled: nobody wants the program.  OSError: no process could be
         started.
@@ -100,7 +100,7 @@ class _Process:
         threading.Thread(target=self._bury, name="compile process", daemon=True).start()
 
     def compile(self, asked: Compile) -> Compiled | CompileRefused | None:
-        """Has the process compile a program. Returns the executable or the compiler's error; None: the process was gone already.
+        """Compiles a program in the process. Returns the executable or the compiler's error; None: the process was gone already.
 
         After None another process has to be asked: this one had no work for a while and ended before it got the program.
 

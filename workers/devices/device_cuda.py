@@ -380,7 +380,7 @@ def _byte_size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
 
 
 class StreamOrder:
-    """Makes the worker's copies to and from one device wait, on the device, for the programs whose outputs they read.
+    """Orders the worker's copies to and from one device: on the device, each waits for the programs whose outputs it reads.
 
         XLA's stream    | program ▸ its event |
         the worker's                          └▶ waits for it ▸ copy ▸ the one event that a thread waits for
@@ -397,7 +397,7 @@ class StreamOrder:
         self._said = True
 
     def follow(self, made: jax.Array) -> Any:
-        """Makes everything that the calling thread queues on the worker's stream from now on wait until ``made`` is computed.
+        """Delays all that the calling thread queues on the worker's stream from now on, until ``made`` is computed.
 
         Returns: an object to keep until the queued work is done.
         Raises: what computing ``made`` has raised so far.

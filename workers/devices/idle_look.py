@@ -72,7 +72,7 @@ class IdleLook:
         """
         Args:
           idle: returns whether the loop has nothing else to do.
-          post: has the loop call a function; for any thread.
+          post: asks the loop to call a function; for any thread.
           patience: seconds after which the GPU counts as failed if it has not reached the last event in its queue; 0: never.
           interval: seconds between two checks.
         Raises: DeviceLost: the GPU failed.
@@ -120,7 +120,7 @@ class IdleLook:
             )
 
     def close(self) -> None:
-        """Ends the checks: ends the thread that has the loop make them, and frees the mark. Idempotent."""
+        """Ends the checks: ends the thread that asks the loop to make them, and frees the mark. Idempotent."""
         if not self._ends.is_set():
             self._ends.set()
             self._marker.close()

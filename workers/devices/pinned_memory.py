@@ -91,7 +91,7 @@ class PinnedMemory:
         self._logged: set[str] = set()
 
     def pin(self, view: memoryview, what: str, hold: Callable[[bool], None] | None = None) -> None:
-        """Has memory page-locked until ``unpin``. If this fails, the reason is logged, once for each kind of reason.
+        """Asks the thread to page-lock memory until ``unpin``. If this fails, the reason is logged, once for each kind of reason.
 
         Args:
           what: names the memory in the log.
@@ -109,7 +109,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
-        """Has the thread unlock memory that was passed to ``pin``.
+        """Asks the thread to unlock memory that was passed to ``pin``.
 
         The memory's owner may close it at once; the mapping stays until it is unlocked. Ignores memory that is not locked.
         """
@@ -121,7 +121,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._unlock, memory), functools.partial(self._let_go, memory))
 
     def pin_segment(self, segment: Segment) -> None:
-        """Has an arena's segment page-locked until the segment is closed."""
+        """Asks the thread to page-lock an arena's segment, and arranges for it to be unlocked before the segment is closed."""
         self.pin(segment.view, "an arena's segment")
         segment.before_close = lambda: self.unpin(segment.view)
 

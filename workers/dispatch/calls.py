@@ -61,7 +61,7 @@ class Calls:
     ) -> None:
         """
         Args:
-          post: has the loop call a function; from any thread.
+          post: asks the loop to call a function; from any thread.
           enter: queues a request; gets its model version, the request and the time (ns).
           withdraw: cancels a request.
           max_calls: how many calls one execution of a model may have under way.

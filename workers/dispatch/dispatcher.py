@@ -65,7 +65,7 @@ _CALLS = 32
 
 
 def _at_once(call: Callable[[], None]) -> None:
-    """Calls a function at once: the ``post`` (which has the loop call a function) of a worker with only one thread."""
+    """Calls a function at once: the ``post`` (which asks the loop to call a function) of a worker with only one thread."""
     call()
 
 
@@ -88,7 +88,7 @@ class Dispatcher:
         Args:
           check: raises an error if the worker's device has failed.
           gpu: the GPU's number; None: the worker computes on the processor.
-          post: has the loop call a function; from any thread.
+          post: asks the loop to call a function; from any thread.
         """
         self._models = models
         self._regions = regions
@@ -237,7 +237,7 @@ class Dispatcher:
             request.submitter.sequences = True
 
     def _changed(self, version: ModelVersion) -> None:
-        """Has the next iteration ask a version's planner, because a change may have made its waiting requests ready to run."""
+        """Tells the next iteration to ask a version's planner: after a change its waiting requests may be ready to run."""
         if version in self._active:
             self._agenda.wake(version)
 

@@ -1,4 +1,4 @@
-"""Has the C part (``workers/native/_fast_path.c``) answer requests that repeat earlier ones in all but data, without Python.
+"""Teaches the C part (``workers/native/_fast_path.c``) to answer, without Python, repeats of requests that differ in data only.
 
     answered in Python, twice ─▶ learn: where its tensors go, which programs run it, where its answer is cut from
                                   │     a large one: what runs it where its tensors lie (``workers/processor/single_run.py``)
@@ -286,7 +286,7 @@ class FastPath(Poller):
         return _Batch(version, model, key, runs)
 
     def _learn(self, batch: _Batch, request: Request, preparation: Preparation, plan: AnswerPlan) -> None:
-        """Has the C extension from now on answer repeats of a request, in runs that they share. Does nothing if it cannot."""
+        """Tells the C extension to answer repeats of a request, in runs that they share. Does nothing if it cannot."""
         submitter, prepared = request.submitter, preparation.prepared
         lane = submitter.lane
         checked, numbered = preparation.checked, plan.numbered
@@ -329,7 +329,7 @@ class FastPath(Poller):
         self._numbers.setdefault(lane.fileno(), set()).add(preparation.number)
 
     def _learn_alone(self, version: ModelVersion, model: JaxModel, execution: Execution) -> None:
-        """Has the C extension answer repeats of a large request, which was the only one of its run, from now on.
+        """Tells the C extension to answer repeats of a large request, which was the only one of its run, from now on.
 
         Does nothing if such requests cannot be answered in C.
         """

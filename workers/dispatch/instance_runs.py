@@ -45,7 +45,7 @@ class InstanceRuns:
           prepare: reserves places for the outputs of an execution before the run; gets output name -> bytes.
           take: takes the next batch from a version's queue; gets the version, the time, and the index of the instance.
           finish: answers the requests of an execution that has run.
-          changed: has the loop ask a version's planner again.
+          changed: tells the loop to ask a version's planner again.
         """
         self._limiter = limiter
         self._compiler = compiler
@@ -143,7 +143,7 @@ class InstanceRuns:
 
 
 def _count_ahead(version: ModelVersion) -> None:
-    """Has a version's queue count the batches that the only instance has got, but not begun to run, as still queued.
+    """Tells a version's queue how many batches the only instance has got, but not begun to run: they count as still queued.
 
     Does nothing for a version whose instances get no batch before the last one has run.
     """

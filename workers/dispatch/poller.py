@@ -45,10 +45,13 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Has ``wait`` answer requests from a submitter's lane (channel), which the caller has registered with the epoll."""
+        """Adds a submitter's lane (channel), so that ``wait`` also answers its requests.
+
+        The caller has registered the lane with the epoll.
+        """
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
-        """Has ``wait`` answer no more requests from a submitter's lane (channel), because the lane has ended."""
+        """Unregisters a submitter's lane (channel) that has ended: ``wait`` no longer answers its requests."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         """Stores how an execution's requests were answered, so that ``wait`` may answer later ones that differ only in data."""

@@ -57,7 +57,7 @@ class Responses:
     ) -> None:
         """
         Args:
-          post: has the loop call a function; from any thread.
+          post: asks the loop to call a function; from any thread.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
         """
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()

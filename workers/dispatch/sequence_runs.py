@@ -85,7 +85,11 @@ class SequenceRuns:
         return len(self._chosen)
 
     def _note_clients(self, clients: list[int]) -> None:
-        """Sets for each chosen sequence the client on whose lane (channel) its request came; the sequence ends with that lane."""
+        """Notes which client each sequence chosen by ``choose`` belongs to; the sequence ends when that client's lane ends.
+
+        ``clients``: for each request the file descriptor of the lane (the client's channel to the worker) on which it came; -1:
+        it came from a front, and its sequence belongs to no client.
+        """
         for live, fd in zip(self._chosen, clients, strict=False):
             submitter = self._submitters.get(fd)
             live.client = 0 if submitter is None else submitter.peer

@@ -37,7 +37,7 @@ COMPILER_SLOT = 1
 
 
 class ShapeCompiler:
-    """Has programs for unexpected shapes compiled in a thread; requests that need them are parked (wait) until then."""
+    """Compiles programs for unexpected shapes in a thread; requests that need them are parked (wait) until then."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ShapeCompiler:
         self._grouped: deque[tuple[ModelVersion, GroupedCalls, Executable]] = deque()
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
-        """Has the program ``wanted`` for a batch compiled, and parks its requests: they wait outside the queue until then.
+        """Asks a thread to compile a batch's program ``wanted``, and parks its requests: they wait outside the queue until then.
 
         Answers them with Unavailable if too many shapes compile. Requests in the queue with the same batching key (shapes and
         parameter set) are parked too; others go on.

@@ -85,7 +85,7 @@ class StepRows:
         self._lanes: dict[SubmitterLink[Request], _Lane] = {}
 
     def join(self, slot: int, sender: ResponseSender) -> None:
-        """Has a request's next responses sent together with those of other requests, from the next step on.
+        """Joins a request: from the next step on, its responses are sent together with those of other joined requests.
 
         Does nothing if the request does not take plain small responses, or if its client is too far behind in reading them.
         """
@@ -99,7 +99,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """Has a slot's request answered separately again; adds its responses so far to the statistics.
+        """Answers a slot's request separately from now on; adds its responses so far to the statistics.
 
         Ignores a slot that has not joined.
         """
@@ -119,7 +119,7 @@ class StepRows:
             self._lanes.clear()
 
     def leave_all(self) -> None:
-        """Has all joined requests answered separately again."""
+        """Answers all joined requests separately from now on."""
         for slot in list(self.members):
             self.leave(slot)
 
@@ -159,7 +159,7 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Has requests of clients that may be too far behind answered separately again; after 4096 steps, all requests.
+        """Answers requests separately from now on if their clients may be too far behind; after 4096 steps, all requests.
 
         Returns the senders of these requests.
         """

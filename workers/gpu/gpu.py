@@ -196,7 +196,7 @@ class GpuExecutable(Executable):
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, made: Mapping[str, Any], request: Request, places: Places) -> RunOutputs:
-        """Has the GPU copy a single request's outputs to ``places``: the memory of its answer, or the client's regions.
+        """Copies a single request's outputs from the GPU to ``places``: the memory of its answer, or the client's regions.
 
         Raises InvalidArgument: a region cannot be written any more; DeviceLost: the GPU failed; or what the run raised.
         """

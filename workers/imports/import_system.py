@@ -48,7 +48,7 @@ def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callab
 
 
 class LoadedModels:
-    """Makes the modules of loaded models importable in a process that a model's code starts.
+    """Lets a process that a model's code starts import the modules of loaded models.
 
     It is pickled in the worker and unpickled in that process, which makes the models' packages there.
     """

@@ -1,4 +1,4 @@
-"""Makes models' modules importable by their short names, for libraries that import on behalf of the model that called them.
+"""Lets libraries import models' modules by their short names, on behalf of the model whose code called the library.
 
 If a pickle or a configuration names "helper.Net", a library imports ``helper``, and the library's code is no model's. If the
 environment has no such module a placeholder is put into ``sys.modules``: each access to an attribute of it goes to the module of

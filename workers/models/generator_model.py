@@ -101,7 +101,7 @@ class _Run:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Has the instance's thread resume the paused generator, because its client has acknowledged enough responses.
+        """Tells the instance's thread to resume the paused generator, because its client has acknowledged enough responses.
 
         Called on the loop.
         """

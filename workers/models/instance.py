@@ -133,7 +133,7 @@ class Instance:
         return self._thread.ident or -1
 
     def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Has the instance's thread run a batch; ``done`` is called on the worker's loop afterwards."""
+        """Tells the instance's thread to run a batch; ``done`` is called on the worker's loop afterwards."""
         self.given.append(execution)
         self._ahead.append(execution)
         self._jobs.put((execution, done))

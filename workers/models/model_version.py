@@ -316,7 +316,7 @@ class ModelVersion:
                 self.planner.limit(shapes, executables.limit(shapes))
 
     def serve(self) -> None:
-        """Has new sequences of this model and version number begin here from now on, and not on a version loaded before."""
+        """Takes over new sequences of this model and version number: they now begin here, not on a version loaded before."""
         if self._registered is not None and self.sequences is not None:
             self._registered.serve(self.sequences.table)
 
@@ -332,7 +332,7 @@ class ModelVersion:
                 self._registered.retire()
 
     def end_sequences(self) -> None:
-        """Has this version's sequences end once their waiting requests have run, because no new request can reach the version."""
+        """Closes this version's sequences, as no new request can reach it: each ends once its waiting requests have run."""
         if self.sequences is not None:
             self.sequences.close_all()
 

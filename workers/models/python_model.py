@@ -224,7 +224,7 @@ class PythonModel:
         """Returns the result of a request to a decoupled model after its run; the responses themselves go through senders.
 
         ``STREAMED``: a sender answers, now or later; Internal: the model kept no sender, so nothing will answer; None: the
-        model asked to have the request run again. ``asked``: the request as the model was given it.
+        model asked for another run of the request. ``asked``: the request as the model was given it.
         """
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
@@ -261,7 +261,7 @@ class PythonModel:
                     sender.fail(failed)
 
     def _result(self, request: Request, asked: interface.InferenceRequest, response: Any) -> Result | None:
-        """Converts the model's response to a request to its result; None: the model asked to have the request run again.
+        """Converts the model's response to a request to its result; None: the model asked for another run of the request.
 
         ``asked``: the request as the model was given it. Raises TypeError: the model returned something else than a response.
         """
@@ -348,7 +348,9 @@ class DeclaredOutputs:
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output in the client's shape. If its dimensions are not as declared, it stays as it is and is logged once.
+        """Returns an output in the shape that clients see; as it is, and logged once, if its dimensions are not as declared.
+
+        Clients see the configuration's ``dims``, also where the model computes the shape that ``reshape`` gives instead.
 
         ``rows``: the rows of its request. Raises Internal: the output is not as declared and ``strict_outputs`` is set.
         """

@@ -80,7 +80,7 @@ class RegisteredSequences:
         self._table: SequenceTable[Any] | None = None
 
     def serve(self, table: SequenceTable[Any]) -> None:
-        """Has new sequences of the version begin here: from now on writes the free slots of ``table`` to the sequence page."""
+        """From now on writes the free slots of ``table`` to the sequence page: new sequences of the version then begin here."""
         self._table = table
         self._register.serving[self._keys.slots] = self
         self._register.changed.add(self)

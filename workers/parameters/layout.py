@@ -204,7 +204,7 @@ class SealedMemory:
 
 
 def _populate(content: Array, advice: int) -> int:
-    """Has the kernel allocate and map all pages of ``content``, which begins with a page. Returns the error number; 0: none.
+    """Asks the kernel to allocate and map all pages of ``content``, which begins with a page. Returns the error number; 0: none.
 
     ``advice``: whether the pages are to be read or written.
     """

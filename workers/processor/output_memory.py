@@ -1,4 +1,4 @@
-"""Has XLA on a CPU write outputs directly to a client's memory, by answering its memory allocations with that memory.
+"""Places XLA's outputs on a CPU directly in a client's memory, by answering XLA's memory allocations with that memory.
 
     first run     which allocation became which output       OutputMemory: name ─▶ byte size, how many of that size come before
     later runs    these allocations get an address in a region or an arena; the output's address shows whether it worked
@@ -59,7 +59,7 @@ def attach() -> bool:
 
 
 def _tried(byte_size: int = WORTH) -> str:
-    """Runs a test program and has XLA write its output to given memory. Returns the reason for a failure, or "" if it works.
+    """Runs a test program so that XLA writes its output to given memory. Returns the reason for a failure, or "" if it works.
 
     The memory comes from the C library, so it does no harm if XLA frees it there directly, as it would if only its allocations
     were redirected.
@@ -103,7 +103,7 @@ def attached() -> bool:
 
 
 class OutputMemory:
-    """Knows which of XLA's allocations in a run become the outputs of one program, and makes XLA use given memory for them."""
+    """Knows which of XLA's allocations in a run become the outputs of one program, and answers them with given memory."""
 
     __slots__ = ("_skips", "sizes")
 
@@ -138,11 +138,11 @@ class OutputMemory:
         return frozenset(self._skips)
 
     def refuse(self) -> None:
-        """Has all outputs of this program copied to their places from now on: XLA is no longer made to write them there."""
+        """Gives up writing outputs of this program directly to their places: from now on all of them are copied there."""
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program with ``call``, and has XLA write outputs to given memory. Returns what ``call`` returns.
+        """Runs the program with ``call``, so that XLA writes outputs to given memory. Returns what ``call`` returns.
 
         ``addresses``: output name -> address of that memory. XLA may write an output elsewhere nevertheless; the caller must
         compare the addresses.

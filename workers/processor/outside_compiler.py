@@ -1,4 +1,4 @@
-"""Has this process's programs compiled in other processes: takes the place of the function by which JAX calls XLA's compiler.
+"""Compiles this process's programs in other processes: takes the place of the function by which JAX calls XLA's compiler.
 
 JAX traces, lowers and checks as usual; the module for the compiler goes to a compile process (``workers/compiling``), and the
 executable that comes back is loaded. JAX has no public hook for that: if a JAX version has moved its private function, every
@@ -38,7 +38,7 @@ _MOST = 4
 
 
 class OutsideCompiler:
-    """Has processes outside the worker (compile processes) compile its programs; several threads may use it at a time."""
+    """Compiles the worker's programs in other processes (compile processes); several threads may use it at a time."""
 
     def __init__(self, compilers: Compilers) -> None:
         self._compilers = compilers
@@ -84,7 +84,7 @@ class OutsideCompiler:
         devices: Any,
         options: Any,
     ) -> Any:
-        """Has a compile process compile one module. Returns the loaded executable; None: the caller must compile it itself.
+        """Compiles one module in a compile process. Returns the loaded executable; None: the caller must compile it itself.
 
         Args:
           made: gets the executable and its bytes.

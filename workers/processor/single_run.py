@@ -174,7 +174,7 @@ class SingleRun:
         return made
 
     def _run_placed(self, arguments: dict[str, Array], chosen: ParameterSet | None) -> Outcome | None:
-        """Runs the program and has XLA write its large outputs straight to their places, in a lease or in regions.
+        """Runs the program so that XLA writes its large outputs straight to their places, in a lease or in regions.
 
         Returns and raises what ``__call__`` does.
         """
@@ -202,7 +202,7 @@ class SingleRun:
     def _run_into(
         self, arguments: dict[str, Array], chosen: ParameterSet | None, memories: Mapping[str, memoryview]
     ) -> list[Array] | None:
-        """Runs the program and has XLA write outputs to given memory. Returns the outputs that go into the answer's record.
+        """Runs the program so that XLA writes outputs to given memory. Returns the outputs that go into the answer's record.
 
         Returns None if an output was not written to its memory.
 

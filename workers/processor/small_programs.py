@@ -106,7 +106,7 @@ class SmallPrograms:
         return CompiledProgram(made, placement)
 
     def give_up(self, error: Exception) -> None:
-        """Has all programs that this version compiles from now on use all threads, because of an error, which it logs.
+        """Logs an error, because of which all programs that this version compiles from now on use all threads.
 
         Programs that use one thread already stay.
         """

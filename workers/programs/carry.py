@@ -38,7 +38,9 @@ class Carry:
     """
 
     def __init__(self, signature: Signature, initial: InitialState, device: jax.Device | None = None) -> None:
-        """Makes a carry that has no arrays yet: the first run makes them.
+        """Makes an empty carry (the arrays with the sequences' state); the first run makes the arrays.
+
+        Each array has a row for every slot. A slot belongs to one sequence at a time, whose state is in that row.
 
         Args:
           signature: says how many slots an instance has, and the shape of the state in each.

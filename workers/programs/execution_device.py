@@ -66,7 +66,7 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
-        """Returns the object that has a version's small programs run on one thread; None: they run like large programs."""
+        """Returns the object through which a version's small programs run on one thread; None: they run like large programs."""
 
     @abstractmethod
     def keeps(self, request: Request) -> bool:

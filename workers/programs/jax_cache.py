@@ -63,7 +63,7 @@ class JaxCache:
 
 
 def use_persistent_cache(directory: CacheDirectory | None) -> JaxCache | None:
-    """Has JAX store every compiled program in a directory, however short the compilation was.
+    """Tells JAX to store every compiled program in a directory, however short the compilation was.
 
     Returns the cache; None if there is no directory or this JAX version does not allow it.
     """

@@ -43,7 +43,7 @@ class Link(NamedTuple):
 class PipelineProgram:
     """Runs, for one bucket, the programs of a pipeline: an ensemble whose steps are all compiled programs.
 
-    Has the members of ``Executable`` that the worker's loop needs for batches.
+    It has the members of ``Executable`` that the worker's loop needs for batches.
     """
 
     #: Rows that no request fills are zero.

@@ -333,7 +333,7 @@ class ResponseSender:
             responses may follow; or None, with ``final``: only the mark.
           final: whether no further response follows.
           wait: whether to wait while the client is slow; None: wait unless this thread runs an event loop. If ``send`` does not
-            wait, a client that is far too slow has its request ended with an error.
+            wait, the request of a client that is far too slow is ended with an error.
         Raises: SenderClosed: the final mark was sent before.
         """
         with self._lock:
@@ -445,7 +445,7 @@ class ResponseSender:
         )
 
     def when_room(self, call: Callable[[], None]) -> bool:
-        """Has the loop call ``call`` one time: when the client has taken enough for more to be sent, or when the request ends.
+        """Registers ``call``, which the loop calls once: when the client has taken enough to send more, or when the request ends.
 
         Returns: whether ``call`` will be called; False: more can be sent now.
         """

@@ -143,7 +143,7 @@ class SubmitterLink(Generic[R]):
             self._waiting_byte_size = waiting
 
     def flush_soon(self) -> None:
-        """Has the loop send what is queued on the lane (socket) in this iteration; several calls have the effect of one."""
+        """Asks the loop to send, in this iteration, what is queued on the lane (socket); several calls have the effect of one."""
         if not self.unflushed:
             self.unflushed = True
             self._due.append(self)

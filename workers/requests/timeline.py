@@ -121,7 +121,10 @@ class RequestTimeline:
             self._moments.append((trace_stamps.RESPONSE_START, now_ns))
 
     def attach(self, answer: AnswerRecord) -> AnswerRecord:
-        """Returns the answer with this timeline added. The outputs must be at their places: the timeline ends then."""
+        """Returns the answer with this timeline added, which ends at the moment of this call.
+
+        To be called when the outputs have been written to the memory that the client or front reads them from.
+        """
         return msgspec.structs.replace(answer, trace=self._timeline())
 
     def add(self, model: str, version: int, child: RequestTimeline) -> None:

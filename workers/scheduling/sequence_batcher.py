@@ -117,7 +117,7 @@ class SequenceBatcher(Generic[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """Has the next batches include a sequence's first waiting request, if that may run now.
+        """Lets the next batches include a sequence's first waiting request, if that may run now.
 
         ``live``: None: nothing is done.
         """

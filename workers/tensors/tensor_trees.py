@@ -103,7 +103,7 @@ def _is_flat(declared: object) -> bool:
 
 
 def _is_none(leaf: object) -> bool:
-    """Returns whether a leaf is None; has JAX treat None as a leaf, so that it can be refused as a declaration."""
+    """Returns whether a leaf is None; tells JAX to treat None as a leaf, so that it can be refused as a declaration."""
     return leaf is None
 
 

@@ -59,12 +59,12 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Has the worker's loop call a function; a job calls this, and goes on without waiting for the function."""
+        """Asks the worker's loop to call a function; a job calls this, and goes on without waiting for the function."""
         self._inbox.post(call)
 
     @contextlib.contextmanager
     def standing_aside(self, always: bool = False) -> Iterator[None]:
-        """Has another thread run later jobs while the calling job waits in this block, unless too many jobs do that.
+        """Lets another thread run later jobs while the calling job waits in this block, unless too many jobs do that.
 
         ``always``: however many do, because the calling job may wait for a later one.
         """
