@@ -319,7 +319,7 @@ def _at_home(setting: Setting, value: Any) -> Any:
 
 
 def _absolute(options: Options) -> Options:
-    """Makes the paths of repositories and cache absolute, because a model's code may change the working directory."""
+    """Turns the paths of repositories and cache into absolute ones, because a model's code may change the working directory."""
     repository, executables = options.repository, options.executables
     cache = executables.cache_directory
     return msgspec.structs.replace(

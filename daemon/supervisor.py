@@ -406,7 +406,10 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def worker_died(self, worker: WorkerProcess, device: Device) -> None:
-        """Tells the fronts, and the parts for models, regions, lanes and parameters, that a worker died, and has it replaced."""
+        """Tells the fronts, and the parts for models, regions, lanes and parameters, that a worker died.
+
+        Also arranges for the worker to be replaced.
+        """
         self._slots.look(worker)
         self._regions.worker_left(worker.incarnation)
         self.lanes.worker_left(worker)
@@ -433,7 +436,7 @@ class Supervisor:
             self._slots.forget(name)
 
     def front_died(self, front: FrontProcess) -> None:
-        """Has a replacement started for a front that has died, unless the daemon stops."""
+        """Arranges for a front that has died to be replaced, unless the daemon stops."""
         self._slots.look(front)
         self._slots.died(front, lambda: self.fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
@@ -498,7 +501,7 @@ class Supervisor:
         self._notifier.status(self._summary())
 
     def refuse_requests(self, refuses: bool) -> None:
-        """Has the fronts refuse new requests, and gives clients no new lanes (sockets to workers). False: ends both."""
+        """Tells the fronts to refuse new requests, and gives clients no new lanes (sockets to workers). False: ends both."""
         self.lanes.draining = refuses
         self.fronts.publish(RequestsRefused(refuses))
 

@@ -54,7 +54,7 @@ def group_signals_held() -> Iterator[None]:
 
 
 def ignore_group_signals() -> None:
-    """Makes this process, and those that it starts, ignore ``GROUP_SIGNALS``, such as a terminal's SIGINT; also unblocks them.
+    """Ignores ``GROUP_SIGNALS``, such as a terminal's SIGINT, in this process and those that it starts; also unblocks them.
 
     Call it from the main thread.
     """

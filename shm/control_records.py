@@ -179,7 +179,7 @@ class TraceChanged(Record, frozen=True, tag="trace"):
 
 
 class TraceCleared(Record, frozen=True, tag="untrace"):
-    """Has a front drop a model's own trace settings: the settings for all models hold for it again."""
+    """Tells a front to drop a model's own trace settings: the settings for all models hold for it again."""
 
     model: str
 
@@ -270,7 +270,7 @@ class RegionPlace(Record, frozen=True, tag="place"):
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Has a worker load one version of a model and warm it up. The worker answers with Loaded.
+    """Tells a worker to load one version of a model and warm it up. The worker answers with Loaded.
 
     What the worker has loaded of the model before keeps serving meanwhile.
     """
@@ -291,7 +291,7 @@ class Load(Record, frozen=True, tag="load"):
 
 
 class ServeLoaded(Record, frozen=True, tag="serve-loaded"):
-    """Has a worker let requests use a version whose Load had ``held`` set: no request could find the version until now.
+    """Tells a worker to let requests use a version whose Load had ``held`` set: no request could find the version until now.
 
     Ignored for any other version.
     """
@@ -301,7 +301,7 @@ class ServeLoaded(Record, frozen=True, tag="serve-loaded"):
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):
-    """Has a worker cancel its unfinished loads (loadings) of a version, because the version is not wanted any more.
+    """Tells a worker to cancel its unfinished loads (loadings) of a version, because the version is not wanted any more.
 
     The worker ends each load as soon as it can, and answers it with Loaded.
     """
@@ -331,7 +331,7 @@ class Loaded(Record, frozen=True, tag="loaded"):
 
 
 class Unload(Record, frozen=True, tag="unload"):
-    """Has a worker take no new requests for a version, finish those in its queue and drop the version.
+    """Tells a worker to take no new requests for a version, finish those in its queue and drop the version.
 
     The worker answers with Unloaded.
     """

@@ -207,7 +207,10 @@ class Context:
         return results[0] if len(results) == 1 else tuple(results)
 
     def enter(self) -> None:
-        """Makes this the calling thread's current context: call it before copies, ``clear``, ``synchronize`` and ``stream``."""
+        """Sets the calling thread's current context to this one.
+
+        Call it before copies, ``clear``, ``synchronize`` and ``stream``.
+        """
         self.call(self.driver.cuCtxSetCurrent, self._handle)
 
     def stream(self) -> int:

@@ -17,7 +17,7 @@ NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enable
 
 
 class LoadModel(Record, frozen=True, tag="c.load"):
-    """Has the supervisor load a model by name, or load it again. Reply: empty, once the model is loaded.
+    """Asks the supervisor to load a model by name, or to load it again. Reply: empty, once the model is loaded.
 
     ``config`` replaces its config.pbtxt, as JSON; ``files`` replace its version files (path -> content).
     """
@@ -30,7 +30,7 @@ class LoadModel(Record, frozen=True, tag="c.load"):
 
 
 class UnloadModel(Record, frozen=True, tag="c.unload"):
-    """Has the supervisor begin to unload a model. Reply: empty.
+    """Asks the supervisor to begin to unload a model. Reply: empty.
 
     ``unload_dependents``: if the model is an ensemble, also its members that nothing else uses.
     """
@@ -145,7 +145,7 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
 
 class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
-    """Has a worker reply once all earlier regions of this name are closed, since no request uses them any more. Reply: empty."""
+    """Asks a worker to reply once all earlier regions of this name are closed, as no request uses them any more. Reply: empty."""
 
     name: str
 
@@ -210,7 +210,7 @@ MAIN_SET = "main"
 
 
 class MakeParameters(Record, frozen=True, tag="c.makeparams"):
-    """Has a worker write all parameters of a set, from ``source``, into one sealed memory in safetensors format.
+    """Tells a worker to write all parameters of a set, from ``source``, into one sealed memory in safetensors format.
 
     Reply: JSON {"byte_size"}, with the memory's descriptor (a memfd, sealed SHRINK, GROW, WRITE and SEAL).
     """
@@ -226,7 +226,7 @@ class MakeParameters(Record, frozen=True, tag="c.makeparams"):
 
 
 class StageParameters(Record, frozen=True, tag="c.stageparams"):
-    """Has a worker validate new parameters of a set and copy them to the device, next to those in use.
+    """Tells a worker to validate new parameters of a set and copy them to the device, next to those in use.
 
     The memory that comes with the call holds all parameters in safetensors format. Without memory, the worker takes version
     ``number`` of this set, which it has kept; number 0 of the set main is what the repository holds. Reply: JSON {"byte_size"},
@@ -245,7 +245,7 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
 
 
 class CommitParameters(Record, frozen=True, tag="c.commitparams"):
-    """Has a worker use the parameters of a push that it has staged (StageParameters) for every batch that begins from now on.
+    """Tells a worker to use a push's parameters, which it has staged (StageParameters), for every batch that begins from now on.
 
     Reply: JSON {}.
     """
@@ -256,13 +256,13 @@ class CommitParameters(Record, frozen=True, tag="c.commitparams"):
 
 
 class AbortParameters(Record, frozen=True, tag="c.abortparams"):
-    """Has a worker drop the parameters of a push that it has staged (StageParameters), if there are any. Reply: JSON {}."""
+    """Tells a worker to drop the parameters of a push that it has staged (StageParameters), if there are any. Reply: JSON {}."""
 
     push: int
 
 
 class DropParameters(Record, frozen=True, tag="c.dropparams"):
-    """Has one worker (sent to a worker) or all workers (sent to the supervisor) drop a parameter set; no later request finds it.
+    """Drops a parameter set on one worker (sent to a worker) or on all (sent to the supervisor): no later request finds it.
 
     The set main cannot be dropped. Reply: JSON {} from a worker, empty from the supervisor.
     """
@@ -274,7 +274,7 @@ class DropParameters(Record, frozen=True, tag="c.dropparams"):
 
 
 class PushParameters(Record, frozen=True, tag="c.push"):
-    """Has every worker that has the model version use a new version (``number``) of a parameter set; if one refuses, none does.
+    """Pushes a new version (``number``) of a parameter set to every worker with the model version; if one refuses, none uses it.
 
     Reply: JSON {"model", "version", "set", "number", "byte_size"}.
     """
@@ -306,7 +306,7 @@ class ListParameters(Record, frozen=True, tag="c.listparams"):
 
 
 class RevertParameters(Record, frozen=True, tag="c.revertparams"):
-    """Has all workers use the parameters again that a set had before its last push. Reply: JSON, as to PushParameters."""
+    """Reverts a set, on all workers, to the parameters that it had before its last push. Reply: JSON, as to PushParameters."""
 
     model: str
     #: 0: the newest that serves.
@@ -325,22 +325,25 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Has the supervisor reply once every front acts upon all changes that the asking front knew when it asked. Reply: empty."""
+    """Asks the supervisor to reply once every front acts upon all changes that the asking front knew when it asked.
+
+    Reply: empty.
+    """
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
-    """Has a front reply once none of its clients waits for an answer, or for the rest of an answer. Reply: empty."""
+    """Asks a front to reply once none of its clients waits for an answer, or for the rest of an answer. Reply: empty."""
 
 
 class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
-    """Has a worker close the lanes (direct connections) of clients that have no request in flight.
+    """Tells a worker to close the lanes (direct connections) of clients that have no request in flight.
 
     Reply: JSON, the number of clients' lanes that stay open.
     """
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
-    """Has a worker record a profile for ``seconds`` and write it below ``folder``. Reply: empty, once it is written."""
+    """Tells a worker to record a profile for ``seconds`` and to write it below ``folder``. Reply: empty, once it is written."""
 
     seconds: float
     folder: str
@@ -369,7 +372,10 @@ class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
 
 
 class ChangeLog(Record, frozen=True, tag="c.log"):
-    """Has the supervisor change, for all processes, log settings that are not None. Reply: JSON, all settings now in force."""
+    """Asks the supervisor to change, for all processes, log settings that are not None.
+
+    Reply: JSON, all settings now in force.
+    """
 
     info: bool | None = None
     warning: bool | None = None
@@ -379,7 +385,7 @@ class ChangeLog(Record, frozen=True, tag="c.log"):
 
 
 class ChangeTrace(Record, frozen=True, tag="c.trace"):
-    """Has the supervisor change trace settings, those that are not None, of a model or of all models (``model`` "").
+    """Asks the supervisor to change trace settings, those that are not None, of a model or of all models (``model`` "").
 
     A model forgets its own value for each setting in ``cleared``. Reply: JSON, the settings of the model that are now in force.
     Fields as in TraceChanged; ``count`` is -1 for no limit.

@@ -27,7 +27,10 @@ def create() -> int:
 
 
 def enable(fd: int) -> None:
-    """Makes this process write its threads' stacks to ``fd`` on a fatal signal or STACK_SIGNAL. ``fd`` must stay open."""
+    """Arranges for this process to write its threads' stacks to ``fd`` on a fatal signal or STACK_SIGNAL.
+
+    ``fd`` must stay open.
+    """
     faulthandler.enable(fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, fd, all_threads=True)
 

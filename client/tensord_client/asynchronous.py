@@ -177,7 +177,7 @@ class AsyncModel(Calls):
         await loop.run_in_executor(None, self._connection.end_sequence, self.name, sequence_id)
 
     async def close(self) -> None:
-        """Makes every later call of this object raise Unavailable; the client stays connected. Idempotent."""
+        """Ends the use of this object: every later call of it raises Unavailable; the client stays connected. Idempotent."""
         self._closed = True
 
     async def __aenter__(self) -> AsyncModel:

@@ -39,7 +39,7 @@ class Pending(Protocol):
     def __await__(self) -> Generator[Any, None, Answer]: ...
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """Has ``callback`` called with this request once it has ended: in any thread, perhaps before this method returns."""
+        """Registers ``callback`` to be called with this request once it has ended: in any thread, perhaps before this returns."""
 
     def cancel(self) -> None:
         """Cancels the request: nobody waits for its answer any more. Idempotent; from any thread."""

@@ -111,7 +111,7 @@ class Driver:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """Makes the primary context of CUDA device ``ordinal`` current in this thread within the ``with`` block.
+        """Sets this thread's current context to the primary context of CUDA device ``ordinal`` within the ``with`` block.
 
         Raises: Unavailable: there is no such device.
         """

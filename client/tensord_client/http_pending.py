@@ -216,7 +216,10 @@ class HttpPending:
         self._wake()
 
     def interrupt(self) -> None:
-        """Has whoever waits for this request call ``step``, which ends it, because the pool was closed. From any thread."""
+        """Wakes whoever waits for this request, who then calls ``step``, which ends the request, as the pool was closed.
+
+        May be called in any thread.
+        """
         channel = self._channel
         if channel is not None:
             channel.shut_down()
@@ -272,7 +275,7 @@ class HttpPending:
     def _look(self, response: Response) -> None:
         """Parses what has arrived of the answer, and ends this request if the answer is complete.
 
-        If the answer says that the server is stopping, has the request sent again instead.
+        If the answer says that the server is stopping, the request is sent again instead.
 
         Raises: ServingError: the answer is an error.
         """
@@ -313,7 +316,7 @@ class HttpPending:
         self._pool.give(self, None)
 
     def _broke(self, error: OSError) -> None:
-        """Handles a failed channel (connection): has this request sent again if that does no harm, else ends it with an error."""
+        """Handles a failed channel (connection): sends this request again if that does no harm, else ends it with an error."""
         channel, self._channel = self._channel, None
         why = error.strerror or str(error)
         if channel is None or not channel.sent:
@@ -459,7 +462,7 @@ class HttpPending:
                 loop.remove_writer(fd)
 
     def add_done_callback(self, called: Callable[[HttpPending], object]) -> None:
-        """Has the client's thread ``Waiter`` wait for the answer and then call ``called`` with this request."""
+        """Registers ``called`` to be called with this request by the client's thread (``Waiter``), which waits for the answer."""
         self._driver = self._waiter()
         self._driver.add(self, called)
 
@@ -495,7 +498,7 @@ class Waiter:
         self._thread.start()
 
     def add(self, pending: HttpPending, called: Callable[[HttpPending], object]) -> None:
-        """Has the thread wait for a request's answer from now on, and call ``called`` with the request when it has come.
+        """Tells the thread to wait for a request's answer from now on, and to call ``called`` with the request when it has come.
 
         If the thread has ended already, because the client was closed, ``called`` is called before this returns.
         """
@@ -510,7 +513,7 @@ class Waiter:
             _call(called, pending)
 
     def cancel(self, pending: HttpPending) -> None:
-        """Has the thread cancel a request that was given to ``add``."""
+        """Tells the thread to cancel a request that was given to ``add``."""
         self._new.append((pending, HttpPending.cancel))
         self._wake()
 
@@ -525,7 +528,7 @@ class Waiter:
                 os.write(self._wake_end, b"\0")
 
     def close(self) -> None:
-        """Has the thread end once it waits for no request any more. Idempotent."""
+        """Tells the thread to end once it waits for no request any more. Idempotent."""
         self._closed = True
         self._wake()
 

@@ -558,7 +558,7 @@ class LaneConnection:
         pending.watch_again()
 
     def send_again_soon(self, pending: Pending) -> None:
-        """Has a background thread send a request again, because its callers use callbacks or an event loop and cannot wait.
+        """Hands a request to a background thread to be sent again, as its callers use callbacks or an event loop and cannot wait.
 
         One thread does so for all requests to a model.
         """

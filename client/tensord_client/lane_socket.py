@@ -188,7 +188,10 @@ class LaneSocket:
     # -------------------------------------------------------------------------------------------------- event loops
 
     def attach(self, loop: Any, readable: Callable[[], None]) -> None:
-        """Has an event loop call ``readable`` when a datagram has come, and send queued ones. Call it in the loop's thread."""
+        """Asks an event loop to call ``readable`` when a datagram has come, and to send queued ones.
+
+        Call it in the loop's thread.
+        """
         if loop in self._loops:
             return
         self._loops[loop] = None
@@ -213,7 +216,7 @@ class LaneSocket:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Has the socket closed once every attached event loop has stopped watching it; does not wait for that."""
+        """Closes the socket as soon as no attached event loop watches it any more; asks each to stop, and waits for none."""
         for loop in list(self._loops):
             try:
                 loop.call_soon_threadsafe(self._leave, loop)

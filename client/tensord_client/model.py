@@ -224,7 +224,7 @@ class Model(Calls):
         self._connection.end_sequence(self.name, sequence_id)
 
     def close(self) -> None:
-        """Makes every later call of this object raise Unavailable; the client stays connected. Idempotent."""
+        """Ends the use of this object: every later call of it raises Unavailable; the client stays connected. Idempotent."""
         self._closed = True
 
     def __enter__(self) -> Model:

@@ -122,7 +122,7 @@ class Pending:
         return not (self._had_response or self._given_up) and self._connection.may_ask_again(self, refusal)
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Has the request sent again, or fails it, because its lane (the socket to the worker) ended before the last answer.
+        """Arranges to send the request again, or fails it, because its lane (socket to the worker) ended before the last answer.
 
         ``left``: whether the request had been sent. ``error``: why the lane ended.
         """
@@ -153,7 +153,7 @@ class Pending:
         return None
 
     def _stray(self) -> None:
-        """Has the request sent again: by the thread that waits for its answer, or else by a thread of the connection's."""
+        """Arranges that the thread that waits for the answer sends the request again, or else a thread of the connection's."""
         self.mark_astray()
         if self.lane is not None:
             self.lane.watched.discard(self.request_id)
@@ -290,7 +290,7 @@ class Pending:
         self._give_up(Cancelled("the request was cancelled"))
 
     def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
-        """Has ``callback`` called with this request once it has ended: in any thread, at once if it has ended already."""
+        """Registers ``callback`` to be called with this request when it ends: in any thread, at once if it has ended already."""
         with self._lock:
             done = self.done()
             if not done:
@@ -313,7 +313,7 @@ class Pending:
             callback(self)
 
     def watch_again(self) -> None:
-        """Has the request's new lane (socket) read after it was sent again: for callbacks, or by the event loop that waits."""
+        """Watches the new lane (socket) of a request that was sent again: for its callbacks, or by the event loop that waits."""
         lane = self.lane
         if lane is None:
             return

@@ -551,7 +551,7 @@ class WorkerLane:
     # ------------------------------------------------------------------------------------------- callbacks and loops
 
     def watch(self, request_id: int, deadline: float | None) -> None:
-        """Has the lane's thread read the socket until a request has ended, because no thread waits for the request's answer.
+        """Tells the lane's thread to read the socket until a request has ended, because no thread waits for the request's answer.
 
         Starts the thread if need be.
 
@@ -569,7 +569,7 @@ class WorkerLane:
         self._thread_waiter.put(None)
 
     def call_back(self, request: Any) -> None:
-        """Has a thread call the callbacks of a request that has ended; if the lane (socket) has ended, calls them at once."""
+        """Tells the lane's thread to call the callbacks of an ended request; if the lane has ended, calls them at once."""
         self.finished.append(request)
         self._thread_waiter.put(None)
         if self.ended:
@@ -631,7 +631,7 @@ class WorkerLane:
                 request.expire()
 
     def attach(self, loop: Any) -> None:
-        """Has an event loop read this lane's socket whenever answers come, until the lane ends. Call it in the loop's thread."""
+        """Asks an event loop to read this lane's socket when answers come, until the lane ends. Call it in the loop's thread."""
         if not self.ended:
             self.socket.attach(loop, self._readable)
 

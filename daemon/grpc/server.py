@@ -110,7 +110,7 @@ class GrpcFront(Front):
         return any(not connection.asks_nothing for connection in self._serving.connections)
 
     async def _check_connections(self) -> None:
-        """Makes every connection check its deadlines, once a second."""
+        """Checks the deadlines of every connection, once a second."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             now = asyncio.get_running_loop().time()

@@ -69,7 +69,11 @@ class StreamNumbers:
         self._remember(number, Past.RESET)
 
     def past(self, number: int) -> Past:
-        """Returns why a stream is not open. CUT, the most lenient, if the stream ended too long ago to be remembered."""
+        """Returns why a stream is not open; CUT also if the stream ended too long ago to be remembered.
+
+        CUT: the server ended the stream before the client had, so what the client sent before it knew may still come. No other
+        reason is as lenient.
+        """
         if not number & 1 or number >= self.next:
             return Past.IDLE
         ended = self._ended.get(number)

@@ -199,7 +199,7 @@ class AnswerOrder:
         self.transport.abort()
 
     def announce_end(self) -> None:
-        """Makes the answer to the connection's newest request its last one, which says ``Connection: close``.
+        """Chooses the answer to the connection's newest request as its last one, which says ``Connection: close``.
 
         Does nothing if all requests are answered.
         """

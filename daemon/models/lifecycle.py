@@ -290,7 +290,7 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Has one worker try again to load a version that was given up; called when a ``Retry`` instruction's time has come.
+        """Tells one worker to try again to load a version that was given up; called when a ``Retry`` instruction's time has come.
 
         ``deaths``: the number in that instruction: how many workers had died of loading the version. If that number has changed,
         nothing is done. If no worker is free for it, the next one to join loads it. Returns instructions.

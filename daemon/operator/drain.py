@@ -66,7 +66,7 @@ class Drain:
         self._draining = asyncio.get_running_loop().create_task(self._drain(seconds))
 
     def announce(self) -> None:
-        """Makes the daemon tell clients and load balancers that it is not ready; requests are still accepted."""
+        """Tells clients and load balancers that the daemon is not ready; requests are still accepted."""
         self.phase = DrainPhase.ANNOUNCED
         self._supervisor.models.drain(True)
 

@@ -143,7 +143,7 @@ class OperatorCommands:
             ) from None
 
     async def _profile(self, name: str, seconds: float, folder: str) -> bytes:
-        """Has a worker record a profile for ``seconds``. Returns the profile's folder as JSON, {"folder": path}.
+        """Tells a worker to record a profile for ``seconds``. Returns the profile's folder as JSON, {"folder": path}.
 
         Raises InvalidArgument: there is no such worker.
 

@@ -330,7 +330,7 @@ class Parameters:
         return await self._make(next(iter(self._serving(key)), None), operation, memory)
 
     async def _make(self, worker: WorkerProcess | None, operation: MakeParameters, memory: int = -1) -> int:
-        """Has a worker make sealed memory with parameters. Returns its descriptor, which the caller must close.
+        """Asks a worker to make sealed memory with parameters. Returns its descriptor, which the caller must close.
 
         ``memory``: a descriptor of the pushed bytes, for the worker; -1: none.
 
@@ -428,7 +428,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> None:
-        """Has a worker carry out a step that is decided, such as a commit. A worker that fails at it is killed and replaced."""
+        """Tells a worker to carry out a decided step, such as a commit. A worker that fails at it is killed and replaced."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -482,7 +482,9 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------- loads and workers
 
     def sent(self, worker: int, load: Load) -> Load:
-        """Returns the Load record (has a worker load a version) as it is to be sent to ``worker``, an incarnation.
+        """Returns the Load record, which tells a worker to load a version, as it is to be sent to ``worker``.
+
+        ``worker``: its incarnation, which is the number of this one run of a worker process.
 
         If parameters were pushed into the version, it is marked ``held``: the worker then waits for the record ServeLoaded, after
         it got these parameters, before it lets requests find the version.

@@ -242,7 +242,7 @@ class Child:
             waiting.set_result((reply, fds))
 
     def release(self) -> None:
-        """Makes the calls that wait for replies of the process, which is dead, raise Unavailable.
+        """Wakes every call that waits for a reply from this dead process; each of them raises Unavailable.
 
         Subclasses also close the pages that they share with the process, or end other waits for it.
         """

@@ -162,7 +162,10 @@ class Fronts:
         self.publish_each(lambda front: front.send(record, *fds))
 
     def publish_each(self, send: Callable[[FrontProcess], None]) -> None:
-        """Calls ``send`` with every front process; what it sends counts as one record (edition) of the published state."""
+        """Calls ``send`` with every front process; all that it sends counts as one record of the published state.
+
+        The record's number is the edition: fronts acknowledge it when they have applied the record, which ``settled`` awaits.
+        """
         self._edition += 1
         for front in self.by_incarnation.values():
             send(front)

@@ -157,7 +157,7 @@ def _bound(family: int, kind: int, proto: int, where: tuple[Any, ...]) -> socket
 
 
 def _never_pace(sock: socket.socket) -> None:
-    """Makes TCP connections over the loopback interface use Reno, so that they never wait for a pacing timer.
+    """Chooses Reno (congestion control) for TCP connections over the loopback interface, so that none waits for a pacing timer.
 
     If the host's congestion control is one that paces (bbr), each 64 KiB of a large answer would wait for a timer, though nothing
     within a host can be congested. Reno paces nothing, is in every kernel, and any process may choose it. Connections inherit it

@@ -45,9 +45,9 @@ class Shutdown:
         self._death = asyncio.Event()
 
     def signalled(self) -> None:
-        """Makes the daemon stop; must be called for each SIGTERM or SIGINT.
+        """Asks the daemon to stop; must be called for each SIGTERM or SIGINT.
 
-        The second call makes the daemon kill its child processes at once.
+        The second call asks it to kill its child processes at once.
         """
         if self.requested.is_set():
             self._hurry.set()

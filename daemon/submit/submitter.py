@@ -172,7 +172,7 @@ class Submitter:
         self._max_in_flight = 0 if refuses else self._most_in_flight
 
     def _route(self, request: InFlight, state: ModelState | None = None) -> None:
-        """Sends a request to the worker that ``routing`` chooses, or makes it wait for a worker. ``state``: as ``send`` gets it.
+        """Sends a request to the worker that ``routing`` chooses, or lets it wait for a worker. ``state``: as ``send`` gets it.
 
         A ServingError of ``routing`` becomes the request's answer later. Other exceptions are raised: the request is not sent.
         """
@@ -449,9 +449,10 @@ class Submitter:
                 self._recall(lambda other: other.account is account)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
-        """Withdraws the requests that ``concerned`` selects from their workers.
+        """Withdraws from the workers the requests that ``concerned`` selects.
 
-        Those that have not begun come back as cancelled and are throttled; the others run on.
+        Those that have not begun come back as cancelled and are throttled: they wait in their connection's queue until answers
+        have left, so that the connection's and the client's share have room again. The others run on.
         """
         for worker in self._routing.workers.values():
             for request_id, request in worker.in_flight.items():

@@ -40,7 +40,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[Bucket, Exemplar]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Makes a traced request, which was answered without an error, the exemplar of each bucket that its durations fall into.
+        """Stores a traced request, answered without an error, as the exemplar of each bucket that its durations fall into.
 
         ``moments``: CLOCK_MONOTONIC ns of each timestamp, by its name.
         """

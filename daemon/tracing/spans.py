@@ -1,4 +1,4 @@
-"""Makes each sampled request a span of its client's trace, and hands ended traces to the supervisor, for a collector.
+"""Turns each sampled request into a span of its client's trace, and hands ended traces to the supervisor, for a collector.
 
     sample ─▶ SpanIds ─▶ the request ─▶ EndedTrace ─▶ several at a time ─▶ the supervisor: ``span_exporter``
 

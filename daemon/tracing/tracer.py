@@ -229,7 +229,7 @@ class Trace:
         self.error = ""
 
     def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:
-        """Makes the request a span, which is handed to ``spans`` when the request has ended.
+        """Turns the request into a span, which is handed to ``spans`` when the request has ended.
 
         ``parent``: the client's span; None: the request begins a new trace. ``began_ns``: when it began, CLOCK_MONOTONIC.
         """
