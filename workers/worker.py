@@ -195,10 +195,11 @@ class Worker:
         self._supervised = True
         #: Lines about ended lanes of clients in the log: since when they are counted, how many, and how many were left out.
         self._window_ns = self._lines = self._left_out = 0
-        #: Whether a model version has gone in this iteration, and the thread that collects what it leaves.
+        #: Whether this iteration has removed an unloaded model version.
         self._gone = False
-        #: When memory of unloaded versions is collected once more, CLOCK_MONOTONIC ns; 0: it is not.
+        #: When the memory of unloaded versions is collected once more, CLOCK_MONOTONIC ns; 0: it is not.
         self._free_again_ns = 0
+        #: The thread that runs the garbage collector for them.
         self._collector = WorkThread("collector", self._inbox)
 
     def run(self, incarnation: int) -> None:

@@ -50,13 +50,13 @@ class Understood(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PreparedMessage:
-    """Holds what messages that differ only in id, scheduling and raw tensors decode to; an entry of ``PreparedMessages``."""
+    """The decoded part of request messages that differ only in id, scheduling and raw tensors; cached by ``PreparedMessages``."""
 
     #: Kinds of answers remembered: of each worker another one, and where outputs have no fixed shape more.
     MAX_ANSWERS: ClassVar[int] = 8
 
     decoded: DecodedHead
-    #: Whether its model is decoupled, as the table of models said in its edition ``edition``.
+    #: Whether the model may send several responses to a request (is decoupled), by edition ``edition`` of the table of models.
     decoupled: bool = False
     edition: int = -1
     #: The constant part of its requests, with a number on each lane, from the second request on; None: only one has come yet.

@@ -5,6 +5,7 @@ It has an array's shape, dtype and size, can be cut into rows and reshaped, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +28,7 @@ class DeviceArray:
         self.pointer = pointer
         self.dtype = dtype
         self.shape = tuple(shape)
-        self.nbytes = dtype.itemsize
-        for size in self.shape:
-            self.nbytes *= size
+        self.nbytes = dtype.itemsize * math.prod(self.shape)
 
     @property
     def whole(self) -> jax.Array | None:

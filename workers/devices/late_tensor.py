@@ -7,6 +7,7 @@ one; code that can use a tensor on the device uses its ``pointer`` instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -27,9 +28,7 @@ class LateTensor:
         self.offset = offset
         self.dtype = dtype
         self.shape = tuple(shape)
-        self.nbytes = dtype.itemsize
-        for size in self.shape:
-            self.nbytes *= size
+        self.nbytes = dtype.itemsize * math.prod(self.shape)
 
     @property
     def ndim(self) -> int:

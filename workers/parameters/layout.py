@@ -36,7 +36,7 @@ from tensord.workers.parameters.slices import in_slices, threads_for
 #: By ctypes, which lets go of Python's lock meanwhile, as the mmap module does not.
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # asm-generic/mman-common.h, since Linux 5.14
+_MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, since Linux 5.14
 #: The seals of memory that nobody can change any more, and those that such memory is made with.
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _ALL = _FIXED | fcntl.F_SEAL_SEAL
@@ -196,19 +196,16 @@ class SealedMemory:
             raise Unavailable(f"{self.byte_size} bytes of parameters cannot be mapped: {error.strerror}") from error
         self.view = memoryview(mapping)
         content = np.frombuffer(self.view, np.uint8)
-        # Its pages are mapped here, or the first batch would meet the faults, as it does on Linux before 5.14.
-        in_slices(self.byte_size, lambda start, end: _populate(content[start:end], _MADV_POPULATE_READ))
+        # Its pages are mapped here, or the first batch would meet the faults; by numpy, which leaves Python to others meanwhile.
+        in_slices(self.byte_size, lambda start, end: content[start : end : mmap.PAGESIZE].max())
 
     def __repr__(self) -> str:
         return f"<SealedMemory {self.byte_size} bytes>"
 
 
-def _populate(content: Array, advice: int) -> int:
-    """Asks the kernel to allocate and map all pages of ``content``, which begins with a page. Returns the error number; 0: none.
-
-    ``advice``: whether the pages are to be read or written.
-    """
-    return ctypes.get_errno() if _madvise(address_of(content), len(content), advice) else 0
+def _populate(content: Array) -> int:
+    """Asks the kernel to allocate all pages of ``content``, which begins with a page. Returns the error number; 0: none."""
+    return ctypes.get_errno() if _madvise(address_of(content), len(content), _MADV_POPULATE_WRITE) else 0
 
 
 def is_sealed(fd: int) -> bool:
@@ -323,7 +320,7 @@ class NewMemory:
 
         Raises Unavailable: there is no memory.
         """
-        error = _populate(self.content[start:end], _MADV_POPULATE_WRITE)
+        error = _populate(self.content[start:end])
         try:
             if error == errno.EINVAL:
                 # Linux before 5.14. The threads take turns here.

@@ -171,7 +171,7 @@ class ParameterSet:
         return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
-        """Returns the tree of parameters for one device, whose arrays lie in the memory of the other one: nothing is copied.
+        """Returns the tree of parameters for one of two devices that share memory: its arrays are those of the other, not copied.
 
         ``placement``: the device that the tree is for: 0: the worker's; 1: the one for small programs. The parameters must be on
         the other one.

@@ -221,7 +221,7 @@ def _stacked(
 
 
 class StackPlacer(Placer):
-    """Places the leaves that all parameter sets share, for a model whose batches mix sets; a ``SetStack`` has the others."""
+    """Copies the parameter arrays that all sets of a model share to the device; a ``SetStack`` has those that differ by set."""
 
     def __init__(
         self, signature: Signature, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef

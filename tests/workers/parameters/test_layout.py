@@ -265,7 +265,7 @@ def _is_new_memory(fd: str) -> bool:
 
 
 def test_a_kernel_that_cannot_populate_is_none_the_worse(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_populate", lambda content, advice: errno.EINVAL)
+    monkeypatch.setattr(layout, "_populate", lambda content: errno.EINVAL)
     content = noise(5 * SLICE + 3)
     assert filled([part_of(content)]) == content
 
