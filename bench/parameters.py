@@ -2,6 +2,8 @@
 
 push      100 MiB pushed from a region and as a tree, beside ``jax.device_put`` of the same tree in this process (target: at most
           3 times its time), and beside a reload of the model from its files (at least 20 times faster). In turn in each round.
+          The model has one leaf, and its program is trivial.
+network   like push, with a transformer of twelve layers, whose parameters of 97 MiB are 99 leaves.
 while     the p99 of a small HTTP request on four connections while the same model's 1 MiB is pushed ten times a second, beside
           the p99 when nothing is pushed (at most 1.5 times).
 sets      1000 sets of 1 MiB with room for 100 on the device: the rate of requests whose set is on the device beside the rate
@@ -63,6 +65,7 @@ _MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 #: The models of each row, and MiB of their pushed sets on the device: a GPU has the new one beside the old until the exchange.
 _ROWS_MODELS = {
     "push": (["large"], 2 * _LARGE),
+    "network": (["network"], 2 * _LARGE),
     "while": (["small"], 4 * _SMALL),
     "sets": (["small"], _ROOM),
     "mixed": (["mixed", "mixed-single"], 2 * _STACK),
@@ -84,6 +87,40 @@ def create(path, config, device):
         return {"y": inputs["x"] * 0 + params["w"][0, 0] + params["w"][-1, -1]}
 
     return apply, tensord.models.load(Path(path) / "params.npz")
+"""
+
+_LAYERS, _EMBEDDING = 12, 416
+_NETWORK = f"""
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import tensord.models
+
+inputs = {{"tokens": "INT32[64]"}}
+outputs = {{"y": "FP32[4]"}}
+max_batch_size, batch_buckets = 8, (1, 2, 4, 8)
+
+def norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+def layer(params, x):
+    h = norm(x, params["norm1"])
+    q, k, v = (jnp.reshape(h @ params[name], (*h.shape[:2], 8, {_EMBEDDING} // 8)) for name in "qkv")
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / ({_EMBEDDING} // 8) ** 0.5)
+    x = x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ params["o"]
+    return x + jax.nn.gelu(norm(x, params["norm2"]) @ params["up"]) @ params["down"]
+
+def create(path, config, device):
+    def apply(params, inputs):
+        x = params["tokens"][inputs["tokens"]]
+        for number in range({_LAYERS}):
+            x = layer(params["layers"][str(number)], x)
+        # The first layer and the last leaf show which set this is.
+        seen = params["layers"]["0"]["down"][0, 0] + params["head"][-1, -1]
+        return {{"y": (norm(x, params["norm"])[:, -1] @ params["head"]) * 0 + seen}}
+
+    return apply, tensord.models.load(Path(path) / "params.npz", nested=True)
 """
 
 
@@ -120,13 +157,25 @@ def tree(mib: int, value: float) -> dict[str, np.ndarray]:
     return {"w": np.full((mib, _MIB // 4), value, np.float32)}
 
 
+def network(value: float) -> dict[str, np.ndarray]:
+    """Returns the parameters of the transformer, with which it answers twice ``value``."""
+    width = _EMBEDDING
+    shapes: dict[str, tuple[int, ...]] = {"tokens": (1024, width), "norm": (width,), "head": (width, 4)}
+    for layer in range(_LAYERS):
+        shapes |= {f"layers.{layer}.{name}": (width,) for name in ("norm1", "norm2")}
+        shapes |= {f"layers.{layer}.{name}": (width, width) for name in "qkvo"}
+        shapes |= {f"layers.{layer}.up": (width, 4 * width), f"layers.{layer}.down": (4 * width, width)}
+    return {name: np.full(shape, value, np.float32) for name, shape in shapes.items()}
+
+
 def write_models(folder: Path) -> None:
     """Writes all models of the rows into a repository."""
-    for name, mib in (("large", _LARGE), ("small", _SMALL)):
+    given = ("large", _MODEL, tree(_LARGE, 0)), ("small", _MODEL, tree(_SMALL, 0)), ("network", _NETWORK, network(0))
+    for name, source, parameters in given:
         version = folder / name / "1"
         version.mkdir(parents=True)
-        (version / "model.py").write_text(_MODEL)
-        np.savez(version / "params.npz", **tree(mib, 0))
+        (version / "model.py").write_text(source)
+        np.savez(version / "params.npz", **parameters)
     for row, width in _WIDTHS.items():
         for name, delay_us in ((row, 50000), (f"{row}-single", 0)):
             (folder / name / "1").mkdir(parents=True)
@@ -141,6 +190,8 @@ class Asker:
     def __init__(self, model: str, name: str = "") -> None:
         parameters = {"parameters": {"parameter_set": name}} if name else {}
         given = [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]
+        if model == "network":
+            given = [{"name": "tokens", "datatype": "INT32", "shape": [1, 64], "data": [*range(64)]}]
         self._body = json.dumps({"inputs": given, **parameters}).encode()
         self._path = f"/v2/models/{model}/infer"
         self._connection = http.client.HTTPConnection(_ADDRESS)
@@ -196,10 +247,11 @@ def region(content: bytes) -> Iterator[str]:
         path.unlink()
 
 
-def push_row(rounds: int, client: tensord_client.Client, socket: Path) -> int:
-    """Measures the row ``push``: 100 MiB pushed, beside ``device_put`` and a reload. Returns how many answers were wrong."""
-    model, ask = client.model("large"), Asker("large")
-    wanted = tree(_LARGE, 1)
+def push_row(rounds: int, client: tensord_client.Client, socket: Path, name: str = "large") -> int:
+    """Measures the row ``push`` or ``network``: 100 MiB pushed, beside ``device_put`` and a reload. Returns wrong answers."""
+    model, ask = client.model(name), Asker(name)
+    made = network if name == "network" else functools.partial(tree, _LARGE)
+    wanted = made(1)
     content = b"".join(layout(wanted))
     found: dict[str, list[float]] = {"device_put": [], "region": [], "tree": [], "reload": []}
     wrong = 0
@@ -207,22 +259,22 @@ def push_row(rounds: int, client: tensord_client.Client, socket: Path) -> int:
     def placed() -> None:
         jax.block_until_ready(jax.device_put(wanted))
 
-    with region(content) as name:
-        said = json.dumps({"region": name, "byte_size": len(content)}).encode()
+    with region(content) as shared:
+        said = json.dumps({"region": shared, "byte_size": len(content)}).encode()
         placed()
         for number in range(1, rounds + 1):
             found["device_put"].append(seconds(placed))
-            found["region"].append(seconds(lambda: post("/v2/models/large/parameters/main", said)))
+            found["region"].append(seconds(lambda: post(f"/v2/models/{name}/parameters/main", said)))
             wrong += ask() != 1
-            other = tree(_LARGE, 1 + number)
+            other = made(1 + number)
             found["tree"].append(seconds(lambda: model.parameters.update(other)))  # noqa: B023
             wrong += ask() != 1 + number
-            found["reload"].append(seconds(lambda: post("/v2/repository/models/large/load", b"{}")))
+            found["reload"].append(seconds(lambda: post(f"/v2/repository/models/{name}/load", b"{}")))
             wrong += ask() != 0
-    medians = {name: statistics.median(values) for name, values in found.items()}
-    for name in ("region", "tree"):
-        beside = medians[name] / medians["device_put"], medians[name] / medians["reload"]
-        print(f"push {name:7} {medians[name] * 1e3:8.1f} ms, {beside[0]:.2f} x device_put, {beside[1]:.3f} x reload")
+    medians = {way: statistics.median(values) for way, values in found.items()}
+    for way in ("region", "tree"):
+        beside = medians[way] / medians["device_put"], medians[way] / medians["reload"]
+        print(f"{name:7} {way:7} {medians[way] * 1e3:8.1f} ms, {beside[0]:.2f} x device_put, {beside[1]:.3f} x reload")
     print(f"     device_put {medians['device_put'] * 1e3:.1f} ms, reload {medians['reload'] * 1e3:.1f} ms", flush=True)
     return wrong + ask.wrong
 
@@ -435,6 +487,7 @@ async def _mixed(rounds: int, socket: Path, row: str, found: dict[str, list[floa
 
 ROWS: dict[str, Callable[[int, tensord_client.Client, Path], int]] = {
     "push": push_row,
+    "network": functools.partial(push_row, name="network"),
     "while": while_row,
     "sets": sets_row,
     "mixed": mixed_row,
@@ -490,7 +543,7 @@ def main() -> int:
         prog="bench.parameters", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", default=",".join(ROWS), help="of push, while, sets, mixed and narrow")
+    parser.add_argument("--rows", default=",".join(ROWS), help="of push, network, while, sets, mixed and narrow")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="what daemon and this process compute on"
     )

@@ -114,7 +114,8 @@ INSIDE = {
         ),
     ),
     "workers": (
-        *("threads", "jax_internals", "native", "calls", "imports", "devices", "regions", "requests", "programs"),
+        *("scheduling", "threads", "jax_internals", "native", "calls", "imports", "devices", "regions", "requests"),
+        "programs",
         "parameters",
         *("processor", "models", "loading", "dispatch"),
     ),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -28,12 +29,13 @@ from tensord.shm.operations import (
     StageParameters,
 )
 from tensord.workers.models.model_table import ModelTable
-from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.model_version import AgendaPart, ModelVersion
 from tensord.workers.parameters import layout, sources
-from tensord.workers.parameters.layout import SealedMemory
 from tensord.workers.parameters.leaves import check_finite
 from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets
+from tensord.workers.parameters.sealed_memory import KEPT_NS, MemoryPool, SealedMemory
 from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.scheduling.agenda import NEVER, Agenda
 from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
@@ -57,11 +59,21 @@ class ParameterPushes:
     uses this class.
     """
 
-    def __init__(self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers) -> None:
-        """``thread``: copies, stages and frees parameters; used for nothing else."""
+    def __init__(
+        self,
+        models: ModelTable,
+        regions: RegionTable,
+        thread: WorkThread,
+        options: Workers,
+        agenda: Agenda[AgendaPart],
+    ) -> None:
+        """``thread``: copies, stages and frees parameters; used for nothing else. ``agenda``: that of the worker's loop."""
         self._models = models
         self._regions = regions
         self._thread = thread
+        self._agenda = agenda
+        #: Used in the thread alone.
+        self._pool = MemoryPool()
         self._limit = options.max_parameter_byte_size
         self._most = options.max_parameter_sets
         #: Push -> what is staged for it.
@@ -113,11 +125,12 @@ class ParameterPushes:
             raise Internal(f"nothing is known of where model '{version.name}' was loaded from")
         base = (sets.newest(operation.set) or sets.main) if operation.partial else None
         folders = Path(record.version_path), Path(record.model_path)
-        making = sources.plan(operation, folders, fds[0] if fds else None, self._regions, self._limit, base)
+        making = sources.plan(operation, folders, fds[0] if fds else None, self._regions, self._pool, self._limit, base)
         fds.clear()
 
         def made(outcome: int | Exception) -> None:
             making.close()
+            self._agenda.put(self._expire, time.monotonic_ns() + KEPT_NS)
             if isinstance(outcome, Exception):
                 answer(_error(outcome, making.what), None)
                 return
@@ -127,6 +140,15 @@ class ParameterPushes:
                 os.close(outcome)
 
         self._thread.do(making.make, made)
+
+    def _expire(self, now_ns: int) -> None:
+        """Tells the thread to free memory that no push has filled again for a while."""
+
+        def done(again_ns: int | Exception | None) -> None:
+            if isinstance(again_ns, int):
+                self._agenda.put(self._expire, again_ns)
+
+        self._thread.do(lambda: self._pool.expire(now_ns), done)
 
     # ----------------------------------------------------------------------------------------------------------- staging
 
@@ -249,6 +271,11 @@ class ParameterPushes:
         """Returns whether a model version is still loaded (in service, or held back), and has not been loaded anew."""
         key = version.name, version.version
         return version is (self._models.held.get(key) or self._models.serving(*key))
+
+    def close(self) -> None:
+        """Frees the memory that is kept for later pushes. What the thread still works on ends with the process."""
+        if not self._thread.pending:
+            self._pool.expire(NEVER)
 
     def __repr__(self) -> str:
         return f"<ParameterPushes {sorted(self._staged)}>"

@@ -142,6 +142,13 @@ class Worker:
         thread = WorkThread("loader", self._inbox)
         loader = Loader(target, self._inbox, self._page, self._dispatcher.calls, thread.standing_aside)
         operations = self._dispatcher.calls.daemon = DaemonOperations(channel, thread, self._inbox)
+        self._pushes = ParameterPushes(
+            self._models,
+            self._regions,
+            WorkThread("parameters", self._inbox),
+            options.workers,
+            self._dispatcher.agenda,
+        )
         self._control = Control(
             self,
             channel,
@@ -150,7 +157,7 @@ class Worker:
             loader,
             thread,
             operations,
-            ParameterPushes(self._models, self._regions, WorkThread("parameters", self._inbox), options.workers),
+            self._pushes,
         )
         self.profiler = Profiler(self._inbox)
         self._cache = ResponseCache(options.response_cache.byte_size)
@@ -626,6 +633,7 @@ class Worker:
         for submitter in list(self._submitters.values()):
             self._close_lane(submitter)
         self._poller.close()
+        self._pushes.close()
         self._regions.close()
         self._gpu.close()
         self._driver.close()

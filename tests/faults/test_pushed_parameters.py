@@ -5,12 +5,15 @@ A set's number is also what its arrays hold, so an answer says twice by which it
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ import numpy as np
 import psutil
 import pytest
 import tensord_client
-from tensord_client import Replaced, ServingError
+from tensord_client import Replaced, ServingError, Unavailable
+from tensord_client.parameters import layout
 
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.faults.load import Load
@@ -39,12 +43,12 @@ def create(path, config, device):
         ends = jnp.stack([first.min(), first.max(), last[0]])
         return {"y": inputs["x"] * 0 + ends}
 
-    return apply, {"a": jnp.zeros((64, 64)), "b": jnp.zeros(3)}
+    return apply, {"a": jnp.zeros((512, 520)), "b": jnp.zeros(3)}
 """
 
 
 def tree(number: int) -> dict[str, Any]:
-    return {"a": np.full((64, 64), number, np.float32), "b": np.full(3, number, np.float32)}
+    return {"a": np.full((512, 520), number, np.float32), "b": np.full(3, number, np.float32)}
 
 
 def pushed_to(start_daemon: Callable[..., DaemonProcess], folder: Path, **options: Any) -> DaemonProcess:
@@ -75,8 +79,9 @@ class Answers(Load):
         self.answered = 0
         #: How often the model has begun to be loaded anew, and has been: twice the loads, or odd while one is under way.
         self.loads = 0
-        #: All pushes that were answered.
+        #: All pushes that were answered, and those of each pusher.
         self.pushes = 0
+        self.pushed: Counter[object] = Counter()
         #: What was wrong with answers.
         self.mixed: list[Any] = []
         self.old: list[Any] = []
@@ -109,16 +114,70 @@ class Answers(Load):
                         self.old.append((number, least))
 
 
-def pusher(where: str, answers: Answers, stop: threading.Event, errors: Counter[str], lock: threading.Lock) -> None:
-    """Pushes numbers that it shares with the others: each is one more than the highest that it knows of."""
+#: Pushes one number.
+Push = Callable[[int], None]
+
+
+@contextlib.contextmanager
+def from_client(where: str) -> Iterator[Push]:
+    """Pushes trees, each in memory of its own over a lane, or as the body of a request over HTTP."""
     with tensord_client.connect(where, patience=PATIENCE) as client:
         parameters = client.model("m", timeout=PATIENCE).parameters
+        yield lambda number: parameters.update(tree(number), version=number, check_finite=True) and None
+
+
+@contextlib.contextmanager
+def from_region(daemon: DaemonProcess) -> Iterator[Push]:
+    """Pushes from one registered region, whose content changes as soon as a push is answered."""
+    path = Path("/dev/shm", f"tensord-test-{os.getpid()}-pusher")
+    said = {
+        "key": f"/{path.name}",
+        "offset": 0,
+        "byte_size": sum(len(memoryview(each).cast("B")) for each in layout(tree(0))),
+    }
+    with open(path, "w+b", buffering=0) as memory:
+        try:
+            os.truncate(memory.fileno(), said["byte_size"])
+            status, answer = daemon.request(
+                "POST", "/v2/systemsharedmemory/region/pusher/register", json.dumps(said).encode()
+            )
+            assert status == 200, answer
+
+            def push(number: int) -> None:
+                os.pwrite(memory.fileno(), b"".join(layout(tree(number))), 0)
+                wanted = {"region": "pusher", "number": number, "check_finite": True}
+                try:
+                    status, answer = daemon.request("POST", "/v2/models/m/parameters/main", json.dumps(wanted).encode())
+                except (OSError, http.client.HTTPException) as error:
+                    raise Unavailable(f"the front died: {error}") from error
+                finally:
+                    # Nothing of what is written after the answer is ever seen.
+                    os.pwrite(memory.fileno(), b"\0" * 4096, said["byte_size"] // 2)
+                if status == 409:
+                    raise Replaced(answer.decode())
+                if status != 200:
+                    raise Unavailable(answer.decode())
+
+            yield push
+        finally:
+            path.unlink()
+
+
+def pusher(
+    pushing: contextlib.AbstractContextManager[Push],
+    answers: Answers,
+    stop: threading.Event,
+    errors: Counter[str],
+    lock: threading.Lock,
+) -> None:
+    """Pushes numbers that it shares with the others: each is one more than the highest that it knows of."""
+    with pushing as push:
         number = 0
         while not stop.is_set():
             with lock:
                 number, loads = max(number, answers.answered) + 1, answers.loads
             try:
-                parameters.update(tree(number), version=number, check_finite=True)
+                push(number)
             except Replaced:
                 errors["overtaken"] += 1
                 continue
@@ -128,6 +187,7 @@ def pusher(where: str, answers: Answers, stop: threading.Event, errors: Counter[
                 continue
             with lock:
                 answers.pushes += 1
+                answers.pushed[pushing] += 1
                 if loads == answers.loads and not loads % 2:
                     answers.answered = max(answers.answered, number)
 
@@ -154,15 +214,16 @@ def test_two_pushers_and_killed_workers_and_fronts(
     start_daemon: Callable[..., DaemonProcess], tmp_path: Path, way: str
 ) -> None:
     """
-    1. Eight clients ask without pause, two pushers push as fast as they can. 2. Workers and fronts are killed in turn, a worker
-    is stopped, the model is loaded anew.
+    1. Eight clients ask without pause, two pushers push as fast as they can, one of them from a region. 2. Workers and fronts
+    are killed in turn, a worker is stopped, the model is loaded anew.
     Result: no answer mixes two sets, none is older than a push that was answered before, none failed.
     """
     daemon = pushed_to(start_daemon, tmp_path, repository={"control_mode": "explicit", "load": ["m"]})
     where = str(tmp_path / "clients.sock") if way == "lane" else daemon.url
     stop, lock, errors = threading.Event(), threading.Lock(), Counter[str]()
     with Answers(daemon, 8, where) as answers:
-        pushers = [threading.Thread(target=pusher, args=(where, answers, stop, errors, lock)) for _ in range(2)]
+        ways = from_client(where), from_region(daemon)
+        pushers = [threading.Thread(target=pusher, args=(each, answers, stop, errors, lock)) for each in ways]
         for each in pushers:
             each.start()
         try:
@@ -181,6 +242,7 @@ def test_two_pushers_and_killed_workers_and_fronts(
     assert (answers.mixed[:3], answers.old[:3]) == ([], [])
     assert answers.errors == []
     assert len(answers.seen) > KILLS
+    assert len(answers.pushed) == 2, errors
     assert "did not follow" not in daemon.log
     daemon.wait_ready()
 

@@ -41,6 +41,8 @@ def ask(loop: WorkerLoop, work: Work | None, row: Row) -> list[WholeAnswer]:
             lease.view[:] = content
             leases.append(lease)
         if row.whole:
+            for lease in leases:
+                loop.front.announce(lease.place.segment)
             loop.submit_whole(row.model, inputs)
         else:
             own = {"sequence_id": 1 + number, "sequence_start": True} if row.sequences else {}

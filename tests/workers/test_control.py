@@ -26,6 +26,7 @@ from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.parameter_pushes import ParameterPushes
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
+from tensord.workers.scheduling.agenda import Agenda
 from tensord.workers.threads.inbox import Inbox
 from tests.workers.models.test_model_table import version_of
 
@@ -56,7 +57,7 @@ class Bench:
             cast(Any, SimpleNamespace(metrics=MetricRegistry(), compiles=SimpleNamespace(figures=Compiles))),
             thread := cast(Any, SimpleNamespace(do=lambda job, done: self.loads.append(done))),
             DaemonOperations(channel, thread, Inbox()),
-            ParameterPushes(self.models, regions, thread, Workers()),
+            ParameterPushes(self.models, regions, thread, Workers(), Agenda()),
         )
 
     def load(self) -> Callable[[Any], None]:

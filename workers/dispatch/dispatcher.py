@@ -95,11 +95,12 @@ class Dispatcher:
         self._page = page
         self._clock = clock
         self._check = check
-        self._agenda: Agenda[AgendaPart] = Agenda()
-        self._outbox = Outbox(options.arenas, self._agenda)
+        #: What the worker's loop is to do, and when.
+        self.agenda: Agenda[AgendaPart] = Agenda()
+        self._outbox = Outbox(options.arenas, self.agenda)
         self.lane_answers = self._outbox.lane_answers
         self._cached = CachedAnswers(self._outbox, clock)
-        self.responses = Responses(options.arenas, self._outbox, post, clock, options.expert.max_ahead, self._agenda)
+        self.responses = Responses(options.arenas, self._outbox, post, clock, options.expert.max_ahead, self.agenda)
         self.took = self.responses.took
         self.limiter = RateLimiter(rate_limits.limits(options.rate_limit, gpu) or {})
         self.ensembles = EnsembleRuns(
@@ -120,13 +121,13 @@ class Dispatcher:
         #: The work of the last program that ran in the loop, as a part of an iteration (``weight.share_of``).
         self._share = 0.0
         self._stepping = SteppingRuns(self.responses, page, clock, check)
-        self._expiry = Expiry(models, self._outbox, self._agenda)
+        self._expiry = Expiry(models, self._outbox, self.agenda)
         self.calls = Calls(
             models,
             self.responses,
             self.ensembles,
             self.limiter,
-            self._agenda,
+            self.agenda,
             clock,
             post,
             self.enter,
@@ -229,7 +230,7 @@ class Dispatcher:
         if waiting is not None:
             return
         self._active[version] = None
-        self._agenda.wake(version)
+        self.agenda.wake(version)
         if version.sequences is not None:
             self._expiry.note(version.sequences, now_ns)
             # Whoever asked last: with that client's lane the sequence ends.
@@ -239,12 +240,12 @@ class Dispatcher:
     def _changed(self, version: ModelVersion) -> None:
         """Tells the next iteration to ask a version's planner: after a change its waiting requests may be ready to run."""
         if version in self._active:
-            self._agenda.wake(version)
+            self.agenda.wake(version)
 
     def ask_all(self) -> None:
         """Marks every model version with waiting requests, so that the next iteration asks its planner what to run."""
         self._asked_of, self.limiter.moved = self._models.changes, False
-        self._agenda.woken.update(self._active)  # type: ignore[arg-type]
+        self.agenda.woken.update(self._active)  # type: ignore[arg-type]
 
     def cancel(self, submitter: SubmitterLink[Request], request_id: int) -> None:
         """Cancels a submitter's request; if it runs already it is answered when its run ends. Ignores an id not in flight."""
@@ -321,7 +322,7 @@ class Dispatcher:
 
         Returns: the time by which to call this again (``now_ns`` or earlier: at once); None: not before the next event.
         """
-        agenda, blocked, kept = self._agenda, self._outbox.blocked, self.responses.kept
+        agenda, blocked, kept = self.agenda, self._outbox.blocked, self.responses.kept
         if blocked or kept:
             self._retry(now_ns)
         if self._asked_of != self._models.changes or self.limiter.moved:
@@ -364,13 +365,13 @@ class Dispatcher:
         first = due[0][1] if len(due) == 1 else min(due, key=_since)[1]
         for _, version in due:
             if version is not first:
-                self._agenda.wake(version)
+                self.agenda.wake(version)
         alone = len(self._active) == 1 and not self._stepping.living
         self._active.pop(first, None)
         self._run(first, now_ns, alone)
         if len(first.planner):
             self._active[first] = None
-            self._agenda.wake(first)
+            self.agenda.wake(first)
 
     def _decide(self, version: ModelVersion, now_ns: int) -> Run | None:
         """Carries out a decision of a version's planner: refuses requests, gives out batches, or notes when to ask again.
@@ -393,7 +394,7 @@ class Dispatcher:
         waits = len(planner) > 0
         if not waits or version.steps is not None:
             self._active.pop(version, None)
-        self._agenda.put(version, next_ns if waits else NEVER)
+        self.agenda.put(version, next_ns if waits else NEVER)
         return None
 
     def _run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
@@ -461,7 +462,7 @@ class Dispatcher:
         waiting = [request for request in requests if not self._gone(request, now_ns)]
         self._outbox.fail_all(version.planner.restore(waiting, now_ns), now_ns)
         self._active[version] = None
-        self._agenda.wake(version)
+        self.agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
         """Answers a request that has not run with Cancelled, if it was cancelled or its submitter's lane (channel) has ended.

@@ -36,8 +36,17 @@ from tensord.shm.regions import Region, check_range
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.devices.late_tensor import CudaTensor, RegionTensor
 from tensord.workers.parameters import layout
-from tensord.workers.parameters.layout import Copy, LaidLeaf, NewMemory, Part, SealedMemory, leaf_of, part_of
+from tensord.workers.parameters.layout import LaidLeaf, leaf_of
 from tensord.workers.parameters.parameter_set import ParameterSet
+from tensord.workers.parameters.sealed_memory import (
+    Copy,
+    MemoryPool,
+    NewMemory,
+    Part,
+    SealedMemory,
+    is_sealed,
+    part_of,
+)
 from tensord.workers.regions.region_table import AnyRegion, RegionTable, check_intact
 
 #: Bytes of a file that are read in one piece.
@@ -76,14 +85,16 @@ class Making:
     Its owner calls ``make``, and ``close`` at the end, in the worker's loop.
     """
 
-    def __init__(self, operation: MakeParameters, limit: int, base: ParameterSet | None) -> None:
+    def __init__(self, operation: MakeParameters, pool: MemoryPool, limit: int, base: ParameterSet | None) -> None:
         """Stores what describes the push (new parameters for a model); nothing is read yet.
 
         Args:
           operation: describes the push.
+          pool: makes the memory.
           limit: how many bytes one push may have.
           base: the set from which leaves are taken that the source does not have; None: the source has all leaves.
         """
+        self._pool = pool
         self._limit = limit
         self._base = base
         self._checksum = operation.checksum
@@ -126,7 +137,7 @@ class Making:
         else:
             leaves = made
         described = [leaf_of(name, array) for name, array in {**self._missing(leaves), **leaves}.items()]
-        with contextlib.closing(layout.laid_out(described, self._limit, self.what)) as memory:
+        with contextlib.closing(self._pool.filled(layout.laid_out(described, self._limit, self.what))) as memory:
             return memory.sealed()
 
     def _missing(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
@@ -142,7 +153,7 @@ class Making:
             if array is not None and leaf.name not in leaves and not (self._named and leaf.shared)
         }
 
-    def copied(self, byte_size: int, copy: Copy, lies: memoryview | None = None) -> int:
+    def copied(self, byte_size: int, copy: Copy) -> int:
         """Copies a source that is in safetensors' layout as a single piece. Returns the file descriptor of the sealed memory.
 
         Adds spaces behind the header so that the tensors are aligned: XLA then uses them without a copy on a processor.
@@ -150,7 +161,6 @@ class Making:
         Args:
           byte_size: of the source.
           copy: fills an array with bytes of the source.
-          lies: the bytes of the source in this process' memory; None: they are not mapped.
         Raises InvalidArgument: the source is empty, too large, too short by now, or its checksum is wrong; Unavailable: there is
         no memory.
         """
@@ -165,9 +175,9 @@ class Making:
         # Where no spaces are needed, or the header is none, all of it is behind the head.
         begin = len(head) + length if spaces else len(head)
         first = (length + spaces).to_bytes(layout.LENGTH, "little") if spaces else head.tobytes()
-        header, tensors = _behind(len(head), begin, copy, lies), _behind(begin, byte_size, copy, lies)
+        header, tensors = _behind(len(head), begin, copy), _behind(begin, byte_size, copy)
         parts = [part_of(first), header, part_of(b" " * spaces), tensors]
-        with contextlib.closing(NewMemory(parts)) as memory:
+        with contextlib.closing(self._pool.filled(parts)) as memory:
             check_intact(self._regions)
             self.check_sum([head, memory.content[len(head) : begin], memory.content[begin + spaces :]])
             return memory.sealed()
@@ -179,7 +189,7 @@ class Making:
 
         Raises InvalidArgument: the leaves are too large, not valid or not there any more, or their checksum is wrong.
         """
-        with contextlib.closing(layout.laid_out(places, self._limit, self.what)) as memory:
+        with contextlib.closing(self._pool.filled(layout.laid_out(places, self._limit, self.what))) as memory:
             check_intact(self._regions)
             self.check_sum(self._contents(memory, places))
             return memory.sealed()
@@ -229,6 +239,7 @@ def plan(
     folders: tuple[Path, Path],
     fd: int | None,
     regions: RegionTable,
+    pool: MemoryPool,
     limit: int,
     base: ParameterSet | None,
 ) -> Making:
@@ -237,12 +248,13 @@ def plan(
     Args:
       folders: the folders of the model's version and of the model.
       fd: the file descriptor of a MemorySource, which the returned object closes; None: the push brought none.
+      pool: makes the memory.
       limit: how many bytes one push may have.
       base: the set from which leaves are taken that the source does not have; None: the source has all leaves.
     Raises NotFound: there is no such region or file; InvalidArgument: a range lies outside of its region, or a path leads out of
     the model's folder.
     """
-    making, source = Making(operation, limit, base), operation.source
+    making, source = Making(operation, pool, limit, base), operation.source
     try:
         if isinstance(source, FileSource):
             path = _path(source.path, folders)
@@ -251,8 +263,7 @@ def plan(
             region = regions.find(source.region)
             size = source.byte_size or max(0, region.byte_size - source.offset)
             copy = _copy_of(making, region, source.offset, size)
-            given = region.view(source.offset, size) if isinstance(region, Region) else None
-            making.reads(lambda making: making.copied(size, copy, given))
+            making.reads(lambda making: making.copied(size, copy))
         elif isinstance(source, LeavesSource):
             if not source.leaves:
                 raise InvalidArgument(f"{making.what} have no leaves")
@@ -313,18 +324,15 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
     if found != source.byte_size:
         raise InvalidArgument(f"{making.what}: their memory has {found} bytes, {source.byte_size} were announced")
     layout.check_size(found, making._limit, making.what)
-    if layout.is_sealed(fd):
+    if is_sealed(fd):
         making.check_sum([SealedMemory(fd).view])
         return os.dup(fd)
     return making.copied(found, _reading(fd, making.what))
 
 
-def _behind(start: int, end: int, copy: Copy, lies: memoryview | None) -> Part:
-    """Returns a ``Part`` that copies the bytes ``[start, end)`` of a source.
-
-    ``copy``: fills an array with bytes of the source. ``lies``: all of its bytes; None: they are not mapped.
-    """
-    return Part(end - start, lambda at, target: copy(start + at, target), None if lies is None else lies[start:end])
+def _behind(start: int, end: int, copy: Copy) -> Part:
+    """Returns a ``Part`` that copies the bytes ``[start, end)`` of a source, which ``copy`` reads."""
+    return Part(end - start, lambda at, target: copy(start + at, target))
 
 
 def _reading(fd: int, what: str) -> Copy:

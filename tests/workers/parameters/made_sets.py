@@ -7,10 +7,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from tensord.shm.arrays import Array
 from tensord.workers.loading.parameters import host_sets
 from tensord.workers.parameters import layout
 from tensord.workers.parameters.parameter_set import ParameterSets
+from tensord.workers.parameters.sealed_memory import MemoryPool
+from tensord.workers.scheduling.agenda import NEVER
 
 LIMIT = 1 << 30
 
@@ -22,8 +26,10 @@ def loaded(parameters: Any) -> ParameterSets:
 
 def sealed(leaves: Mapping[str, Array]) -> int:
     """Returns a descriptor of sealed memory with these leaves; the caller closes it."""
-    memory = layout.laid_out([layout.leaf_of(*leaf) for leaf in leaves.items()], LIMIT, "these")
-    return memory.sealed()
+    pool = MemoryPool()
+    fd = pool.filled(layout.laid_out([layout.leaf_of(*leaf) for leaf in leaves.items()], LIMIT, "these")).sealed()
+    pool.expire(NEVER)
+    return fd
 
 
 def sealed_bytes(content: bytes, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE) -> int:
@@ -48,3 +54,8 @@ def layout_bytes(leaves: Mapping[str, Array]) -> bytes:
         return os.pread(fd, os.fstat(fd).st_size, 0)
     finally:
         os.close(fd)
+
+
+def noise(byte_size: int) -> bytes:
+    """Returns random bytes, the same for the same size."""
+    return np.random.default_rng(byte_size).bytes(byte_size)

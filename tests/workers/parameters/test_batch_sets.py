@@ -15,7 +15,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.operations import MemorySource
 from tensord.workers.parameters import layout
-from tensord.workers.parameters.layout import SealedMemory
+from tensord.workers.parameters.sealed_memory import SealedMemory
 from tests.repositories import write_model
 from tests.workers.parameters.made_sets import sealed
 from tests.workers.parameters.pushing import PushingLoop, said, value

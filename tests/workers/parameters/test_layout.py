@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import struct
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +16,12 @@ from hypothesis import strategies as st
 
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array, address_of
-from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.errors import InvalidArgument
 from tensord.workers.parameters import layout
-from tensord.workers.parameters.layout import NewMemory, Part, SealedMemory, leaf_of, part_of
-from tensord.workers.parameters.slices import SLICE
+from tensord.workers.parameters.layout import leaf_of
+from tensord.workers.parameters.sealed_memory import PIECE, SealedMemory
 from tests.generated import examples
-from tests.workers.parameters.made_sets import layout_bytes, sealed, sealed_bytes
+from tests.workers.parameters.made_sets import layout_bytes, noise, sealed
 
 LEAVES: dict[str, Array] = {
     "w": np.arange(32, dtype=np.float32).reshape(4, 8),
@@ -129,24 +126,6 @@ def test_no_bytes_do_more_than_be_refused(data: st.DataObject) -> None:
     assert sum(array.nbytes for array in found.values()) <= len(content)
 
 
-@pytest.mark.parametrize("missing", [fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_WRITE])
-def test_memory_that_may_still_change_is_refused(missing: int) -> None:
-    fd = sealed_bytes(b"12345678", (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE) & ~missing)
-    with pytest.raises(InvalidArgument, match="not sealed against changes"):
-        SealedMemory(fd)
-    os.close(fd)
-
-
-def test_files_and_empty_memory_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    with open(tmp_path / "file") as file, pytest.raises(InvalidArgument, match="not sealed"):
-        SealedMemory(file.fileno())
-    fd = sealed_bytes(b"")
-    with pytest.raises(InvalidArgument, match="is empty"):
-        SealedMemory(fd)
-    os.close(fd)
-
-
 def test_bounds_and_types_of_what_is_written() -> None:
     with pytest.raises(
         InvalidArgument, match=r"these would have 128 bytes, workers.max_parameter_byte_size allows 127"
@@ -156,135 +135,12 @@ def test_bounds_and_types_of_what_is_written() -> None:
         layout.laid_out([leaf_of("w", np.full(16, None))], 1 << 20, "these")
 
 
-# ------------------------------------------------------------------------------------------------------ several threads
-
-
-@pytest.fixture(params=[1, 4, 16])
-def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many processors this process seems to have; half of them, and at most eight, fill memory, or else one thread."""
-    count: int = request.param
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
-    return count
-
-
-def filled(parts: list[Part]) -> bytes:
-    """Returns the content of memory that is filled with these parts and sealed."""
-    fd = NewMemory(parts).sealed()
-    try:
-        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
-        return os.pread(fd, os.fstat(fd).st_size + 1, 0)
-    finally:
-        os.close(fd)
-
-
-def noise(byte_size: int) -> bytes:
-    return np.random.default_rng(byte_size).bytes(byte_size)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        [1],
-        [SLICE],
-        [SLICE + 1],
-        [0, 3, 0, 4095, SLICE - 1, 0, 1, 0],
-        [8, 56, 0, 3 * SLICE + 5, 2, 7 * SLICE, 1],
-        [SLICE // 3] * 40,
-    ],
-)
-def test_threads_fill_memory_with_all_parts_in_their_order(processors: int, sizes: list[int]) -> None:
-    parts = [noise(size) for size in sizes]
-    assert filled([part_of(part) for part in parts]) == b"".join(parts)
-
-
-def test_no_more_threads_than_processors_allow_and_none_is_left(processors: int) -> None:
-    seen: set[int] = set()
-    before = set(threading.enumerate())
-
-    def copy(at: int, target: Array) -> None:
-        seen.add(threading.get_ident())
-        target[:] = 7
-
-    assert filled([Part(32 * SLICE, copy)]) == b"\7" * (32 * SLICE)
-    assert 1 <= len(seen) <= max(1, min(8, processors // 2))
-    if processors < 6:
-        assert seen == {threading.get_ident()}
-    assert set(threading.enumerate()) == before
-
-
-def opened() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-@pytest.mark.parametrize("failing", [0, 5 * SLICE, 31 * SLICE])
-def test_an_error_in_one_slice_is_the_error_of_all(processors: int, failing: int) -> None:
-    before = opened(), set(threading.enumerate())
-
-    def copy(at: int, target: Array) -> None:
-        if at == failing:
-            raise InvalidArgument(f"not from {at}")
-
-    with pytest.raises(InvalidArgument, match=f"not from {failing}"):
-        NewMemory([Part(32 * SLICE, copy)])
-    assert (opened(), set(threading.enumerate())) == before
-
-
-def test_memory_that_ends_is_an_error_and_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file without pages behind its end fails as one does for whose pages the host has no memory."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    before = opened()
-
-    def copy(at: int, target: Array) -> None:
-        os.truncate(next(int(each) for each in os.listdir("/proc/self/fd") if _is_new_memory(each)), SLICE)
-
-    with pytest.raises(Unavailable, match=rf"the host has no {4 * SLICE} bytes of memory for parameters"):
-        NewMemory([Part(4 * SLICE, copy)])
-    assert opened() == before
-
-
-def test_memory_that_ends_while_one_thread_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    before, pwrite = opened(), os.pwrite
-
-    def writing(fd: int, content: memoryview, at: int) -> int:
-        if at >= SLICE:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwrite(fd, content, at)
-
-    monkeypatch.setattr(os, "pwrite", writing)
-    with pytest.raises(Unavailable, match=rf"the host has no {4 * SLICE} bytes of memory for parameters"):
-        NewMemory([part_of(noise(4 * SLICE))])
-    assert opened() == before
-
-
-def _is_new_memory(fd: str) -> bool:
-    try:
-        return "tensord-parameters" in os.readlink(f"/proc/self/fd/{fd}")
-    except FileNotFoundError:
-        return False
-
-
-def test_a_kernel_that_cannot_populate_is_none_the_worse(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_populate", lambda content: errno.EINVAL)
-    content = noise(5 * SLICE + 3)
-    assert filled([part_of(content)]) == content
-
-
-def test_memory_that_the_process_may_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unavailable, match=r"the host has no 9223372036854771712 bytes of memory for parameters"):
-        NewMemory([Part((1 << 63) - 4096, _never)])
-
-
-def _never(at: int, target: Array) -> None:
-    raise AssertionError("nothing is copied where there is no memory")
-
-
-def test_leaves_of_any_order_and_size(processors: int) -> None:
+def test_leaves_of_any_order_and_size() -> None:
     """Also those that do not lie in one piece, and a header that needs spaces."""
     leaves: dict[str, Array] = {
-        "turned": np.arange(3 * SLICE // 4, dtype=np.int32).reshape(-1, 4).T,
+        "turned": np.arange(3 * PIECE // 4, dtype=np.int32).reshape(-1, 4).T,
         "odd": np.arange(5, dtype=np.int8),
-        "large": np.frombuffer(noise(2 * SLICE + 4), np.float32),
+        "large": np.frombuffer(noise(2 * PIECE + 4), np.float32),
         **{f"leaf{number}": np.full(number, number, np.float16) for number in range(300)},
     }
     fd = sealed(leaves)

@@ -1,0 +1,317 @@
+"""Copies parameters into memory that no other process can change, and fills the same memory again once nobody uses it any more.
+
+    MemoryPool.filled ─▶ NewMemory, checked by its owner ─▶ sealed ─▶ descriptor ─▶ supervisor, workers
+        ▲                                                                              │
+        └────── the last of their descriptors and mappings is gone, says the kernel ◀──┘
+
+A model that is trained is pushed again and again, and to allocate new pages takes twice as long as to copy into pages that are
+there. Such memory has F_SEAL_FUTURE_WRITE: only the mapping that its maker had before can write. What others get is opened anew,
+for reading, and has a shared lock of its own (``flock``). A lock belongs to the open file, which lives as long as any descriptor
+or mapping that came of it, in whichever process: so the maker gets the exclusive lock exactly when the memory is free.
+
+Memory that never comes back has F_SEAL_WRITE, after which nobody can write: small memory, and all of it where the kernel does not
+tell (before Linux 5.1).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tensord.shm import descriptors
+from tensord.shm.arrays import Array, address_of
+from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.segment import F_SEAL_FUTURE_WRITE
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, since Linux 5.14
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+#: The seals of memory that nobody can change any more.
+_FIXED = _SIZE_SEALS | fcntl.F_SEAL_WRITE
+#: The seals of memory that its maker alone can change, when nobody else uses it any more.
+_RETURNING = _SIZE_SEALS | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+#: Bytes that are copied in one piece into new pages. They are still in the processor's cache when the kernel copies them.
+PIECE = 1 << 20
+#: Bytes from which on memory is worth two descriptors and a mapping until it comes back.
+LEAST_RETURNING = 1 << 20
+#: Memories that one worker fills again. A model that is trained takes three: in use, kept for a roll-back, and the next.
+MOST_RETURNING = 8
+#: How long free memory is kept after memory of its size was last filled.
+KEPT_NS = 10 * 10**9
+
+#: ``copy(at, target)``: fills a UINT8 array with the bytes of a source from offset ``at`` on.
+Copy = Callable[[int, Array], None]
+
+
+class Part(NamedTuple):
+    """Describes bytes that memory is filled with: how many, and the function that copies them from their source."""
+
+    byte_size: int
+    copy: Copy
+
+
+def part_of(content: bytes | memoryview | Array) -> Part:
+    """Returns a ``Part`` whose bytes are copied from contiguous memory of this process."""
+    source = np.frombuffer(content, np.uint8)
+    return Part(len(source), lambda at, target: np.copyto(target, source[at : at + len(target)]))
+
+
+def is_sealed(fd: int) -> bool:
+    """Returns whether a file descriptor refers to sealed memory, which no process can change any more, not even its maker."""
+    return _seals(fd) & _FIXED == _FIXED
+
+
+def _seals(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # no memfd
+        return 0
+
+
+class SealedMemory:
+    """Sealed memory, mapped for reading. It stays mapped, and so nobody changes it, while arrays in it exist."""
+
+    def __init__(self, fd: int) -> None:
+        """Maps sealed memory. The caller keeps the file descriptor ``fd`` and may close it; the mapping does not depend on it.
+
+        Raises InvalidArgument: the memory is not sealed, or empty; Unavailable: it cannot be mapped now, or so many files are
+        open that the remaining file descriptors are reserved for requests.
+        """
+        if not is_sealed(fd) and _seals(fd) & _RETURNING != _RETURNING:
+            raise InvalidArgument("the memory of parameters is not sealed against changes")
+        descriptors.check_reserve(fd, "pushed parameters cannot be mapped")
+        self.byte_size = os.fstat(fd).st_size
+        if not self.byte_size:
+            raise InvalidArgument("the memory of parameters is empty")
+        try:
+            mapping = mmap.mmap(fd, self.byte_size, mmap.MAP_SHARED, mmap.PROT_READ)
+        except OSError as error:
+            raise Unavailable(f"{self.byte_size} bytes of parameters cannot be mapped: {error.strerror}") from error
+        self.view = memoryview(mapping)
+        # Its pages are mapped here, or the first batch would meet the faults; by numpy, which leaves Python to others meanwhile.
+        np.frombuffer(self.view, np.uint8)[:: mmap.PAGESIZE].max()
+
+    def __repr__(self) -> str:
+        return f"<SealedMemory {self.byte_size} bytes>"
+
+
+class _Memory:
+    """A memfd and a writable mapping of it, which this process alone has."""
+
+    def __init__(self, parts: Sequence[Part], byte_size: int) -> None:
+        """Allocates memory and fills it with parts, one behind the other.
+
+        Raises Unavailable: the host has no memory left, or the process no file descriptor; or whatever copying a part raises.
+        """
+        self.byte_size = byte_size
+        with descriptors.needed("pushed parameters"):
+            self.fd = os.memfd_create("tensord-parameters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.truncate(self.fd, byte_size)
+            self._mapping = mmap.mmap(self.fd, byte_size)
+            self._write(parts)
+        except BaseException as error:
+            os.close(self.fd)
+            if isinstance(error, OSError):
+                raise self._lacking() from error
+            raise
+        self.content: Array = np.frombuffer(self._mapping, np.uint8)
+        self._is_populated = False
+
+    def _write(self, parts: Sequence[Part]) -> None:
+        """Writes parts by system calls: the kernel copies into new pages in one pass, and does not clear them first.
+
+        A lack of memory is an error here, where it would be a signal in a mapping. Raises Unavailable: there is no memory; or
+        whatever copying a part raises.
+        """
+        piece, at = np.empty(min(PIECE, self.byte_size), np.uint8), 0
+        for part in parts:
+            for start in range(0, part.byte_size, PIECE):
+                target = piece[: min(PIECE, part.byte_size - start)]
+                part.copy(start, target)
+                left = target.data
+                while left:
+                    try:
+                        count = os.pwrite(self.fd, left, at)
+                    except OSError as error:
+                        raise self._lacking() from error
+                    at, left = at + count, left[count:]
+
+    def _lacking(self) -> Unavailable:
+        return Unavailable(f"the host has no {self.byte_size} bytes of memory for parameters")
+
+    def fill(self, parts: Sequence[Part]) -> None:
+        """Fills memory that is free again. Raises whatever copying a part raises; the memory is free then, too."""
+        if not self._is_populated:
+            # Linux before 5.14 does not know it; there each page is a fault.
+            _madvise(address_of(self.content), self.byte_size, _MADV_POPULATE_WRITE)
+            self._is_populated = True
+        at = 0
+        for part in parts:
+            part.copy(0, self.content[at : at + part.byte_size])
+            at += part.byte_size
+
+    def lend(self) -> int:
+        """Returns a file descriptor by which other processes read the memory; ``is_free`` until it and all copies are gone.
+
+        Raises OSError: there is no descriptor, or no /proc.
+        """
+        if _seals(self.fd) & _RETURNING != _RETURNING:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _RETURNING)
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    @property
+    def is_free(self) -> bool:
+        """True if no descriptor that ``lend`` returned is open in any process, and no mapping of one is left."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        return True
+
+    def fix(self) -> int:
+        """Seals the memory so that not even this process can change it. Returns its file descriptor, which the caller closes.
+
+        No array may refer to the memory any more.
+        """
+        del self.content
+        self._mapping.close()
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _FIXED | fcntl.F_SEAL_SEAL)
+        return self.fd
+
+    def close(self) -> None:
+        """Closes the descriptor and drops the mapping. Others that use the memory keep it."""
+        os.close(self.fd)
+        del self.content, self._mapping
+
+
+class NewMemory:
+    """Memory that is filled with parameters, to be checked and then sealed, so that no other process can change it any more.
+
+    Its owner calls ``sealed``, and in any case ``close``.
+    """
+
+    def __init__(self, memory: _Memory, pool: MemoryPool) -> None:
+        self._memory: _Memory | None = memory
+        self._pool = pool
+
+    @property
+    def content(self) -> Array:
+        """Returns the bytes. No array may refer to them any more when ``sealed`` is called."""
+        assert self._memory is not None
+        return self._memory.content
+
+    def sealed(self) -> int:
+        """Seals the memory. Returns a file descriptor of it, which the caller closes.
+
+        Raises Unavailable: the process may open no more files.
+        """
+        memory, self._memory = self._memory, None
+        assert memory is not None
+        return self._pool.sealed(memory)
+
+    def close(self) -> None:
+        """Frees the memory if ``sealed`` was not called. May be called more than once."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._pool.give_back(memory)
+
+    def __repr__(self) -> str:
+        return f"<NewMemory {self._memory and self._memory.byte_size} bytes>"
+
+
+class MemoryPool:
+    """Makes memory for parameters, and fills memory again that it made before and that nobody uses any more. For one thread."""
+
+    def __init__(self) -> None:
+        #: What was made here and may come back, the longest ago first; free or not.
+        self._memories: list[_Memory] = []
+        #: Size -> when memory of this size was last filled, CLOCK_MONOTONIC.
+        self._filled_ns: dict[int, int] = {}
+
+    def filled(self, parts: Iterable[Part]) -> NewMemory:
+        """Returns memory that is filled with parts, one behind the other.
+
+        Raises Unavailable: the host has no memory left, or the process no file descriptor; or whatever copying a part raises.
+        """
+        parts = [part for part in parts if part.byte_size]
+        byte_size = sum([part.byte_size for part in parts])
+        memory = next((each for each in self._memories if each.byte_size == byte_size and each.is_free), None)
+        if memory is None:
+            return NewMemory(_Memory(parts, byte_size), self)
+        # Until it is sealed it belongs to the owner of the new memory.
+        self._memories.remove(memory)
+        try:
+            memory.fill(parts)
+        except BaseException:
+            self.give_back(memory)
+            raise
+        return NewMemory(memory, self)
+
+    def sealed(self, memory: _Memory) -> int:
+        """Seals memory, and keeps it if it can be filled again. Returns a file descriptor of it for others.
+
+        The caller closes the descriptor, and must not use ``memory`` any more. Raises Unavailable: no file can be opened.
+        """
+        if memory.byte_size < LEAST_RETURNING or not kernel_tells():
+            return memory.fix()
+        self._filled_ns[memory.byte_size] = time.monotonic_ns()
+        self.give_back(memory)
+        with descriptors.needed("pushed parameters"):
+            return memory.lend()
+
+    def give_back(self, memory: _Memory) -> None:
+        """Takes over memory, and keeps it if its size was sealed lately; the oldest is forgotten if there are too many."""
+        if memory.byte_size not in self._filled_ns:
+            memory.close()
+            return
+        self._memories.append(memory)
+        if len(self._memories) > MOST_RETURNING:
+            self._memories.pop(0).close()
+
+    def expire(self, now_ns: int) -> int | None:
+        """Forgets all memory of sizes that were not filled for a while: what is free of it is freed, the rest when it gets free.
+
+        Returns when to call this again; None: nothing is left to forget. Times: CLOCK_MONOTONIC ns.
+        """
+        self._filled_ns = {size: at_ns for size, at_ns in self._filled_ns.items() if at_ns + KEPT_NS > now_ns}
+        stay = [each for each in self._memories if each.byte_size in self._filled_ns]
+        for each in self._memories:
+            if each not in stay:
+                each.close()
+        self._memories = stay
+        return min(self._filled_ns.values()) + KEPT_NS if self._filled_ns else None
+
+    def __repr__(self) -> str:
+        return f"<MemoryPool {sorted(each.byte_size for each in self._memories)}>"
+
+
+@functools.cache
+def kernel_tells() -> bool:
+    """Returns whether this kernel tells when nobody uses memory any more; lends a page and takes it back to find out."""
+    memory = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE)
+    try:
+        fd = memory.lend()
+        lent = not memory.is_free
+        os.close(fd)
+        return lent and memory.is_free
+    except OSError:
+        return False
+    finally:
+        memory.close()
