@@ -1,7 +1,7 @@
 """``kill -9`` of either end of clients' lanes, at any point, beside a client that notices when something is wrong.
 
-TENSORD_LANE_KILLS=N kills N clients instead of a thousand, and workers until N times a client has met that, 64 clients each time;
-TENSORD_LANE_KILLS_SEED another series of moments.
+TENSORD_LANE_KILLS=N kills N clients instead of 300, or a thousand before a release, and workers until N times a client has
+met that, 64 clients each time; TENSORD_LANE_KILLS_SEED another series of moments.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from tensord.shm.messages import PreparedRequest, RegionSlice, RequestedOutput
 from tests.client.conftest import clients_socket
 from tests.daemon.clients.lane_client import LaneClient
 from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
+from tests.generated import times
 from tests.raw_lane import RawLane, tensor
 from tests.repositories import write_model
 
-KILLS = int(os.environ.get("TENSORD_LANE_KILLS", "1000"))
+KILLS = int(os.environ.get("TENSORD_LANE_KILLS", times(1000, 300)))
 SEED = int(os.environ.get("TENSORD_LANE_KILLS_SEED", "1"))
 #: Clients that meet each death of a worker, and how many of them are in one process.
 _CLIENTS, _IN_A_PROCESS = 64, 16
