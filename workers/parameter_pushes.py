@@ -72,8 +72,10 @@ class ParameterPushes:
         self._regions = regions
         self._thread = thread
         self._agenda = agenda
-        #: Used in the thread alone.
+        #: Used in the thread alone, and in ``close``, when the thread has no job left.
         self._pool = MemoryPool()
+        #: Whether the pool will be asked to free what it has kept for long enough.
+        self._expires = False
         self._limit = options.max_parameter_byte_size
         self._most = options.max_parameter_sets
         #: Push -> what is staged for it.
@@ -130,7 +132,7 @@ class ParameterPushes:
 
         def made(outcome: int | Exception) -> None:
             making.close()
-            self._agenda.put(self._expire, time.monotonic_ns() + KEPT_NS)
+            self._expire_later()
             if isinstance(outcome, Exception):
                 answer(_error(outcome, making.what), None)
                 return
@@ -141,12 +143,18 @@ class ParameterPushes:
 
         self._thread.do(making.make, made)
 
+    def _expire_later(self) -> None:
+        if not self._expires:
+            self._expires = True
+            self._agenda.put(self._expire, time.monotonic_ns() + KEPT_NS)
+
     def _expire(self, now_ns: int) -> None:
         """Tells the thread to free memory that no push has filled again for a while."""
 
-        def done(again_ns: int | Exception | None) -> None:
-            if isinstance(again_ns, int):
-                self._agenda.put(self._expire, again_ns)
+        def done(keeps: bool | Exception) -> None:
+            self._expires = False
+            if keeps:
+                self._expire_later()
 
         self._thread.do(lambda: self._pool.expire(now_ns), done)
 

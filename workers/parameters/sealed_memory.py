@@ -6,18 +6,18 @@
 
 A model that is trained is pushed again and again, and to allocate new pages takes twice as long as to copy into pages that are
 there. Such memory has F_SEAL_FUTURE_WRITE: only the mapping that its maker had before can write. What others get is opened anew,
-for reading, and has a shared lock of its own (``flock``). A lock belongs to the open file, which lives as long as any descriptor
-or mapping that came of it, in whichever process: so the maker gets the exclusive lock exactly when the memory is free.
+for reading, and has a shared lock of its own (``flock``). A lock belongs to the open file, which lives as long as a duplicate or
+a mapping of its descriptor, in whichever process: so the maker gets the exclusive lock when the memory is free. Nobody else may
+open the memory anew, or call flock on it.
 
 Memory that never comes back has F_SEAL_WRITE, after which nobody can write: small memory, and all of it where the kernel does not
-tell (before Linux 5.1).
+tell, or there is no /proc.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
-import functools
 import mmap
 import os
 import time
@@ -45,7 +45,7 @@ PIECE = 1 << 20
 LEAST_RETURNING = 1 << 20
 #: Memories that one worker fills again. A model that is trained takes three: in use, kept for a roll-back, and the next.
 MOST_RETURNING = 8
-#: How long free memory is kept after memory of its size was last filled.
+#: How long memory is kept after memory of its size was last filled; and, once or twice, what is free beside it.
 KEPT_NS = 10 * 10**9
 
 #: ``copy(at, target)``: fills a UINT8 array with the bytes of a source from offset ``at`` on.
@@ -113,18 +113,25 @@ class _Memory:
         Raises Unavailable: the host has no memory left, or the process no file descriptor; or whatever copying a part raises.
         """
         self.byte_size = byte_size
+        #: Whether it was free already when the pool last looked.
+        self.is_spare = False
+        mapping: mmap.mmap | None = None
         with descriptors.needed("pushed parameters"):
             self.fd = os.memfd_create("tensord-parameters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.truncate(self.fd, byte_size)
-            self._mapping = mmap.mmap(self.fd, byte_size)
+            mapping = mmap.mmap(self.fd, byte_size)
             self._write(parts)
         except BaseException as error:
             os.close(self.fd)
+            if mapping is not None:
+                # Who holds the error holds this frame.
+                mapping.close()
             if isinstance(error, OSError):
                 raise self._lacking() from error
             raise
-        self.content: Array = np.frombuffer(self._mapping, np.uint8)
+        self._mapping = mapping
+        self.content: Array = np.frombuffer(mapping, np.uint8)
         self._is_populated = False
 
     def _write(self, parts: Sequence[Part]) -> None:
@@ -152,8 +159,10 @@ class _Memory:
     def fill(self, parts: Sequence[Part]) -> None:
         """Fills memory that is free again. Raises whatever copying a part raises; the memory is free then, too."""
         if not self._is_populated:
-            # Linux before 5.14 does not know it; there each page is a fault.
-            _madvise(address_of(self.content), self.byte_size, _MADV_POPULATE_WRITE)
+            # In pieces, because whoever maps memory meanwhile waits. Linux before 5.14 does not know it: each page is a fault.
+            for start in range(0, self.byte_size, PIECE):
+                piece = self.content[start : start + PIECE]
+                _madvise(address_of(piece), len(piece), _MADV_POPULATE_WRITE)
             self._is_populated = True
         at = 0
         for part in parts:
@@ -161,7 +170,7 @@ class _Memory:
             at += part.byte_size
 
     def lend(self) -> int:
-        """Returns a file descriptor by which other processes read the memory; ``is_free`` until it and all copies are gone.
+        """Returns a descriptor by which others read the memory, which is not free while a duplicate or a mapping of it exists.
 
         Raises OSError: there is no descriptor, or no /proc.
         """
@@ -177,7 +186,7 @@ class _Memory:
 
     @property
     def is_free(self) -> bool:
-        """True if no descriptor that ``lend`` returned is open in any process, and no mapping of one is left."""
+        """True if of each descriptor that ``lend`` returned no duplicate and no mapping is left in any process."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -188,11 +197,16 @@ class _Memory:
     def fix(self) -> int:
         """Seals the memory so that not even this process can change it. Returns its file descriptor, which the caller closes.
 
-        No array may refer to the memory any more.
+        No array may refer to the memory any more. Raises Unavailable: somebody else can write to it; it is freed.
         """
         del self.content
-        self._mapping.close()
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _FIXED | fcntl.F_SEAL_SEAL)
+        try:
+            self._mapping.close()
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _FIXED | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            os.close(self.fd)
+            # A child of this process that a model forked meanwhile has the mapping, too.
+            raise Unavailable(f"{self.byte_size} bytes of parameters cannot be sealed: {error.strerror}") from error
         return self.fd
 
     def close(self) -> None:
@@ -240,7 +254,8 @@ class MemoryPool:
     """Makes memory for parameters, and fills memory again that it made before and that nobody uses any more. For one thread."""
 
     def __init__(self) -> None:
-        #: What was made here and may come back, the longest ago first; free or not.
+        self._returns = kernel_tells()
+        #: What was made here and may come back, in the order in which it was last filled; free or not.
         self._memories: list[_Memory] = []
         #: Size -> when memory of this size was last filled, CLOCK_MONOTONIC.
         self._filled_ns: dict[int, int] = {}
@@ -252,9 +267,9 @@ class MemoryPool:
         """
         parts = [part for part in parts if part.byte_size]
         byte_size = sum([part.byte_size for part in parts])
-        memory = next((each for each in self._memories if each.byte_size == byte_size and each.is_free), None)
+        memory = next((each for each in reversed(self._memories) if each.byte_size == byte_size and each.is_free), None)
         if memory is None:
-            return NewMemory(_Memory(parts, byte_size), self)
+            return NewMemory(self._new(parts, byte_size), self)
         # Until it is sealed it belongs to the owner of the new memory.
         self._memories.remove(memory)
         try:
@@ -264,12 +279,29 @@ class MemoryPool:
             raise
         return NewMemory(memory, self)
 
+    def _new(self, parts: Sequence[Part], byte_size: int) -> _Memory:
+        """Returns new memory that is filled with parts; frees what is kept for other sizes if there is too little memory."""
+        try:
+            return _Memory(parts, byte_size)
+        except Unavailable:
+            free = [each for each in self._memories if each.is_free]
+            if not free:
+                raise
+            self._forget(free)
+        return _Memory(parts, byte_size)
+
+    def _forget(self, memories: Sequence[_Memory]) -> None:
+        """Forgets some of the memories: those that are free are freed, and each other when its last user lets go of it."""
+        self._memories = [each for each in self._memories if each not in memories]
+        for each in memories:
+            each.close()
+
     def sealed(self, memory: _Memory) -> int:
         """Seals memory, and keeps it if it can be filled again. Returns a file descriptor of it for others.
 
         The caller closes the descriptor, and must not use ``memory`` any more. Raises Unavailable: no file can be opened.
         """
-        if memory.byte_size < LEAST_RETURNING or not kernel_tells():
+        if memory.byte_size < LEAST_RETURNING or not self._returns:
             return memory.fix()
         self._filled_ns[memory.byte_size] = time.monotonic_ns()
         self.give_back(memory)
@@ -281,37 +313,50 @@ class MemoryPool:
         if memory.byte_size not in self._filled_ns:
             memory.close()
             return
+        memory.is_spare = False
         self._memories.append(memory)
-        if len(self._memories) > MOST_RETURNING:
-            self._memories.pop(0).close()
+        self._forget(self._memories[:-MOST_RETURNING])
 
-    def expire(self, now_ns: int) -> int | None:
-        """Forgets all memory of sizes that were not filled for a while: what is free of it is freed, the rest when it gets free.
+    def expire(self, now_ns: int) -> bool:
+        """Forgets all memory of sizes that were not filled for a while, and what has been free since the call before.
 
-        Returns when to call this again; None: nothing is left to forget. Times: CLOCK_MONOTONIC ns.
+        Returns whether anything is kept, so that this has to be called again. ``now_ns``: CLOCK_MONOTONIC.
         """
         self._filled_ns = {size: at_ns for size, at_ns in self._filled_ns.items() if at_ns + KEPT_NS > now_ns}
-        stay = [each for each in self._memories if each.byte_size in self._filled_ns]
+        gone: list[_Memory] = []
         for each in self._memories:
-            if each not in stay:
-                each.close()
-        self._memories = stay
-        return min(self._filled_ns.values()) + KEPT_NS if self._filled_ns else None
+            is_free = each.is_free
+            if each.byte_size not in self._filled_ns or (is_free and each.is_spare):
+                gone.append(each)
+            each.is_spare = is_free
+        self._forget(gone)
+        return bool(self._filled_ns)
 
     def __repr__(self) -> str:
         return f"<MemoryPool {sorted(each.byte_size for each in self._memories)}>"
 
 
-@functools.cache
 def kernel_tells() -> bool:
     """Returns whether this kernel tells when nobody uses memory any more; lends a page and takes it back to find out."""
-    memory = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE)
+    memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:
         fd = memory.lend()
         lent = not memory.is_free
         os.close(fd)
-        return lent and memory.is_free
+        fd = -1
+        return lent and memory.is_free and not _is_written(memory.fd)
     except OSError:
         return False
     finally:
+        if fd >= 0:
+            os.close(fd)
         memory.close()
+
+
+def _is_written(fd: int) -> bool:
+    """Writes a byte to sealed memory; returns whether that was possible."""
+    try:
+        os.pwrite(fd, b"x", 0)
+    except OSError:
+        return False
+    return True

@@ -80,7 +80,7 @@ class _Crc32:
 
 
 class Making:
-    """Copies the parameters of one push into new memory and seals it: no process can change them any more.
+    """Copies the parameters of one push into sealed memory, which nobody changes while it is in use.
 
     Its owner calls ``make``, and ``close`` at the end, in the worker's loop.
     """
