@@ -119,20 +119,25 @@ class _Memory:
         with descriptors.needed("pushed parameters"):
             self.fd = os.memfd_create("tensord-parameters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.truncate(self.fd, byte_size)
-            mapping = mmap.mmap(self.fd, byte_size)
+            mapping = self._mapped()
             self._write(parts)
-        except BaseException as error:
+        except BaseException:
             os.close(self.fd)
             if mapping is not None:
                 # Who holds the error holds this frame.
                 mapping.close()
-            if isinstance(error, OSError):
-                raise self._lacking() from error
             raise
         self._mapping = mapping
         self.content: Array = np.frombuffer(mapping, np.uint8)
         self._is_populated = False
+
+    def _mapped(self) -> mmap.mmap:
+        """Maps the memory; its pages are allocated later. Raises Unavailable: the host cannot map so many bytes."""
+        try:
+            os.truncate(self.fd, self.byte_size)
+            return mmap.mmap(self.fd, self.byte_size)
+        except OSError as error:
+            raise self._lacking() from error
 
     def _write(self, parts: Sequence[Part]) -> None:
         """Writes parts by system calls: the kernel copies into new pages in one pass, and does not clear them first.

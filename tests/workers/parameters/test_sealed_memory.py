@@ -100,14 +100,17 @@ def test_what_is_checked_is_what_is_sealed(pool: MemoryPool) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 5 * PIECE, 31 * PIECE])
-def test_an_error_of_a_part_leaves_nothing(pool: MemoryPool, failing: int) -> None:
+@pytest.mark.parametrize("kind", [InvalidArgument, OSError])
+def test_an_error_of_a_part_is_told_as_it_is_and_leaves_nothing(
+    pool: MemoryPool, kind: type[Exception], failing: int
+) -> None:
     before = opened()
 
     def copy(at: int, target: Array) -> None:
         if at == failing:
-            raise InvalidArgument(f"not from {at}")
+            raise kind(f"not from {at}")
 
-    with pytest.raises(InvalidArgument, match=f"not from {failing}"):
+    with pytest.raises(kind, match=f"not from {failing}"):
         pool.filled([Part(32 * PIECE, copy)])
     assert opened() == before
 
