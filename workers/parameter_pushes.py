@@ -74,7 +74,7 @@ class ParameterPushes:
         self._agenda = agenda
         #: Used in the thread alone, and in ``close``, when the thread has no job left.
         self._pool = MemoryPool()
-        #: Whether the pool will be asked to free what it has kept for long enough.
+        #: Whether a call of ``_expire``, which frees memory of former pushes, is due or under way.
         self._expires = False
         self._limit = options.max_parameter_byte_size
         self._most = options.max_parameter_sets

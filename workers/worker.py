@@ -202,7 +202,7 @@ class Worker:
         self._supervised = True
         #: Lines about ended lanes of clients in the log: since when they are counted, how many, and how many were left out.
         self._window_ns = self._lines = self._left_out = 0
-        #: Whether this iteration has removed an unloaded model version.
+        #: Whether the loop's current iteration has removed an unloaded model version.
         self._gone = False
         #: When the memory of unloaded versions is collected once more, CLOCK_MONOTONIC ns; 0: it is not.
         self._free_again_ns = 0

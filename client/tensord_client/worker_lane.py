@@ -42,7 +42,7 @@ _NOTICED = 0.05
 
 
 class Waiting(Protocol):
-    """What a request must implement so that its lane (the socket to a worker) can deliver answers, or report its end."""
+    """Interface of a request: the lane (the socket to a worker) calls it with each answer, and when the socket has ended."""
 
     #: False once an answer has come or the request has ended.
     waiting: bool

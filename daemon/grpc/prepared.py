@@ -56,8 +56,9 @@ class PreparedMessage:
     MAX_ANSWERS: ClassVar[int] = 8
 
     decoded: DecodedHead
-    #: Whether the model may send several responses to a request (is decoupled), by edition ``edition`` of the table of models.
+    #: Whether the model is decoupled: it may send several responses to one request.
     decoupled: bool = False
+    #: The edition of the table of models in which ``decoupled`` was looked up.
     edition: int = -1
     #: The constant part of its requests, with a number on each lane, from the second request on; None: only one has come yet.
     numbered: Numbered[PreparedRequest] | None = None

@@ -95,7 +95,7 @@ class Dispatcher:
         self._page = page
         self._clock = clock
         self._check = check
-        #: What the worker's loop is to do, and when.
+        #: The models that the worker's loop asks for work, and the functions that it calls, each with the time at which.
         self.agenda: Agenda[AgendaPart] = Agenda()
         self._outbox = Outbox(options.arenas, self.agenda)
         self.lane_answers = self._outbox.lane_answers

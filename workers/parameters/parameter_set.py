@@ -296,7 +296,7 @@ class ParameterSet:
 
 
 class Replaced(NamedTuple):
-    """What remains of a replaced version of a parameter set: objects to free, and the version if it must leave the device."""
+    """Lists what has to be freed after a parameter set was replaced: its objects, and the version that must leave the device."""
 
     #: Objects that only runs that have begun still use: their memory is freed when the list is emptied.
     unused: list[object]

@@ -31,7 +31,7 @@ from tensord.shm.arrays import Array, address_of
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.segment import F_SEAL_FUTURE_WRITE
 
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, since Linux 5.14
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -113,7 +113,7 @@ class _Memory:
         Raises Unavailable: the host has no memory left, or the process no file descriptor; or whatever copying a part raises.
         """
         self.byte_size = byte_size
-        #: Whether it was free already when the pool last looked.
+        #: Whether the memory was free already at the last call of ``MemoryPool.expire``.
         self.is_spare = False
         mapping: mmap.mmap | None = None
         with descriptors.needed("pushed parameters"):
@@ -260,7 +260,7 @@ class MemoryPool:
 
     def __init__(self) -> None:
         self._returns = kernel_tells()
-        #: What was made here and may come back, in the order in which it was last filled; free or not.
+        #: Memory that may be filled again, free or in use by others, in the order in which it was last filled.
         self._memories: list[_Memory] = []
         #: Size -> when memory of this size was last filled, CLOCK_MONOTONIC.
         self._filled_ns: dict[int, int] = {}

@@ -352,7 +352,7 @@ def test_a_process_without_descriptors_is_told_so(pool: MemoryPool, monkeypatch:
 
 
 def test_memory_that_somebody_else_can_write_to_is_refused_and_freed(pool: MemoryPool) -> None:
-    """As a child of a model's code can, which was forked meanwhile and inherited the mapping."""
+    """Memory with a second writable mapping, such as that of a child which a model's code forked, cannot be sealed."""
     before = opened()
     memory = pool.filled([part_of(b"small")])
     assert memory._memory is not None
