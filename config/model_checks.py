@@ -27,6 +27,8 @@ _AXIS = "buckets."
 _MAX_SIZE = 1 << 31
 #: The parameter of a Triton Python model that may answer only as its configuration says.
 STRICT_OUTPUTS = "strict_outputs"
+#: The parameter of a Triton Python model whose instances may be initialised at the same time, and finalized so.
+PARALLEL_INITIALIZE = "parallel_initialize"
 #: The parameter of a model whose waiting requests without a replace key replace one another.
 REPLACE_WAITING = "replace_waiting"
 
@@ -73,7 +75,8 @@ def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str]
     _check_instances(message)
     batch_buckets(message)
     axis_buckets(message)
-    wants(message, STRICT_OUTPUTS)
+    for parameter in (STRICT_OUTPUTS, PARALLEL_INITIALIZE):
+        wants(message, parameter)
     if wants(message, REPLACE_WAITING) and message.HasField("sequence_batching"):
         raise InvalidArgument(
             f"model '{name}': parameter {REPLACE_WAITING} is true, and the requests of a sequence cannot replace one another"

@@ -161,13 +161,15 @@ class Starting:
         cancellation: Cancellation,
         former: Sequence[Instance] = (),
     ) -> tuple[Instance, ...]:
-        """Starts a thread for each configured instance, initialises all instances at the same time, and warms them up.
+        """Starts a thread for each configured instance, in which it is initialised and warmed up.
+
+        All at the same time, or, if the maker says so, each after the one before.
 
         Args:
           jitted: the compiled model that the instances run; None: they run something else.
           former: instances of the version that this one replaces; those that are asked for again are taken over unchanged.
-        Raises: whatever an instance raises first; the other new instances are ended.  Cancelled: the load was cancelled;
-        instances that are being initialised end after that.
+        Raises: whatever an instance raises first; the other new instances are ended, or not started.  Cancelled: the load was
+        cancelled; instances that are being initialised end after that.
         """
         cancellation.check()
         create = maker.create(message, jitted)
@@ -188,17 +190,22 @@ class Starting:
                 instance.needs, instance.priority = planned.needs, planned.priority
                 made.append(instance)
             all_of_them.append(instance)
-        for instance in made:
-            instance.start()
         failures: list[BaseException] = []
+        started: list[Instance] = []
         with self.aside():
-            for instance in made:
-                try:
-                    instance.wait_started(cancellation)
-                except BaseException as error:
-                    failures.append(error)
+            for together in [[instance] for instance in made] if maker.one_by_one else [made]:
+                if failures:
+                    break
+                for instance in together:
+                    instance.start()
+                started += together
+                for instance in together:
+                    try:
+                        instance.wait_started(cancellation)
+                    except BaseException as error:
+                        failures.append(error)
         if failures:
-            for instance in made:
+            for instance in started:
                 if not instance.failed:
                     # The model's code is needed until its last instance has ended.
                     maker.imports.hold()

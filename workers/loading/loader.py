@@ -13,9 +13,11 @@ import dataclasses
 import functools
 import importlib
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 
@@ -240,6 +242,8 @@ class Loader:
             raise InvalidArgument(f"model '{message.name}': class TritonPythonModel has no function execute(requests)")
         readiness = IsReadyCalls.of(module, load.record.name, self._starting.inbox)
         folder, kind = load.record.model_path, "CPU" if self._target.gpu is None else "GPU"
+        together = model_config.wants(message, model_checks.PARALLEL_INITIALIZE)
+        finalizing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if together else threading.Lock()
 
         def made(configuration: ModelConfig, _: JaxModel | None) -> Callable[[str], Instantiated]:
             version = PythonVersion(
@@ -252,11 +256,12 @@ class Loader:
                 port=load.imports.port,
                 sequences=declared.sequences,
                 readiness=readiness,
+                finalizing=finalizing,
             )
             return functools.partial(PythonModel, version)
 
         samples = load.samples(described, declared.made_inputs)
-        maker = InstanceMaker(made, samples, load.flags.code, load.imports, declared.gpus)
+        maker = InstanceMaker(made, samples, load.flags.code, load.imports, declared.gpus, one_by_one=not together)
         instances = self._starting.start(message, maker, None, load.progress.cancellation)
         return _Runnable(instances=instances, maker=maker, is_ready_calls=readiness)
 

@@ -48,6 +48,8 @@ class InstanceMaker:
     alone: bool = False
     #: True: its instances have no threads, but take turns with one program of several devices.
     takes_turns: bool = False
+    #: True: an instance is started when the one before has been.
+    one_by_one: bool = False
 
 
 @dataclass(frozen=True, slots=True)

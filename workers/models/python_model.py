@@ -90,6 +90,8 @@ class PythonVersion:
     sequences: SequencePlan | None = None
     #: Where the instances' ``is_ready`` is registered; None: the model has none.
     readiness: IsReadyCalls | None = None
+    #: What an instance is finalized in; of code that expects a process for each instance it is a lock.
+    finalizing: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
     outputs: DeclaredOutputs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +115,7 @@ class PythonModel:
         self._signature = shared.signature
         self._outputs = shared.outputs
         self._instance = instance
+        self._finalizing = shared.finalizing
         self._model = shared.module.TritonPythonModel()
         self._arguments = {
             "model_config": to_json(shared.message).decode(),
@@ -321,7 +324,7 @@ class PythonModel:
         if finalize is None:
             return
         try:
-            with calling(Caller(self._port, phase=CallerPhase.APART)):
+            with self._finalizing, calling(Caller(self._port, phase=CallerPhase.APART)):
                 finalize()
         except Exception:
             _log.exception("finalize of model '%s' failed", self._instance)

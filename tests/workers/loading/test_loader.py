@@ -502,7 +502,7 @@ def create(path, config, device):
             gc.enable()
 
 
-def test_instances_are_initialised_at_the_same_time(load: Loading) -> None:
+def test_instances_are_initialised_at_the_same_time_if_the_model_says_so(load: Loading) -> None:
     source = """
 import threading
 import triton_python_backend_utils as pb_utils
@@ -513,9 +513,54 @@ class TritonPythonModel:
     def execute(self, requests):
         return []
 """
-    text = 'backend: "python" instance_group { count: 3 } input { name: "x" data_type: TYPE_FP32 dims: 1 }'
-    model = load(source, text + ' output { name: "y" data_type: TYPE_FP32 dims: 1 }')
+    model = load(source, THREE + 'parameters { key: "parallel_initialize" value { string_value: "true" } }')
     assert [instance._thread.name for instance in model.instances] == ["m_0_0", "m_0_1", "m_0_2"]
+
+
+THREE = """
+    backend: "python" instance_group { count: 3 }
+    input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "y" data_type: TYPE_FP32 dims: 1 }
+"""
+#: What a model does that has each instance in a process of its own elsewhere: its globals, and its locks, are for one at a time.
+ONE_BY_ONE = """
+import builtins, time
+import triton_python_backend_utils as pb_utils
+noted = builtins.noted_by_instances
+class TritonPythonModel:
+    def __init__(self):
+        noted.append("begin")
+    def initialize(self, args):
+        time.sleep(0.02)
+        noted.append(args["model_instance_name"])
+        assert args["model_instance_name"] != FAILS
+    def execute(self, requests):
+        return []
+    def finalize(self):
+        noted.append("finalize")
+        time.sleep(0.02)
+        noted.append("finalized")
+"""
+
+
+def test_instances_are_initialised_and_finalized_one_after_the_other(
+    load: Loading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that was written for a process for each instance finds one of them at a time; after a failure no other is begun."""
+    noted: list[str] = []
+    monkeypatch.setattr(builtins, "noted_by_instances", noted, raising=False)
+    model = load(ONE_BY_ONE.replace("FAILS", "None"), THREE)
+    assert noted == ["begin", "m_0_0", "begin", "m_0_1", "begin", "m_0_2"]
+    noted.clear()
+    for instance in model.instances:
+        instance.close(lambda: None)
+    for instance in model.instances:
+        instance._thread.join(60)
+    assert noted == ["finalize", "finalized"] * 3
+    noted.clear()
+    with pytest.raises(Internal):
+        load(ONE_BY_ONE.replace("FAILS", "'fails_0_1'"), THREE, name="fails")
+    assert noted[:4] == ["begin", "fails_0_0", "begin", "fails_0_1"]
+    assert "begin" not in noted[4:]
 
 
 CLOSED_OVER = """
