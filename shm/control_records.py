@@ -13,8 +13,7 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
                 supervisor --> worker                    worker --> supervisor
     control     Start Stop LaneOpened LaneClosed         ChildReady Loaded Reply
                 Load Unload CancelLoad                   Unloaded Loading
-                ServeLoaded LogChanged                   ControlCall LaneClosed
-                ControlCall Reply
+                LogChanged ControlCall Reply             ControlCall LaneClosed
 
 Every ControlCall is answered by one Reply with the same ``call_id``, whoever sent it. The operations that it may ask for are in
 ``tensord.shm.operations``.
@@ -290,16 +289,6 @@ class Load(Record, frozen=True, tag="load"):
     held: bool = False
 
 
-class ServeLoaded(Record, frozen=True, tag="serve-loaded"):
-    """Tells a worker to let requests use a version whose Load had ``held`` set: no request could find the version until now.
-
-    Ignored for any other version.
-    """
-
-    name: str
-    version: int
-
-
 class CancelLoad(Record, frozen=True, tag="cancel-load"):
     """Tells a worker to cancel its unfinished loads (loadings) of a version, because the version is not wanted any more.
 
@@ -388,7 +377,5 @@ ToFront = (
     | Reply
 )
 FromFront = ChildReady | StateAcknowledged | ControlCall | Reply | TracesEnded
-ToWorkerControl = (
-    Start | Stop | LogChanged | LaneOpened | LaneClosed | Load | ServeLoaded | CancelLoad | Unload | ControlCall | Reply
-)
+ToWorkerControl = Start | Stop | LogChanged | LaneOpened | LaneClosed | Load | CancelLoad | Unload | ControlCall | Reply
 FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | LaneClosed

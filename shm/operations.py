@@ -261,6 +261,16 @@ class AbortParameters(Record, frozen=True, tag="c.abortparams"):
     push: int
 
 
+class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
+    """Tells a worker to let requests use a version whose Load had ``held`` set: no request could find the version until now.
+
+    Nothing happens to any other version. Reply: JSON {} when requests find it, so that only then fronts hear of it.
+    """
+
+    model: str
+    version: int
+
+
 class DropParameters(Record, frozen=True, tag="c.dropparams"):
     """Drops a parameter set on one worker (sent to a worker) or on all (sent to the supervisor): no later request finds it.
 
@@ -426,6 +436,7 @@ Operation = (
     | StageParameters
     | CommitParameters
     | AbortParameters
+    | ServeLoaded
     | DropParameters
     | RevertParameters
     | PushParameters

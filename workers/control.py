@@ -3,9 +3,8 @@
 LaneOpened + fd                 takes requests from one more submitter, which may be a client
 LaneClosed                      ends a client's lane; a worker also sends this record for each client's lane that has ended
 Load, Unload                    loads or unloads a version; answered with Loaded (after Loading), Unloaded
-ServeLoaded                     lets requests find a version that was loaded and held
 CancelLoad                      cancels all loads of a version; each Load still gets its answer
-Call                            answered with Reply: statistics, figures for metrics, register and unregister regions, parameters
+Call                            answered with Reply: statistics, figures for metrics, regions, parameters, a held version serves
 Reply                           answers a Call of this worker's models
 LogChanged                      changes level or format of the log
 Stop                            ends the worker once all requests are answered
@@ -37,7 +36,6 @@ from tensord.shm.control_records import (
     Loaded,
     LogChanged,
     Reply,
-    ServeLoaded,
     Stop,
     Unload,
     Unloaded,
@@ -55,6 +53,7 @@ from tensord.shm.operations import (
     RegisterCudaRegion,
     RegisterSystemRegion,
     SequenceRecords,
+    ServeLoaded,
     TakeProfile,
     UnregisterRegion,
     WorkerFigures,
@@ -123,8 +122,6 @@ class Control:
                 self._worker.end_lane(record.peer)
             elif isinstance(record, Load):
                 self._load(record)
-            elif isinstance(record, ServeLoaded):
-                self._models.serve_held(record.name, record.version)
             elif isinstance(record, CancelLoad):
                 self._cancel((record.name, record.version))
             elif isinstance(record, Unload):
@@ -261,6 +258,9 @@ class Control:
                 self._regions.when_closed(operation.name, reply)
             elif isinstance(operation, RegionRecords):
                 reply(json.dumps(self._regions.uses(operation.name)).encode())
+            elif isinstance(operation, ServeLoaded):
+                self._models.serve_held(operation.model, operation.version)
+                reply(b"{}")
             elif isinstance(operation, ModelReady):
                 self._ask_ready(operation, lambda ready: reply(b"true" if ready else b"false"))
             elif isinstance(operation, ModelStatistics):

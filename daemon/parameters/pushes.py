@@ -2,7 +2,8 @@
 
     push ─▶ numbered ─▶ its model's turn ─▶ Make (what is not sealed memory yet) ─▶ Stage on every worker
          ─▶ in force here ─▶ Commit on every worker ─▶ answered           an error before that: Abort, and nothing has changed
-    a worker is replaced ─▶ Load(held) ─▶ Loaded ─▶ Stage, Commit of all that is in force ─▶ ServeLoaded ─▶ published to fronts
+    a worker is replaced ─▶ Load(held) ─▶ Loaded ─▶ Stage, Commit of all that is in force ─▶ ServeLoaded
+         ─▶ answered: it serves ─▶ published to fronts
 
 Changes of one model's parameters are made one after the other; giving them to a new worker is such a change. The parameters come
 into force in one step in this process, before any worker is told to commit: a worker that dies after that is replaced by one that
@@ -32,7 +33,7 @@ from tensord.daemon.models.versions import IndexState
 from tensord.daemon.parameters import push_checks
 from tensord.daemon.parameters.pushed_sets import Content, PushedSet, PushedSets, VersionKey
 from tensord.shm import descriptors
-from tensord.shm.control_records import Load, Loaded, ServeLoaded, Unload
+from tensord.shm.control_records import Load, Loaded, Unload
 from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound, Replaced, ServingError, Unavailable
 from tensord.shm.operations import (
     MAIN_SET,
@@ -46,6 +47,7 @@ from tensord.shm.operations import (
     Peer,
     PushParameters,
     RevertParameters,
+    ServeLoaded,
     StageParameters,
 )
 
@@ -427,13 +429,18 @@ class Parameters:
         _, fds = await worker.call(operation, *([memory] if memory >= 0 else []))
         descriptors.close(fds)
 
-    async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> None:
-        """Tells a worker to carry out a decided step, such as a commit. A worker that fails at it is killed and replaced."""
+    async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> bool:
+        """Tells a worker to carry out a decided step, such as a commit, and returns whether it did.
+
+        A worker that fails at it is killed and replaced.
+        """
         try:
             await self._call(worker, operation)
         except ServingError as error:
             if worker.alive and not worker.stopping:
                 worker.kill(f"did not follow a change of parameters ({error.message})")
+            return False
+        return True
 
     # ------------------------------------------------------------------------------------------------------------- in turn
 
@@ -486,7 +493,7 @@ class Parameters:
 
         ``worker``: its incarnation, which is the number of this one run of a worker process.
 
-        If parameters were pushed into the version, it is marked ``held``: the worker then waits for the record ServeLoaded, after
+        If parameters were pushed into the version, it is marked ``held``: the worker then waits for the call ServeLoaded, after
         it got these parameters, before it lets requests find the version.
         """
         key = load.name, load.version
@@ -518,7 +525,9 @@ class Parameters:
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)
-        elif not answer.reason and (self.sets.of(key) or key in self._changing):
+        elif not answer.reason and (
+            (worker.incarnation, key) in self._held or self.sets.of(key) or key in self._changing
+        ):
             self._restoring[worker.incarnation, key] = deque([answer])
             self._supervisor.spawn(self._restore(worker, key))
         else:
@@ -533,19 +542,23 @@ class Parameters:
         try:
             while waiting:
                 answer = waiting.popleft()
-                # In turn: no push is under way meanwhile, and the next one finds this worker serving.
-                async with self._turn(key[0]):
-                    if not answer.reason and (reason := await self._restored(worker, key)):
-                        worker.send(Unload(*key))
-                        if worker.alive:
-                            self._lacking[key] = reason
-                        answer = Loaded(*key, reason=reason)
-                    self._pass_on(worker, answer)
+                # In turn: no push is under way meanwhile, and the next one finds this worker serving. One that dies is not heard.
+                with contextlib.suppress(_NoWorker):
+                    async with self._turn(key[0]):
+                        if not answer.reason and (reason := await self._restored(worker, key)):
+                            worker.send(Unload(*key))
+                            if worker.alive:
+                                self._lacking[key] = reason
+                            answer = Loaded(*key, reason=reason)
+                        self._pass_on(worker, answer)
         finally:
             del self._restoring[worker.incarnation, key]
 
     async def _restored(self, worker: WorkerProcess, key: VersionKey) -> str:
-        """Sends a worker all pushed parameter sets of a version. Returns why the worker cannot have them; "": it has them."""
+        """Sends a worker all pushed parameter sets of a version, and has it serve the version with them.
+
+        Returns why the worker cannot have them; "": it serves with them. Raises _NoWorker: the worker is dying.
+        """
         push = self._next()
         free = asyncio.Semaphore(_AT_ONCE)
 
@@ -571,8 +584,11 @@ class Parameters:
 
         wanted = [(name, found.newest) for name, found in self.sets.of(key).items() if found.newest.number]
         failed = next(filter(None, await asyncio.gather(*(restore(*each) for each in wanted))), "")
-        if not failed and wanted:
-            await self._obeyed(worker, CommitParameters(push))
+        if failed:
+            return failed
+        if wanted:
+            if not await self._obeyed(worker, CommitParameters(push)):
+                raise _NoWorker
             _log.info(
                 "%s has what was pushed into model '%s' version %d: %s",
                 worker.name,
@@ -580,15 +596,14 @@ class Parameters:
                 ", ".join(f"'{name}' number {content.number}" for name, content in wanted[:_NAMED])
                 + (f" and {len(wanted) - _NAMED} more" if len(wanted) > _NAMED else ""),
             )
-        return failed
+        if (worker.incarnation, key) in self._held and not await self._obeyed(worker, ServeLoaded(*key)):
+            raise _NoWorker
+        return ""
 
     def _pass_on(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Reports a worker's answer to a Load record to ``Models``; if the load succeeded, lets the worker serve the version."""
-        held = worker.incarnation, (answer.name, answer.version)
+        """Reports a worker's answer to a Load record to ``Models``; the worker serves a version that it loaded."""
+        self._held.discard((worker.incarnation, (answer.name, answer.version)))
         if worker.alive:
-            if held in self._held and not answer.reason:
-                worker.send(ServeLoaded(answer.name, answer.version))
-            self._held.discard(held)
             self._models.loaded(worker.incarnation, answer)
         self._tell()
 

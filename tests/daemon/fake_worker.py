@@ -36,7 +36,6 @@ from tensord.shm.control_records import (
     Load,
     Loaded,
     Reply,
-    ServeLoaded,
     Start,
     Stop,
     ToWorkerControl,
@@ -53,6 +52,7 @@ from tensord.shm.operations import (
     ModelStatistics,
     RegionRecords,
     RegisterSystemRegion,
+    ServeLoaded,
     StageParameters,
     WorkerFigures,
 )
@@ -109,8 +109,6 @@ class FakeWorker:
                 fds = []
             case Load(name, version):
                 self.load(record, name, version)
-            case ServeLoaded(name, version):
-                self.holding.remove((name, version))
             case Unload(name, version):
                 self.models.pop((name, version), None)
                 self.connection.send(Unloaded(name, version))
@@ -209,6 +207,9 @@ class FakeWorker:
             case CommitParameters(push):
                 self.die_at(operation)
                 self.sets |= {name: (number, content) for name, number, content in self.staged.pop(push)}
+                self.connection.send(Reply(call_id, result=b"{}"))
+            case ServeLoaded(model, version):
+                self.holding.remove((model, version))
                 self.connection.send(Reply(call_id, result=b"{}"))
             case ModelStatistics():
                 # What requests find, with the sets that would answer them.

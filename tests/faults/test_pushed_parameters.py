@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +245,73 @@ def test_two_pushers_and_killed_workers_and_fronts(
     assert len(answers.pushed) == 2, errors
     assert "did not follow" not in daemon.log
     daemon.wait_ready()
+
+
+class Everywhere(Load):
+    """Clients that ask one model each without pause, over ways by turns, and check that what was pushed answers."""
+
+    def __init__(self, daemon: DaemonProcess, clients: int, ways: Sequence[str], numbers: dict[str, int]) -> None:
+        super().__init__(daemon, clients)
+        self._ways, self._numbers = ways, list(numbers.items())
+        self._each: Counter[int] = Counter()
+        self._clients = clients
+
+    def wait_all(self) -> None:
+        """Returns when each of them has had a few answers more: a request that two deaths meet is given up."""
+        seen = self._each.copy()
+        wait_until(
+            lambda: self.errors or all(self._each[i] > seen[i] + 3 for i in range(self._clients)),
+            "answers",
+            self._daemon,
+        )
+
+    def _run(self, seed: int) -> None:
+        name, number = self._numbers[seed % len(self._numbers)]
+        with tensord_client.connect(self._ways[seed % len(self._ways)], patience=PATIENCE) as client:
+            model = client.model(name, timeout=PATIENCE)
+            while not self._stop.is_set():
+                try:
+                    found = set(model({"x": [[1.0]]})["y"][0].tolist())
+                except ServingError as error:
+                    with self._lock:
+                        self.errors.append(f"{type(error).__name__}: {error}")
+                    continue
+                with self._lock:
+                    self.answers += 1
+                    self._each[seed] += 1
+                    self.wrong += found != {number}
+
+
+def test_no_request_meets_a_replacement_that_does_not_serve_yet(
+    start_daemon: Callable[..., DaemonProcess], tmp_path: Path
+) -> None:
+    """
+    1. Fourteen clients ask seven models, into each of which something was pushed, without pause. 2. Their one worker is killed,
+    again and again.
+    Result: all requests wait for a worker that has what was pushed, and for it to say that it serves: none fails.
+    """
+    numbers = {f"m{number}": number for number in range(1, 8)}
+    for name in numbers:
+        write_model(tmp_path / "repository", name, MODEL)
+    daemon = start_daemon(
+        tmp_path / "repository",
+        workers={"device": "cpu", "pin": False},
+        http={"port": 0, "processes": 2},
+        clients={"socket": str(tmp_path / "clients.sock")},
+    )
+    daemon.wait_ready()
+    with tensord_client.connect(daemon.url, patience=PATIENCE) as client:
+        for name, number in numbers.items():
+            client.model(name, timeout=PATIENCE).parameters.update(tree(number))
+    with Everywhere(daemon, 14, (daemon.url, str(tmp_path / "clients.sock")), numbers) as clients:
+        for number in range(KILLS // 2):
+            clients.wait_all()
+            (victim,) = daemon.workers
+            victim.kill()
+            psutil.wait_procs([victim], timeout=PATIENCE)
+            daemon.wait_log("has what was pushed into model", len(numbers) * (number + 1))
+        clients.wait_all()
+    assert (clients.errors[:3], clients.wrong) == ([], 0), f"{len(clients.errors)} of {clients.answers}"
 
 
 def test_the_replacement_serves_what_was_pushed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 from tensord.config import model_config
 from tensord.config.options import RegionsOptions
 from tensord.shm.arrays import Array
-from tensord.shm.control_records import Load, Loaded, ServeLoaded, Unload, Unloaded
+from tensord.shm.control_records import Load, Loaded, Unload, Unloaded
 from tensord.shm.errors import InvalidArgument, NotFound, ServingError, Unsupported
 from tensord.shm.operations import (
     CommitParameters,
@@ -33,6 +33,7 @@ from tensord.shm.operations import (
     ParameterSource,
     RegionSource,
     RegisterSystemRegion,
+    ServeLoaded,
     StageParameters,
     UnregisterRegion,
 )
@@ -473,10 +474,10 @@ def test_a_version_is_held_until_its_sets_are_restored(tmp_path: Path) -> None:
         loop.push("m", numbered(7), 7)
         loop.push("m", numbered(9), 9, "a")
         assert loop.ask_value("m").code
-        loop.tell(ServeLoaded("m", 1))
+        loop.call(ServeLoaded("m", 1))
         assert [value(loop.ask_value("m", set=name)) for name in ("main", "a")] == [7, 9]
         # A second time it means nothing.
-        loop.tell(ServeLoaded("m", 1))
+        loop.call(ServeLoaded("m", 1))
         assert value(loop.ask_value("m")) == 7
         loop.tell(record_of(path, held=True))
         loop.hear(Loaded)
@@ -484,7 +485,7 @@ def test_a_version_is_held_until_its_sets_are_restored(tmp_path: Path) -> None:
         loop.tell(Unload("m", 1))
         loop.hear(Unloaded)
         assert not loop.worker._models.held
-        loop.tell(ServeLoaded("m", 1))
+        loop.call(ServeLoaded("m", 1))
         assert loop.ask_value("m").code
     finally:
         loop.close()

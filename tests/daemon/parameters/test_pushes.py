@@ -20,7 +20,7 @@ from tensord.daemon.models.instructions import Send
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.parameters.pushes import Parameters
-from tensord.shm.control_records import Load, Loaded, ServeLoaded, Unload
+from tensord.shm.control_records import Load, Loaded, Unload
 from tensord.shm.errors import InvalidArgument, NotFound, Replaced, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import (
     AbortParameters,
@@ -33,6 +33,7 @@ from tensord.shm.operations import (
     Peer,
     PushParameters,
     RevertParameters,
+    ServeLoaded,
     StageParameters,
 )
 
@@ -335,10 +336,43 @@ async def test_a_replaced_worker_is_held_until_it_has_everything(tmp_path: Path)
         while w.tasks:
             await asyncio.sleep(0)
         assert replacement.sets == {"main": (2, b"main, number 2"), "customer-7": (40, b"of a customer")}
-        assert order == ["StageParameters", "StageParameters", "CommitParameters"]
-        assert replacement.sent == [ServeLoaded("m", 1)]
+        assert order == ["StageParameters", "StageParameters", "CommitParameters", "ServeLoaded"]
         assert w.heard == [(3, Loaded("m", 1))]
         assert sorted(w.lifecycle.models["m"].versions[1].ready) == [1, 3]
+
+
+async def test_fronts_hear_of_a_replacement_when_it_has_said_that_it_serves(tmp_path: Path) -> None:
+    """Whatever else the worker and its model go through meanwhile: told is not served, and a worker that dies serves nothing."""
+    for outcome in ("serves", "dies", "refuses"):
+        async with world(tmp_path) as w:
+            await w.push(b"number one")
+            w.dies(2)
+            replacement = w.workers[3] = Worker(3)
+            asked, goes_on = asyncio.Event(), asyncio.Event()
+
+            async def before_it_serves(
+                w: World = w, outcome: str = outcome, asked: asyncio.Event = asked, goes_on: asyncio.Event = goes_on
+            ) -> None:
+                asked.set()
+                await goes_on.wait()
+                if outcome == "dies":
+                    w.dies(3)
+                elif outcome == "refuses":
+                    raise InvalidArgument("it never does")
+
+            replacement.before = lambda each, serving=before_it_serves: (
+                serving() if isinstance(each, ServeLoaded) else None
+            )
+            (instruction,) = w.lifecycle.worker_joined(3, "cpu:3")
+            w.parameters.sent(3, instruction.record)
+            w.parameters.loaded(replacement, Loaded("m", 1))  # type: ignore[arg-type]
+            await asked.wait()
+            assert (w.heard, sorted(w.lifecycle.models["m"].versions[1].ready)) == ([], [1])
+            goes_on.set()
+            while w.tasks:
+                await asyncio.sleep(0)
+            assert w.heard == ([(3, Loaded("m", 1))] if outcome == "serves" else [])
+            assert bool(replacement.killed) == (outcome == "refuses")
 
 
 async def test_a_worker_that_joins_while_the_first_push_is_under_way_has_it(tmp_path: Path) -> None:
@@ -472,7 +506,7 @@ async def test_revert_to_the_repositorys(tmp_path: Path) -> None:
         # A replacement has that by itself.
         w.dies(2)
         replacement = await w.joins(3)
-        assert (replacement.calls, replacement.sent[-1]) == ([], ServeLoaded("m", 1))
+        assert replacement.calls == [ServeLoaded("m", 1)]
 
 
 async def test_a_revert_that_one_worker_cannot_do_changes_nothing(tmp_path: Path) -> None:
