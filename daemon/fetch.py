@@ -7,9 +7,11 @@ If it fails or is interrupted before the last step, the model that is served sta
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-import time
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -56,7 +58,8 @@ def fetch(
             stage.clear()
             return f"{folder.name}: it is as at {source.shown} already"
         whole = sum(max(0, file.byte_size) for file in plan.files)
-        _follow(folder.name, stage.fill(source, plan, max_byte_size), whole)
+        with _progress(folder.name, stage.path, whole):
+            stage.fill(source, plan, max_byte_size)
         stage.complete(source, plan, sha256, max_byte_size)
         found = _verified(stage.model, folder.absolute().parent, options, devices, timeout)
         stage.swap()
@@ -64,24 +67,42 @@ def fetch(
     return f"{folder.name}: version {versions} is in {folder}, {tables.scaled(whole, 1024, 'B')} from {source.shown}"
 
 
-def _follow(name: str, progress: Iterable[int], whole: int) -> None:
-    """Runs a download to its end, and shows its progress: a bar on a terminal, otherwise a line every ten seconds.
+@contextlib.contextmanager
+def _progress(name: str, folder: Path, whole: int) -> Iterator[None]:
+    """Shows, while a block runs, how many bytes a folder has: as a bar on a terminal, otherwise in a line every ten seconds.
 
     Args:
       name: what the progress is labelled with.
-      progress: yields how many bytes are there by now.
       whole: how many bytes there will be.
     """
-    if sys.stderr.isatty():
+    ended = threading.Event()
+
+    def show() -> None:
+        if not sys.stderr.isatty():
+            while not ended.wait(_LINE_SECONDS):
+                there = tables.scaled(_byte_size(folder), 1024, "B")
+                click.echo(f"{name}: {there} of {tables.scaled(whole, 1024, 'B')}", err=True)
+            return
         with click.progressbar(length=whole, label=name, file=sys.stderr, show_eta=True) as bar:
-            for there in progress:
-                bar.update(there - bar.pos)
-        return
-    said = time.monotonic()
-    for there in progress:
-        if time.monotonic() - said >= _LINE_SECONDS:
-            said = time.monotonic()
-            click.echo(f"{name}: {tables.scaled(there, 1024, 'B')} of {tables.scaled(whole, 1024, 'B')}", err=True)
+            while not ended.wait(1):
+                bar.update(_byte_size(folder) - bar.pos)
+
+    shown = threading.Thread(target=show, name="progress")
+    shown.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        shown.join()
+
+
+def _byte_size(folder: Path) -> int:
+    byte_size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # moved to its place meanwhile
+                byte_size += os.stat(os.path.join(parent, name)).st_size
+    return byte_size
 
 
 def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Device], timeout: float) -> FoundModel:

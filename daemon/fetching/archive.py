@@ -1,34 +1,26 @@
-"""Unpacks an archive that holds a model: no member is written outside of the folder, and their number and size are limited."""
+"""Unpacks an archive that holds a model: writes nothing outside of the folder, and limits the number and size of files."""
 
 from __future__ import annotations
 
-import lzma
 import os
 import stat
 import tarfile
 import zipfile
-import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import IO
 
-from tensord.daemon.fetching.source import is_inside
 from tensord.daemon.models import repository
 from tensord.shm.errors import InvalidArgument
 
-_BROKEN = (
-    tarfile.TarError,
-    zipfile.BadZipFile,
-    EOFError,
-    zlib.error,
-    lzma.LZMAError,
-    NotImplementedError,
-    RuntimeError,
-)
+ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
+#: A member's name, its mode, and a function that opens its content, None for what is no file.
+_Member = tuple[str, int, "Callable[[], IO[bytes] | None]"]
 
 
 def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
-    """Unpacks an archive into ``folder``, which must not exist yet.
-
-    If the archive contains the model in a folder, that folder's contents become ``folder``'s.
+    """Unpacks an archive into ``folder``, which must not exist yet; what it has in a single folder becomes ``folder``'s.
 
     Args:
       name: the archive's file name, whose ending tells the format; it also appears in error messages.
@@ -37,69 +29,71 @@ def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
     Raises InvalidArgument: the archive is damaged, too large, or has members that are not allowed; OSError: a file cannot be
     written.
     """
-    if not hasattr(tarfile, "data_filter"):
-        raise InvalidArgument("archives are unpacked safely by Python 3.11.4 and newer")
     folder.mkdir()
-    bounds = _Bounds(name, max_byte_size)
+    count, left = 0, max_byte_size
     try:
-        if name.lower().endswith(".zip"):
-            _unpack_zip(archive, folder, bounds)
-        else:
-            _unpack_tar(archive, folder, bounds)
-    except _BROKEN as error:
+        for member, mode, opens in (_zipped if name.lower().endswith(".zip") else _tarred)(archive):
+            count += 1
+            if count > repository.MAX_ENTRIES:
+                raise InvalidArgument(f"'{name}' has more than {repository.MAX_ENTRIES} files, as many as a model has")
+            parts = member.removeprefix("./").rstrip("/").split("/")
+            if is_left_out(parts):
+                continue
+            place = folder.joinpath(*parts)
+            if stat.S_ISDIR(mode):
+                place.mkdir(parents=True, exist_ok=True)
+                continue
+            opened = opens()
+            if opened is None:
+                raise InvalidArgument(f"'{member}' of '{name}' is neither a file nor a folder nor leads to one in it")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with opened, open(place, "wb") as file:
+                while block := opened.read(1 << 20):
+                    left -= file.write(block)
+                    if left < 0:
+                        raise InvalidArgument(
+                            f"'{name}' has {max_byte_size - left} bytes up to '{member}'; --max-byte-size is {max_byte_size}"
+                        )
+                os.fchmod(file.fileno(), 0o755 if mode & 0o100 else 0o644)
+    except InvalidArgument:
+        raise
+    except Exception as error:  # of a format, or of what it is compressed with
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise InvalidArgument(f"'{name}' cannot be unpacked: {' '.join(str(error).split())}") from error
-    _lift(folder)
+    names = os.listdir(folder)
+    if len(names) == 1 and repository.no_model(folder) and (folder / names[0]).is_dir():
+        outer = folder.rename(folder.with_name(f"{folder.name}.outer"))
+        (outer / names[0]).rename(folder)
 
 
-class _Bounds:
-    """Counts the members of an archive and their bytes. ``add`` raises InvalidArgument at the first member beyond a limit."""
-
-    def __init__(self, name: str, max_byte_size: int) -> None:
-        self._name, self._max_byte_size = name, max_byte_size
-        self._members = self._byte_size = 0
-
-    def add(self, member: str, byte_size: int) -> None:
-        self._members += 1
-        self._byte_size += byte_size
-        if self._members > repository.MAX_ENTRIES:
-            raise InvalidArgument(
-                f"'{self._name}' has more than {repository.MAX_ENTRIES} files, as many as a model has"
-            )
-        if self._byte_size > self._max_byte_size:
-            raise InvalidArgument(
-                f"'{self._name}' has {self._byte_size} bytes up to '{member}'; --max-byte-size is {self._max_byte_size}"
-            )
-
-
-def _unpack_tar(archive: Path, folder: Path, bounds: _Bounds) -> None:
+def _tarred(archive: Path) -> Iterator[_Member]:
     with tarfile.open(archive) as tar:
         for member in tar:
-            bounds.add(member.name, member.size if member.isreg() else 0)
-            # Refuses devices and what leads out of the folder, and takes the owner and special bits away.
-            tar.extract(member, folder, filter="data")
+            # A link is written as what it leads to in the archive.
+            yield member.name, stat.S_IFDIR if member.isdir() else member.mode, partial(tar.extractfile, member)
         # tarfile stops at its own end; the compressed stream's, with its checksum, comes after it.
         assert tar.fileobj is not None
         while tar.fileobj.read(1 << 20):
             pass
 
 
-def _unpack_zip(archive: Path, folder: Path, bounds: _Bounds) -> None:
+def _zipped(archive: Path) -> Iterator[_Member]:
     with zipfile.ZipFile(archive) as opened:
         for member in opened.infolist():
-            bounds.add(member.filename, member.file_size)
-            if not is_inside(member.filename.rstrip("/")):
-                raise InvalidArgument(f"'{member.filename}' is no path in a model's folder")
-            if stat.S_ISLNK(member.external_attr >> 16):
-                raise InvalidArgument(
-                    f"'{member.filename}' is a link, which tensord fetch does not take from a zip file"
-                )
-            opened.extract(member, folder)
+            mode = stat.S_IFDIR if member.is_dir() else member.external_attr >> 16
+            yield member.filename, mode, partial(_nothing if stat.S_ISLNK(mode) else opened.open, member)
 
 
-def _lift(folder: Path) -> None:
-    """Replaces ``folder`` by the only folder inside it, unless ``folder`` is itself a model's or contains anything else."""
-    names = [name for name in os.listdir(folder) if name not in repository.IGNORED]
-    if len(names) == 1 and repository.no_model(folder) and (folder / names[0]).is_dir():
-        aside = folder.with_name(f"{folder.name}.outer")
-        folder.rename(aside)
-        (aside / names[0]).rename(folder)
+def _nothing(_: object) -> None:
+    """Opens what is no file."""
+
+
+def is_left_out(parts: Sequence[str]) -> bool:
+    """Returns whether the path of a file at the source is no part of a model, such as what other programs leave in folders.
+
+    Raises InvalidArgument: the path leads out of the model's folder on some operating system.
+    """
+    if any(part in ("..", "") or "\\" in part or "\0" in part for part in parts) and parts != [""]:
+        raise InvalidArgument(f"'{'/'.join(parts)}' is no path in a model's folder")
+    return any(part in repository.IGNORED or part.startswith("._") for part in parts)

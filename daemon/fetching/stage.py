@@ -3,40 +3,40 @@
     REPOSITORY/.NAME.fetch/
         lock          locked by the process that fetches
         plan.json     where it comes from, with the size and identity of each file; without it nothing here counts
-        archive       as far as it has come
-        NAME/         the model, as far as it has come
+        archive       as it came
+        part.*/       files that are coming
+        NAME/         the model: files that are here whole
     REPOSITORY/NAME/  what daemons serve: exchanged with the staged model by one rename, when that is complete and checked
 
-A fetch that is killed leaves the stage. The next fetch continues each file that has not changed at its source. Files are written
-in order, so the bytes that exist of a file are its beginning.
+A fetch that is killed leaves the stage. The next fetch keeps each file that is here and has not changed at its source.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
+import gzip
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+import tempfile
+import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 import msgspec
 
 from tensord.daemon.fetching import archive
-from tensord.daemon.fetching.source import RECORD, File, Source
+from tensord.daemon.fetching.source import RECORD, File, Source, tried
 from tensord.daemon.models.repository import NAME
 from tensord.shm.errors import InvalidArgument, Unavailable
 
 #: A list of checksums in a model's folder, as ``sha256sum`` writes it.
 SUMS = "SHA256SUMS"
-_ARCHIVE = "archive"
 _SUM = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 _MAX_SUMS_BYTE_SIZE = 64 << 20
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
@@ -72,15 +72,15 @@ class Stage:
             raise InvalidArgument(
                 f"'{self.folder.name}' cannot be a model's name: letters, digits and _.,+- of which . + and - do not begin it"
             )
-        self._path = self.folder.with_name(f".{self.folder.name}.fetch")
+        self.path = self.folder.with_name(f".{self.folder.name}.fetch")
         #: The staged model; it has the name of the one that is served.
-        self.model = self._path / self.folder.name
-        self._path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.model = self.path / self.folder.name
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Whoever held it may have removed the folder that it lies in.
-            if os.stat(self._path / "lock").st_ino != os.fstat(self._lock).st_ino:
+            if os.stat(self.path / "lock").st_ino != os.fstat(self._lock).st_ino:
                 raise FileNotFoundError
         except OSError:
             os.close(self._lock)
@@ -98,48 +98,48 @@ class Stage:
         """Returns whether the model in its folder was fetched by a plan with the same content, so that no fetch is needed."""
         return plan.same(_read(self.folder / RECORD))
 
-    def fill(self, source: Source, plan: Plan, max_byte_size: int) -> Iterator[int]:
-        """Downloads what is missing of the plan's files in the stage's folder; yields how many of their bytes are there so far.
+    def fill(self, source: Source, plan: Plan, max_byte_size: int) -> None:
+        """Downloads what is missing of the plan's files, a few at a time.
 
         Raises InvalidArgument: the model is too large; Unavailable: a file could not be read, or has changed meanwhile; OSError:
         a file cannot be written.
         """
-        before = _read(self._path / "plan.json")
-        kept = set() if before is None or before.url != plan.url else {file for file in before.files if file.identity}
-        self._discard({*(file.name for file in plan.files if file in kept)})
-        files = [file for file in plan.files if not file.name.endswith("/")]
-        places = {file: self._path / _ARCHIVE if plan.archive else self.model / file.name for file in files}
-        begun = [(file, _begun(places[file], file.byte_size)) for file in files]
-        self._check_room(begun, max_byte_size)
-        _write(self._path / "plan.json", plan)
+        before = _read(self.path / "plan.json")
+        known = set() if before is None or before.url != plan.url else {file for file in before.files if file.identity}
+        there = {file for file in plan.files if file in known and self._place(plan, file).is_file()}
+        self._discard({self._place(plan, file) for file in there})
+        missing = [file for file in plan.files if file not in there and not file.name.endswith("/")]
+        whole, to_come = (sum(max(0, file.byte_size) for file in files) for files in (plan.files, missing))
+        if whole > max_byte_size:
+            raise InvalidArgument(f"the model has {whole} bytes; --max-byte-size is {max_byte_size}")
+        free = shutil.disk_usage(self.path).free
+        if to_come > free:
+            raise InvalidArgument(f"{to_come} bytes are to come; '{self.folder.parent}' has room for {free}")
+        _write(self.path / "plan.json", plan)
         for file in plan.files:
             if file.name.endswith("/"):
                 (self.model / file.name).mkdir(parents=True, exist_ok=True)
-        there = sum(begin for _, begin in begun)
-        yield there
-        wanted = [(file, begin) for file, begin in begun if begin != file.byte_size or not places[file].exists()]
-        with contextlib.ExitStack() as stack:
-            at: File | None = None
-            opened: IO[bytes] | None = None
-            for file, begin, block in source.blocks(wanted):
-                if file != at or opened is None:
-                    stack.close()
-                    opened = stack.enter_context(_opened(places[file], file.byte_size))
-                    stack.callback(_sync, opened)
-                    at = file
-                if opened.tell() != begin:
-                    # It comes from its beginning, though a part of it was there.
-                    there -= opened.tell() - begin
-                    opened.seek(begin)
-                    opened.truncate()
-                opened.write(block)
-                there += len(block)
-                if there > max_byte_size:
-                    raise InvalidArgument(f"{source.shown}: it has more than {max_byte_size} bytes (--max-byte-size)")
-                yield there
-        again = source.files()
-        if [replace(file, byte_size=0) for file in again] != [replace(file, byte_size=0) for file in plan.files]:
+        for at in range(0, len(missing), source.at_a_time):
+            files = missing[at : at + source.at_a_time]
+            tried(partial(self._bring, source, plan, files, max_byte_size))
+        if [replace(file, byte_size=0) for file in source.files()] != [
+            replace(file, byte_size=0) for file in plan.files
+        ]:
             raise Unavailable(f"{source.shown}: it has changed while it was fetched; fetch it again")
+
+    def _place(self, plan: Plan, file: File) -> Path:
+        return self.path / "archive" if plan.archive else self.model / file.name
+
+    def _bring(self, source: Source, plan: Plan, files: list[File], max_byte_size: int) -> None:
+        """Downloads files to a new folder, where no earlier attempt still writes, and moves them to their places."""
+        with tempfile.TemporaryDirectory(prefix="part.", dir=self.path) as parts:
+            places = [Path(parts, str(index)) for index in range(len(files))]
+            source.download(files, places, max_byte_size)
+            for file, part in zip(files, places, strict=True):
+                with open(part, "rb") as opened:
+                    os.fsync(opened.fileno())
+                self._place(plan, file).parent.mkdir(parents=True, exist_ok=True)
+                part.rename(self._place(plan, file))
 
     def complete(self, source: Source, plan: Plan, sha256: str, max_byte_size: int) -> None:
         """Turns the fetched files into the staged model: verifies checksums, and unpacks an archive.
@@ -151,11 +151,11 @@ class Stage:
         """
         try:
             if source.is_archive:
+                name, fetched = plan.files[0].name, self.path / "archive"
+                _decode(fetched, name, max_byte_size)
                 if sha256:
-                    _check_sum(self._path / _ARCHIVE, plan.files[0].name, sha256)
-                self._remove(self.model)
-                self._remove(self.model.with_name(f"{self.model.name}.outer"))
-                archive.unpack(self._path / _ARCHIVE, plan.files[0].name, self.model, max_byte_size)
+                    _check_sum(fetched, name, sha256)
+                archive.unpack(fetched, name, self.model, max_byte_size)
             _check_sums(self.model, "" if source.is_archive else sha256)
         except InvalidArgument:
             self._discard(set())
@@ -168,13 +168,12 @@ class Stage:
         On a file system that cannot exchange two folders it takes two renames: for an instant no folder has the name, which a
         daemon that polls ignores. Raises OSError: a rename failed; the former model is still served.
         """
-        # What will lie here is no beginning of anything.
-        (self._path / "plan.json").unlink(missing_ok=True)
+        # What will lie here was not fetched by this plan.
+        (self.path / "plan.json").unlink(missing_ok=True)
         if not os.path.lexists(self.folder):
             self.model.rename(self.folder)
         elif not _exchanged(self.model, self.folder):
-            aside = self._path / "former"
-            self._remove(aside)
+            aside = self.path / "former"
             self.folder.rename(aside)
             try:
                 self.model.rename(self.folder)
@@ -190,59 +189,35 @@ class Stage:
 
     def clear(self) -> None:
         """Removes the stage's folder with all that was fetched, and the lock in it."""
-        shutil.rmtree(self._path, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
 
-    def _check_room(self, begun: Sequence[tuple[File, int]], max_byte_size: int) -> None:
-        whole = sum(max(0, file.byte_size) for file, _ in begun)
-        if whole > max_byte_size:
-            raise InvalidArgument(f"the model has {whole} bytes; --max-byte-size is {max_byte_size}")
-        missing, free = whole - sum(begin for _, begin in begun), shutil.disk_usage(self._path).free
-        if missing > free:
-            raise InvalidArgument(f"{missing} bytes are to come; '{self.folder.parent}' has room for {free}")
-
-    def _discard(self, kept: set[str]) -> None:
-        """Removes the fetched files from the stage, except those with the names in ``kept``."""
-        for entry in os.listdir(self._path):
-            if entry != "lock" and not (kept and entry in (_ARCHIVE, self.model.name)):
-                self._remove(self._path / entry)
-        for parent, folders, names in os.walk(self.model, topdown=False):
-            for name in names:
-                path = Path(parent, name)
-                if str(path.relative_to(self.model)) not in kept:
-                    path.unlink()
-            for name in folders:
-                # An empty folder may be a version.
-                with contextlib.suppress(OSError):
-                    os.rmdir(Path(parent, name))
-
-    def _remove(self, path: Path) -> None:
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        elif path.exists():
-            shutil.rmtree(path)
+    def _discard(self, kept: set[Path]) -> None:
+        """Removes all from the stage but the lock and the files in ``kept``; an empty folder that stayed would be a version."""
+        for parent, folders, names in os.walk(self.path, topdown=False):
+            for path in (Path(parent, name) for name in (*names, *folders)):
+                if path.is_symlink() or not path.is_dir():
+                    if path not in kept and path != self.path / "lock":
+                        path.unlink()
+                elif not any(path.iterdir()):
+                    path.rmdir()
 
 
-def _begun(place: Path, byte_size: int) -> int:
-    """Returns how many bytes of a file exist already; 0 if the file is longer than it should be, so that it is begun anew."""
+def _decode(fetched: Path, name: str, max_byte_size: int) -> None:
+    """Takes off the gzip coding in which a server sent an archive that is not published so."""
+    with open(fetched, "rb") as file:
+        if file.read(2) != b"\x1f\x8b" or name.lower().endswith((".gz", ".tgz")):
+            return
+    plain = fetched.with_name("archive.plain")
+    left = max_byte_size
     try:
-        there = os.lstat(place).st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-    return there if there <= byte_size else 0
-
-
-def _opened(place: Path, byte_size: int) -> IO[bytes]:
-    """Opens a file for writing behind the bytes that exist already; it is emptied if it has more than ``byte_size`` of them."""
-    begun = _begun(place, byte_size)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    opened = open(place, "r+b" if begun else "wb")  # noqa: SIM115
-    opened.seek(begun)
-    return opened
-
-
-def _sync(opened: IO[bytes]) -> None:
-    opened.flush()
-    os.fsync(opened.fileno())
+        with gzip.open(fetched) as coded, open(plain, "wb") as file:
+            while left >= 0 and (block := coded.read(1 << 20)):
+                left -= file.write(block)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InvalidArgument(f"'{name}' cannot be unpacked: {error}") from error
+    if left < 0:
+        raise InvalidArgument(f"'{name}' has more than {max_byte_size} bytes (--max-byte-size)")
+    plain.rename(fetched)
 
 
 def _exchanged(one: Path, other: Path) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import gzip
 import hashlib
 import os
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tensord.daemon.fetching import source as sources
-from tensord.daemon.fetching.source import Source
+from tensord.daemon.fetching.source import File, Source
 from tensord.daemon.fetching.stage import RECORD, SUMS, Plan, Stage
 from tensord.daemon.models import repository
 from tensord.shm.errors import InvalidArgument, NotFound, Unavailable
@@ -36,15 +37,14 @@ def plan_of(source: Source) -> Plan:
     return Plan(source.shown, source.is_archive, source.files())
 
 
-def fetch(url: object, folder: Path, sha256: str = "", limit: int = LIMIT) -> list[int]:
-    """Fetches a model without loading it; returns the progress."""
+def fetch(url: object, folder: Path, sha256: str = "", limit: int = LIMIT) -> None:
+    """Fetches a model without loading it."""
     source = Source(str(url))
     plan = plan_of(source)
     with Stage(folder) as stage:
-        progress = [*stage.fill(source, plan, limit)]
+        stage.fill(source, plan, limit)
         stage.complete(source, plan, sha256, limit)
         stage.swap()
-    return progress
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -56,9 +56,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_folder_comes_whole(there: Path, tmp_path: Path) -> None:
-    progress = fetch(there, tmp_path / "models" / "m")
+    fetch(there, tmp_path / "models" / "m")
     assert contents(tmp_path / "models" / "m") == contents(there)
-    assert (progress[0], progress[-1]) == (0, 1001)
     assert os.listdir(tmp_path / "models") == ["m"]
     plan = plan_of(Source(str(there)))
     with Stage(tmp_path / "models" / "m") as stage:
@@ -88,73 +87,98 @@ def test_a_model_that_was_fetched_is_fetched_from_there(there: Path, tmp_path: P
     assert str(tmp_path / "one").encode() in (tmp_path / "two" / "m" / RECORD).read_bytes()
 
 
-def begin(there: Path, folder: Path, blocks: int) -> None:
-    """Fetches a few blocks and stops, like a fetch that is killed."""
-    source = Source(str(there))
-    with Stage(folder) as stage:
-        progress = stage.fill(source, plan_of(source), LIMIT)
-        for _ in range(blocks + 1):
-            next(progress)
-        progress.close()
+class Killed(BaseException):
+    """Ends a fetch wherever it is."""
 
 
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Records which blocks are fetched from now on: file and offset."""
-    found: list[tuple[str, int]] = []
-    block = Source._part
+def begin(there: Path, folder: Path, files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetches a few files and half of another one, and ends like a fetch that is killed."""
+    with monkeypatch.context() as patched:
+        names = downloads(patched)
+        download = Source.download
 
-    def part(self: Source, file: sources.File, begin: int, end: int) -> bytes | None:
-        found.append((file.name, begin))
-        return block(self, file, begin, end)
+        def killed(self: Source, wanted: Sequence[File], places: Sequence[Path], limit: int) -> None:
+            download(self, wanted, places, limit)
+            if len(names) > files:
+                places[0].write_bytes(b"half")
+                raise Killed
 
-    monkeypatch.setattr(Source, "_part", part)
+        patched.setattr(Source, "download", killed)
+        source = Source(str(there))
+        with Stage(folder) as stage, pytest.raises(Killed):
+            stage.fill(source, plan_of(source), LIMIT)
+
+
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records the names of the files that are fetched from now on."""
+    found: list[str] = []
+    download = Source.download
+
+    def recorded(self: Source, files: Sequence[File], places: Sequence[Path], limit: int) -> None:
+        found.extend(file.name for file in files)
+        download(self, files, places, limit)
+
+    monkeypatch.setattr(Source, "download", recorded)
     return found
 
 
 def test_goes_on_where_it_was(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTE_SIZE", 300)
-    begin(there, tmp_path / "models" / "m", 3)
+    """Files that came whole are not fetched again; what came by half is."""
+    begin(there, tmp_path / "models" / "m", 1, monkeypatch)
     assert repository.scan([tmp_path / "models"]) == {}
-    blocks = asked(monkeypatch)
-    progress = fetch(there, tmp_path / "models" / "m")
-    assert ("1/model.py", 0) not in blocks
-    assert ("1/model.py", 600) in blocks
-    assert progress[0] == 600
+    names = downloads(monkeypatch)
+    fetch(there, tmp_path / "models" / "m")
+    assert names == ["1/model.py", "config.pbtxt"]
     assert contents(tmp_path / "models" / "m") == contents(there)
 
 
 def test_what_has_changed_comes_anew(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing stays of files that are gone or others by now, nor an empty folder that would be a version."""
-    written(there, {"2/old": b"o" * 400})
-    monkeypatch.setattr(sources, "BLOCK_BYTE_SIZE", 300)
-    begin(there, tmp_path / "models" / "m", 6)
-    (there / "2" / "old").unlink()
-    (there / "2").rmdir()
+    written(there, {"0/old": b"o" * 400})
+    begin(there, tmp_path / "models" / "m", 3, monkeypatch)
+    (there / "0" / "old").unlink()
+    (there / "0").rmdir()
     written(there, {"1/model.py": b"z" * 700})
     os.utime(there / "1" / "model.py", (1, 1))
-    blocks = asked(monkeypatch)
+    names = downloads(monkeypatch)
     fetch(there, tmp_path / "models" / "m")
-    assert ("1/model.py", 0) in blocks
+    assert names == ["1/model.py", "config.pbtxt"]
     assert contents(tmp_path / "models" / "m") == contents(there)
-    assert not (tmp_path / "models" / "m" / "2").exists()
+    assert not (tmp_path / "models" / "m" / "0").exists()
 
 
-def test_another_url_begins_anew(there: Path, tmp_path: Path) -> None:
-    begin(there, tmp_path / "models" / "m", 2)
+def test_another_url_begins_anew(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(there, tmp_path / "models" / "m", 2, monkeypatch)
     other = written(tmp_path / "other" / "m", {"1/model.py": b"w" * 1000})
     fetch(other, tmp_path / "models" / "m")
     assert contents(tmp_path / "models" / "m") == contents(other)
 
 
-def test_one_that_changes_meanwhile_is_refused(there: Path, tmp_path: Path) -> None:
+def test_one_that_changes_meanwhile_is_refused(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(str(there))
     plan = plan_of(source)
-    with Stage(tmp_path / "m") as stage:
-        progress = stage.fill(source, plan, LIMIT)
-        next(progress)
+    download = Source.download
+
+    def changing(self: Source, files: Sequence[File], places: Sequence[Path], limit: int) -> None:
+        download(self, files, places, limit)
         os.utime(there / "config.pbtxt", (1, 1))
-        with pytest.raises(Unavailable, match="it has changed while it was fetched"):
-            list(progress)
+
+    monkeypatch.setattr(Source, "download", changing)
+    with Stage(tmp_path / "m") as stage, pytest.raises(Unavailable, match="it has changed while it was fetched"):
+        stage.fill(source, plan, LIMIT)
+
+
+def test_an_archive_that_a_server_coded(there: Path, tmp_path: Path) -> None:
+    """A .tar that was sent with Content-Encoding gzip is the .tar again before its checksum is looked at."""
+    with tarfile.open(tmp_path / "m.tar", "w") as opened:
+        opened.add(there, "m")
+    plain = (tmp_path / "m.tar").read_bytes()
+    (tmp_path / "m.tar").write_bytes(gzip.compress(plain))
+    sha256 = hashlib.sha256(plain).hexdigest()
+    fetch(tmp_path / "m.tar", tmp_path / "models" / "m", sha256)
+    assert contents(tmp_path / "models" / "m") == contents(there)
+    with pytest.raises(InvalidArgument, match=r"'m\.tar' has more than 5000 bytes"):
+        fetch(tmp_path / "m.tar", tmp_path / "models" / "m", sha256, 5000)
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -187,7 +211,7 @@ def test_a_swap_that_is_ended_leaves_nothing_to_go_on_with(there: Path, tmp_path
     source = Source(str(there))
     plan = plan_of(source)
     with Stage(folder) as stage:
-        list(stage.fill(source, plan, LIMIT))
+        stage.fill(source, plan, LIMIT)
         stage.complete(source, plan, "", LIMIT)
         stage.clear = lambda: None  # type: ignore[method-assign]
         stage.swap()
