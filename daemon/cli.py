@@ -293,7 +293,7 @@ def fetch(
 
     URL is a folder (s3://, gs://, hf://, a path) or an archive (https:// and all of those; .tar, .tar.gz, .zip). The model is
     downloaded next to FOLDER, checked as by `tensord check`, and then replaces FOLDER by one rename. A fetch that was interrupted
-    continues where it stopped. If FOLDER already holds what is at URL, nothing is done.
+    goes on with the files that are missing. If FOLDER already holds what is at URL, nothing is done.
 
     Exit status 0: the model is in FOLDER. 1: it is not, and FOLDER is unchanged. 2: the configuration is wrong.
     """

@@ -27,6 +27,9 @@ settings.register_profile("search", deadline=None, suppress_health_check=[Health
 settings.register_profile("tensord", settings.get_profile("search"), derandomize=True, database=None, max_examples=40)
 settings.load_profile("tensord")
 
+# Of whoever runs the tests: nothing may depend on it.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 _HERE = Path(__file__).parent
 #: Files that take half a minute of a processor, or wait that long, besides those that start daemons.
 _LONG = (
