@@ -40,6 +40,11 @@ _SEQUENCE_COLUMNS = ("worker", "model", "version", "id", "slot", "begun", "runni
 _PARAMETER_COLUMNS = (
     *("model", "version", "set", "number", "number_before", "byte_size", "kept", "pushed_at", "pushed_by"),
 )
+#: Said of a drain without time.
+_NO_TIME = (
+    "requests are refused at once: `--time 10` gives a balancer ten seconds to notice; a restart behind systemd's sockets needs "
+    "no drain"
+)
 
 
 class _Command(click.Command):
@@ -105,17 +110,26 @@ class _Daemon:
         try:
             return control_client.ask(self._path, os.environ, {"command": command, **words})
         except Refused as error:
-            _fail(str(error), 1)
+            self._fail(str(error), 1)
         except Unreachable as error:
-            _fail(str(error), 2)
+            self._fail(str(error), 2)
+
+    def _fail(self, message: str, status: int) -> NoReturn:
+        """Exits with a message, which goes to standard error, or as {"error": message} to standard output if JSON is wanted."""
+        if self.as_json:
+            _print_json({"error": message})
+        else:
+            click.echo(f"tensorctl: {message}", err=True)
+        sys.exit(status)
 
     def do(self, command: str, **words: Any) -> None:
-        """Sends a command to the daemon, and prints the answer, if it is not null, as JSON. ``words``: the command's arguments.
+        """Sends a command to the daemon, and prints the answer as JSON. ``words``: the command's arguments.
 
-        If the daemon refuses or is not reached, the program exits.
+        A null is printed only if JSON is wanted, as {}. If the daemon refuses or is not reached, the program exits.
         """
-        if (result := self.ask(command, **words)) is not None:
-            _print_json(result)
+        result = self.ask(command, **words)
+        if result is not None or self.as_json:
+            _print_json({} if result is None else result)
 
     def show(self, watch: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
         """Prints the daemon's answer to a command. If the daemon refuses or is not reached, the program exits.
@@ -261,15 +275,29 @@ def reload(daemon: _Daemon, no_wait: bool) -> None:
 
 @main.command()
 @click.option(
+    "--time",
+    "seconds",
+    type=click.FloatRange(min=0),
+    help="Take requests for so many seconds, in which a balancer notices.  [default: supervisor.drain_time]",
+)
+@click.option(
     "--wait", is_flag=True, help="Return when nothing is in flight; fails where something is after the time of a stop."
 )
 @click.pass_obj
-def drain(daemon: _Daemon, wait: bool) -> None:
-    """Take this daemon out of service: it is not ready at once, and refuses new requests after supervisor.drain_time.
+def drain(daemon: _Daemon, seconds: float | None, wait: bool) -> None:
+    """Take this daemon out of service behind a balancer: it is not ready at once, and refuses new requests when the time is over.
 
-    Requests that it has accepted are answered, and its processes keep running. `undrain` ends this.
+    Do not drain before a restart where there is no balancer: behind systemd's sockets `systemctl restart` alone loses no request,
+    and a drain refuses some. Accepted requests are answered, and the daemon's processes keep running. `undrain` ends this.
     """
-    daemon.do("drain", wait=wait)
+    result = daemon.ask("drain", wait=False, **({} if seconds is None else {"seconds": seconds}))
+    # A daemon that is older than this program says nothing.
+    if seconds is None and result is not None and not result["seconds"]:
+        click.echo(f"tensorctl: {_NO_TIME}", err=True)
+    if wait:
+        result = daemon.ask("drain", wait=True)
+    if daemon.as_json:
+        _print_json(result)
 
 
 @main.command()
@@ -534,11 +562,6 @@ def parameters_roll_back(daemon: _Daemon, model: str, version: int, name: str) -
 
 def _print_json(result: Any) -> None:
     click.echo(json.dumps(result, indent=2))
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    click.echo(f"tensorctl: {message}", err=True)
-    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -506,12 +506,12 @@ class Supervisor:
         self.fronts.publish(RequestsRefused(refuses))
 
     async def _drain(self) -> None:
-        """Stops the daemon in order: serves on for ``supervisor.drain_time`` seconds, then stops the fronts, then the workers.
+        """Stops the daemon in order: serves on for ``drain.time_left`` seconds, then stops the fronts, then the workers.
 
         Processes that still run after ``supervisor.exit_timeout``, or when a second signal comes, are killed by ``_bury``.
         """
-        seconds = self.options.supervisor.drain_time
-        if seconds and self.phase is DaemonPhase.SERVING and not self.drain.refuses:
+        seconds = self.drain.time_left
+        if seconds and self.phase is DaemonPhase.SERVING:
             _log.info("stopping: not ready from now on, and serving on for %g s", seconds)
             self._notifier.extend_timeout(seconds + self.options.supervisor.exit_timeout + 2 * _WORKER_GRACE)
             self.drain.announce()

@@ -1,6 +1,6 @@
 """Drains the daemon: it is not ready but still serves, then refuses new requests; it is drained once none is in flight.
 
-    begin ─▶ not ready, requests are taken ─ supervisor.drain_time ─▶ new requests get 503 ─▶ nothing is in flight: drained
+    begin ─▶ not ready, requests are taken ─ its time is over ─▶ new requests get 503 ─▶ nothing is in flight: drained
     end   ─▶ everything as before
 
 The processes stay, and a process that dies is replaced. Models can be loaded and settings changed as always: only inference
@@ -43,27 +43,41 @@ class DrainPhase(enum.Enum):
 class Drain:
     """Takes the daemon out of service without stopping it, and puts it back. Belongs to the supervisor's loop.
 
-    The daemon is not ready at once, refuses new requests after ``supervisor.drain_time``, and answers those in flight.
+    The daemon is not ready at once, refuses new requests when the drain's time is over, and answers those in flight.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self.phase = DrainPhase.NONE
         self._draining: asyncio.Task[str] | None = None
+        #: The time of the drain, in seconds, and when it is over, loop time.
+        self.seconds = self._refuses_at = 0.0
 
     @property
     def refuses(self) -> bool:
         """Returns whether new inference requests are refused."""
         return self.phase in (DrainPhase.REFUSING, DrainPhase.DRAINED)
 
-    def begin(self) -> None:
-        """Begins a drain: the daemon is not ready at once, and refuses requests later. A second call does nothing."""
+    def begin(self, seconds: float | None = None) -> None:
+        """Begins a drain: the daemon is not ready at once, and refuses requests ``seconds`` later. A second call does nothing.
+
+        ``seconds``: None: ``supervisor.drain_time``.
+        """
         if self.phase is not DrainPhase.NONE:
             return
-        seconds = self._supervisor.options.supervisor.drain_time
-        _log.info("draining: not ready from now on, and no new requests are taken in %g s", seconds)
+        self.seconds = self._supervisor.options.supervisor.drain_time if seconds is None else seconds
+        _log.info("draining: not ready from now on, and no new requests are taken in %g s", self.seconds)
         self.announce()
-        self._draining = asyncio.get_running_loop().create_task(self._drain(seconds))
+        loop = asyncio.get_running_loop()
+        self._refuses_at = loop.time() + self.seconds
+        self._draining = loop.create_task(self._drain(self.seconds))
+
+    @property
+    def time_left(self) -> float:
+        """Returns the seconds for which a stop that begins now goes on taking requests; without a drain: ``drain_time``."""
+        if self.phase is DrainPhase.NONE:
+            return self._supervisor.options.supervisor.drain_time
+        return 0.0 if self.refuses else max(0.0, self._refuses_at - asyncio.get_running_loop().time())
 
     def announce(self) -> None:
         """Tells clients and load balancers that the daemon is not ready; requests are still accepted."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from tensord.config.options import Seconds
 from tensord.daemon.control.log_settings import MAX_VERBOSE
 from tensord.daemon.control.push_fields import PushFields
 from tensord.daemon.operator.operations import Operations
@@ -59,8 +60,9 @@ class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
     wait: bool = True
     #: Settings of the log or of traces that change; None: they are only read.
     settings: dict[str, Any] | None = None
-    #: Of a profile: its length, and where it is written; "": in a folder of the daemon's own.
-    seconds: float = 0.0
+    #: The length of a profile, or the time of a drain; None: ``supervisor.drain_time``.
+    seconds: Seconds | None = None
+    #: Where a profile is written; "": in a folder of the daemon's own.
     folder: str = ""
     #: Of a model, for its parameter sets; 0: the newest, or all.
     version: int = 0
@@ -98,10 +100,10 @@ class OperatorCommands:
             case "reload":
                 return await self._reload(question.wait)
             case "drain":
-                self._supervisor.drain.begin()
+                self._supervisor.drain.begin(question.seconds)
                 if question.wait:
                     await self._supervisor.drain.finished()
-                return b"null"
+                return msgspec.json.encode({"seconds": self._supervisor.drain.seconds})
             case "undrain":
                 self._supervisor.drain.end()
                 await self._supervisor.fronts.settled()
@@ -110,7 +112,7 @@ class OperatorCommands:
                 await self._supervisor.workers.restart(question.name)
                 return b"null"
             case "profile":
-                return await self._profile(question.name, question.seconds, question.folder)
+                return await self._profile(question.name, question.seconds or 0.0, question.folder)
             case "connections":
                 return await self._connections()
             case "errors":

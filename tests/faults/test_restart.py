@@ -86,28 +86,49 @@ _CUT = ("Socket closed", "Connection reset", "Broken pipe")
 def over_grpc(daemon: DaemonProcess) -> Callable[[str], str]:
     """Asks on one channel, which connects again by itself."""
     call = grpc.insecure_channel(daemon.grpc_url).unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    return lambda model: _told(lambda: call(_request(model), timeout=PATIENCE, wait_for_ready=True))
 
-    def ask(model: str) -> str:
-        request = service_pb2.ModelInferRequest(model_name=model)
-        made = request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
-        made.contents.fp32_contents.extend([1, 2, 3, 4])
-        try:
-            call(request.SerializeToString(), timeout=PATIENCE, wait_for_ready=True)
-        except grpc.RpcError as error:
-            if any(said in error.details() for said in _CUT):
-                # Until grpc's own thread has seen the end: a call right behind this one would go to the same dead connection.
-                time.sleep(1)
-                return "cut"
-            return f"{error.code().name}: {error.details()}"
-        return "200"
 
-    return ask
+def over_streams(daemon: DaemonProcess) -> Callable[[str], str]:
+    """Asks by a stream of its own each time, on one channel."""
+    call = grpc.insecure_channel(daemon.grpc_url).stream_stream(
+        "/inference.GRPCInferenceService/ModelStreamInfer",
+        response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+    )
+
+    def answered(model: str) -> None:
+        (answer,) = call(iter([_request(model)]), timeout=PATIENCE, wait_for_ready=True)
+        assert not answer.error_message, answer
+
+    return lambda model: _told(lambda: answered(model))
+
+
+def _request(model: str) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name=model)
+    made = request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    made.contents.fp32_contents.extend([1, 2, 3, 4])
+    return bytes(request.SerializeToString())
+
+
+def _told(call: Callable[[], object]) -> str:
+    """Runs a call; returns what a client would say of it."""
+    try:
+        call()
+    except grpc.RpcError as error:
+        if any(said in error.details() for said in _CUT):
+            # Until grpc's own thread has seen the end: a call right behind this one would go to the same dead connection.
+            time.sleep(1)
+            return "cut"
+        return f"{error.code().name}: {error.details()}"
+    except AssertionError as error:
+        return str(error)
+    return "200"
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_restart_under_load(behind_sockets: DaemonProcess, how: signal.Signals) -> None:
     """
-    1. Clients of both protocols ask models that load at once, for long, and after others.
+    1. Clients of both protocols, by streams as well, ask models that load at once, for long, and after others.
     2. The daemon ends and is started again.
     Result: after SIGTERM not one request fails; after SIGKILL those that were under way are cut, and no other one fails.
     """
@@ -120,7 +141,9 @@ def test_a_restart_under_load(behind_sockets: DaemonProcess, how: signal.Signals
             counted[0] += 1
 
     clients = [
-        threading.Thread(target=run, args=(way(daemon), model)) for way in (over_http, over_grpc) for model in MODELS
+        threading.Thread(target=run, args=(way(daemon), model))
+        for way in (over_http, over_grpc, over_streams)
+        for model in MODELS
     ]
     for client in clients:
         client.start()

@@ -24,6 +24,11 @@ from tests.protocol.test_client_lane import Lane
 
 BODY = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
 REFUSED = "the server is draining: it takes no new requests"
+#: What tensorctl says of a drain that no balancer has time to notice.
+AT_ONCE = (
+    "tensorctl: requests are refused at once: `--time 10` gives a balancer ten seconds to notice; a restart behind systemd's "
+    "sockets needs no drain\n"
+)
 
 
 class Drained(DaemonProcess):
@@ -105,7 +110,7 @@ def test_what_is_in_flight_is_finished_and_nothing_new_begun(serve: Any, tmp_pat
     # It waits for the request.
     assert (draining.poll(), daemon.phase) == (None, "draining")
     (tmp_path / "until").touch()
-    assert (draining.communicate(timeout=PATIENCE)[1], draining.returncode) == ("", 0)
+    assert (draining.communicate(timeout=PATIENCE)[1], draining.returncode) == (AT_ONCE, 0)
     asking.join(PATIENCE)
     assert [status for status, _ in answers] == [200]
     assert daemon.phase == "drained"
@@ -113,7 +118,7 @@ def test_what_is_in_flight_is_finished_and_nothing_new_begun(serve: Any, tmp_pat
     counted = {"front": "http-0", "protocol": "http", "reason": "draining"}
     assert figures.value("tensord_front_refused_total", **counted) == 1
     assert figures.value("tensord_ready") == 0
-    assert daemon.told("drain", "--wait") == (0, "")
+    assert daemon.told("drain", "--wait") == (0, AT_ONCE)
     assert daemon.told("undrain") == (0, "")
     assert (daemon.ready, daemon.phase, daemon.infer("scale", BODY)[0]) == (True, "serving", 200)
     assert daemon.told("undrain") == (0, "")
@@ -121,7 +126,7 @@ def test_what_is_in_flight_is_finished_and_nothing_new_begun(serve: Any, tmp_pat
 
 def test_a_front_that_is_replaced_refuses_as_well(serve: Any) -> None:
     daemon: Drained = serve()
-    assert daemon.told("drain", "--wait") == (0, "")
+    assert daemon.told("drain", "--time", "0", "--wait") == (0, "")
     (front,) = daemon.fronts
     front.kill()
     daemon.wait_log(r"http-0 \(process \d+\) is up", 2)
@@ -148,6 +153,20 @@ def test_sigterm_announces_the_end_first(serve: Any) -> None:
     assert "not ready from now on, and serving on for 960 s" in daemon.log
 
 
+def test_a_drain_has_its_own_time(serve: Any) -> None:
+    """
+    1. A daemon whose drain_time is 0 is drained with a time. 2. SIGTERM comes meanwhile, then a second one.
+    Result: it is not ready and takes requests, also after the first signal; the second does not wait.
+    """
+    daemon: Drained = serve()
+    assert daemon.told("drain", "--time", str(4 * PATIENCE)) == (0, "")
+    assert (daemon.ready, daemon.infer("scale", BODY)[0], daemon.phase) == (False, 200, "draining")
+    daemon.signal(signal.SIGTERM)
+    daemon.wait_log("not ready from now on, and serving on for 9")
+    assert daemon.infer("scale", BODY)[0] == 200
+    assert daemon.stop() == 0
+
+
 def test_lanes_end_once_nothing_is_in_flight_there(serve: Any, tmp_path: Path) -> None:
     daemon: Drained = serve()
     with LaneClient(tmp_path / "clients.sock") as client:
@@ -155,7 +174,7 @@ def test_lanes_end_once_nothing_is_in_flight_there(serve: Any, tmp_path: Path) -
         (entry,) = client.open("scale")["lanes"]
         with contextlib.closing(Lane(client.lanes.pop(entry["lane"]))) as lane:
             assert lane.infer("scale", np.zeros((1, 4), np.float32))[1] == [[1.0] * 4]
-            assert daemon.told("drain", "--wait") == (0, "")
+            assert daemon.told("drain", "--time", "0", "--wait") == (0, "")
             assert lane.ended()
         assert "the server is draining: it opens no lanes" in str(client.open("scale"))
         assert daemon.told("undrain") == (0, "")
