@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tensord.config.model_folder import is_passed_over
+
 EXPORTED = ".jaxexport"
 STABLEHLO = (".stablehlo", ".mlir")
 _PARAMETERS = ("params.safetensors", "params.npz", "params.msgpack", "params")
@@ -18,7 +20,11 @@ def programs(folder: Path) -> list[Path]:
     """Returns the program files in a version's folder, sorted by name; an empty list if the folder does not exist."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if path.suffix in (EXPORTED, *STABLEHLO) and path.is_file())
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.suffix in (EXPORTED, *STABLEHLO) and path.is_file() and not is_passed_over(path.name)
+    )
 
 
 def parameters(folder: Path) -> list[Path]:

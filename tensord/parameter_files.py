@@ -9,13 +9,17 @@ a folder        an Orbax checkpoint: the tree that was saved
 from __future__ import annotations
 
 import importlib
+import itertools
+import stat
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
+
+from tensord.config import model_folder
 
 #: The codes by which Flax's msgpack marks an array, a complex number and a number of numpy.
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
@@ -50,15 +54,27 @@ def _load(path: Path, sharding: Any) -> Any:
     if not path.exists():
         raise FileNotFoundError(f"there are no parameters at {path}")
     if path.is_dir():
+        _check_folder(path)
         return _placed(_orbax(path), sharding)
-    if path.suffix == ".safetensors":
-        return _safetensors(path, sharding)
-    readers: Mapping[str, Callable[[Path], Any]] = {".npz": _npz, ".msgpack": _msgpack}
-    if path.suffix not in readers:
+    readers: Mapping[str, Callable[[Path, IO[bytes]], Any]] = {".npz": _npz, ".msgpack": _msgpack}
+    if path.suffix not in (".safetensors", *readers):
         raise ValueError(
             f"{path.name} is none of .safetensors, .npz and .msgpack, nor a folder with an Orbax checkpoint"
         )
-    return _placed(readers[path.suffix](path), sharding)
+    try:
+        with open(path, "rb", opener=model_folder.regular) as file:
+            if path.suffix == ".safetensors":
+                return _safetensors(path, sharding)
+            return _placed(readers[path.suffix](path, file), sharding)
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error.strerror or error}") from error
+
+
+def _check_folder(path: Path) -> None:
+    """Checks the folder of a checkpoint. Raises ValueError: something in it is neither a file nor a folder."""
+    for name, status in itertools.islice(model_folder.walk(path), model_folder.MAX_ENTRIES):
+        if status is not None and not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise ValueError(f"{path.name} is no Orbax checkpoint: '{name}' in it is no regular file")
 
 
 def flat(tree: Any) -> dict[str, Any]:
@@ -145,17 +161,17 @@ def _sharded(part: Any, name: str, sharding: Any) -> Any:
     return jax.make_array_from_callback(shape, where, lambda index: part[index] if index else part[...])
 
 
-def _npz(path: Path) -> dict[str, Any]:
+def _npz(path: Path, file: IO[bytes]) -> dict[str, Any]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return dict(file.items())
+        with np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays.items())
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path.name} is damaged, or holds objects and not arrays: {error}") from error
 
 
-def _msgpack(path: Path) -> Any:
+def _msgpack(path: Path, file: IO[bytes]) -> Any:
     try:
-        return _joined(msgspec.msgpack.decode(path.read_bytes(), ext_hook=_extension))
+        return _joined(msgspec.msgpack.decode(file.read(), ext_hook=_extension))
     except (msgspec.DecodeError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path.name} is damaged, or not what flax.serialization wrote: {error}") from error
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from tensord.config import model_folder
 from tensord.daemon.models import repository
 from tensord.shm.errors import InvalidArgument
 
@@ -34,8 +35,10 @@ def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
     try:
         for member, mode, opens in (_zipped if name.lower().endswith(".zip") else _tarred)(archive):
             count += 1
-            if count > repository.MAX_ENTRIES:
-                raise InvalidArgument(f"'{name}' has more than {repository.MAX_ENTRIES} files, as many as a model has")
+            if count > model_folder.MAX_ENTRIES:
+                raise InvalidArgument(
+                    f"'{name}' has more than {model_folder.MAX_ENTRIES} files, as many as a model has"
+                )
             parts = member.removeprefix("./").rstrip("/").split("/")
             if is_left_out(parts):
                 continue
@@ -96,4 +99,4 @@ def is_left_out(parts: Sequence[str]) -> bool:
     """
     if any(part in ("..", "") or "\\" in part or "\0" in part for part in parts) and parts != [""]:
         raise InvalidArgument(f"'{'/'.join(parts)}' is no path in a model's folder")
-    return any(part in repository.IGNORED or part.startswith("._") for part in parts)
+    return any(map(model_folder.is_passed_over, parts))

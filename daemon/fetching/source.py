@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tensord.config.model_folder import MAX_ENTRIES
 from tensord.daemon.fetching.archive import ENDINGS, is_left_out
-from tensord.daemon.models.repository import MAX_ENTRIES
 from tensord.shm.errors import InvalidArgument, NotFound, ServingError, Unavailable
 
 try:

@@ -18,13 +18,12 @@ import itertools
 import logging
 import os
 import re
-import stat
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensord.config import artifact_files, ensemble_checks, model_checks, model_config, model_fields
+from tensord.config import artifact_files, ensemble_checks, model_checks, model_config, model_fields, model_folder
 from tensord.config.model_config import ModelConfig
 from tensord.config.options import Options, Repository
 from tensord.daemon.models import load_errors, placement
@@ -44,11 +43,6 @@ _parsing = threading.Lock()
 _NONE_CHOSEN = "no version is available under its version policy"
 _log = logging.getLogger(__name__)
 
-#: Names that Python, file systems, network storage and archives leave beside anybody's files.
-IGNORED = frozenset(("__pycache__", "lost+found", "@eaDir", "#recycle", "System Volume Information", "__MACOSX"))
-#: A link may lead anywhere. Only so many files and folders of one model are looked at.
-MAX_ENTRIES = 100_000
-
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
     """Returns whether a directory entry is a folder or a link to one; False for dangling and circular links.
@@ -63,57 +57,28 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         raise
 
 
-def fingerprints(path: Path, config: bytes, content: bytes) -> tuple[str, str]:
-    """Computes two digests of the files that can be reached from a model's folder.
+def fingerprints(path: Path, config: bytes, content: bytes) -> tuple[str, str, list[str]]:
+    """Computes two digests of the files that can be reached from a model's folder; returns them and the links to nowhere in it.
 
-    The first one changes with any file and with ``config``, the whole configuration. The second one ignores config.pbtxt, and
+    The first digest changes with any file and with ``config``, the whole configuration. The second one ignores config.pbtxt, and
     changes with ``content``, the configuration without the numbers of instances.
 
     Raises OSError: the folder cannot be read.
     """
-    all_of_it, rest = hashlib.sha256(config), hashlib.sha256(content)
-    for name, identity in itertools.islice(_walk(path), MAX_ENTRIES):
+    all_of_it, rest, nowhere = hashlib.sha256(config), hashlib.sha256(content), list[str]()
+    for name, status in itertools.islice(model_folder.walk(path), model_folder.MAX_ENTRIES):
+        if status is None:
+            nowhere.append(name)
+            continue
+        identity: tuple[int, ...] = (status.st_dev, status.st_ino)
+        # A folder's times are left out: Python's cache in it does not count.
+        if not name.endswith("/"):
+            identity += (status.st_size, status.st_mtime_ns)
         entry = f"{name}\0{identity}\0".encode(errors="surrogateescape")
         all_of_it.update(entry)
         if name != "config.pbtxt":
             rest.update(entry)
-    return all_of_it.hexdigest(), rest.hexdigest()
-
-
-def _walk(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the path of each file and folder relative to ``path``, with numbers that identify its content, in a fixed order.
-
-    No folder is entered twice, even through links.
-    """
-    met: set[tuple[int, int]] = set()
-    waiting = [""]
-    while waiting:
-        at = waiting.pop()
-        try:
-            folder = os.stat(path / at)
-            names = sorted(name for name in os.listdir(path / at) if name not in IGNORED)
-        except OSError:
-            if not at:
-                raise
-            continue  # it went meanwhile, or nobody may enter: the loader cannot either
-        # A folder's times are left out: Python's cache in it does not count.
-        identity = (folder.st_dev, folder.st_ino)
-        yield f"{at}/", identity
-        if identity in met:
-            continue  # a second link to it, or one that leads back to where it lies
-        met.add(identity)
-        below: list[str] = []
-        for name in names:
-            place = os.path.join(at, name)
-            try:
-                status = os.stat(path / place)
-            except OSError:
-                continue  # a link to nowhere, such as an editor's lock
-            if stat.S_ISDIR(status.st_mode):
-                below.append(place)
-            else:
-                yield place, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        waiting += reversed(below)
+    return all_of_it.hexdigest(), rest.hexdigest(), nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +101,7 @@ class FoundModel:
     error: str = ""
     #: Whether the error is a feature that is not offered here, and not a mistake.
     unsupported: bool = False
-    #: What its configuration asks for without effect, a sentence each.
+    #: What its configuration asks for without effect, and links to nowhere in its folder: a sentence each.
     without_effect: tuple[str, ...] = ()
     #: Folders in it that are no versions.
     others: tuple[str, ...] = ()
@@ -231,7 +196,9 @@ def _all_folders(repositories: Sequence[Path]) -> list[Path]:
             names = sorted(entry.name for entry in os.scandir(repository) if is_folder(entry))
         except OSError as error:
             raise InvalidArgument(f"model repository '{repository}': {error.strerror}") from None
-        found += [repository / name for name in names if not name.startswith(".") and name not in IGNORED]
+        found += [
+            repository / name for name in names if not name.startswith(".") and not model_folder.is_passed_over(name)
+        ]
     return found
 
 
@@ -298,7 +265,8 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
         message.backend = _guess_backend(path, message, chosen[-1])
     config = message.SerializeToString(deterministic=True)
     without_effect = tuple(model_fields.without_effect(message))
-    fingerprint, content = fingerprints(path, config, _without_counts(message))
+    fingerprint, content, nowhere = fingerprints(path, config, _without_counts(message))
+    without_effect += tuple(f"'{name}' is a link to nowhere" for name in nowhere[:_MAX_NAMED])
     members = dict.fromkeys((step.model_name, step.model_version) for step in message.ensemble_scheduling.step)
     return FoundModel(
         name,
@@ -331,7 +299,7 @@ def _without_counts(message: ModelConfig) -> bytes:
 def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Returns the numbers of a model's version folders, and the names of its other folders; both sorted."""
     names = sorted(entry.name for entry in os.scandir(path) if is_folder(entry))
-    others = [name for name in names if not _VERSION.fullmatch(name) and name not in IGNORED]
+    others = [name for name in names if not _VERSION.fullmatch(name) and not model_folder.is_passed_over(name)]
     return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name))), tuple(others)
 
 
@@ -395,7 +363,7 @@ def _defined(tree: ast.Module) -> list[str]:
 def _read(path: Path, limit: int) -> bytes | None:
     """Reads a file; returns None if there is none. Raises InvalidArgument: the file has more than ``limit`` bytes."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=model_folder.regular) as file:
             content = file.read(limit + 1)
     except (FileNotFoundError, IsADirectoryError):
         return None

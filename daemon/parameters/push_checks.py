@@ -7,10 +7,10 @@ import hashlib
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from tensord.config import accounts
+from tensord.config import accounts, model_folder
 from tensord.shm.errors import InvalidArgument, Unavailable, Unsupported
 from tensord.shm.operations import FileSource, LeavesSource, MemorySource, Peer, PushParameters
 
@@ -21,8 +21,6 @@ _CHECKSUM = re.compile(r"crc32:[0-9a-fA-F]{8}|sha256:[0-9a-fA-F]{64}")
 _LEAST = 10
 #: Seals of memory that nobody can change any more.
 _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-#: The most files of a checkpoint's folder.
-_MAX_FILES = 100_000
 
 
 def check(wanted: PushParameters, memory: int, most: int) -> None:
@@ -114,22 +112,16 @@ def fingerprint(folders: Sequence[Path], name: str) -> str:
         path = folder / name
         found = hashlib.sha256()
         try:
-            for count, (at, status) in enumerate(_files(path), 1):
-                found.update(f"{at} {status.st_ino} {status.st_size} {status.st_mtime_ns}\n".encode())
-                if count >= _MAX_FILES:
+            files = model_folder.walk(path) if path.is_dir() else [("", path.stat())]
+            for count, (at, status) in enumerate(files, 1):
+                if status is not None and not at.endswith("/"):
+                    entry = f"{at} {status.st_ino} {status.st_size} {status.st_mtime_ns}\n"
+                    found.update(entry.encode(errors="surrogateescape"))
+                if count > model_folder.MAX_ENTRIES:
                     raise Unavailable(
-                        f"'{name[:200]}' has more than {_MAX_FILES} files, at most {_MAX_FILES} are looked at"
+                        f"'{name[:200]}' has more than {model_folder.MAX_ENTRIES} files, which are too many"
                     )
         except OSError:
             continue
         return found.hexdigest()
     return ""
-
-
-def _files(path: Path) -> Iterator[tuple[str, os.stat_result]]:
-    yield "", path.stat()
-    for folder, folders, files in os.walk(path):
-        folders.sort()
-        for name in sorted(files):
-            at = Path(folder, name)
-            yield str(at.relative_to(path)), at.stat()

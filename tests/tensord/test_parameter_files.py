@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,15 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "objects.npz", a=np.array([object()]))
     with pytest.raises(ValueError, match="holds objects and not arrays"):
         tensord.models.load(tmp_path / "objects.npz")
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a.msgpack", "a/_METADATA"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="no regular file"):
+        tensord.models.load(tmp_path / path.relative_to(tmp_path).parts[0])
 
 
 def test_names_that_are_nested(tmp_path: Path) -> None:

@@ -110,6 +110,22 @@ def use(loop: PushingLoop, made: int, number: int = 1, set: str = "main") -> flo
 # --------------------------------------------------------------------------------------------------------------- making
 
 
+@pytest.mark.parametrize("name", ["p.safetensors", "p.npz", "p.msgpack", "checkpoint/_METADATA"])
+def test_what_is_no_file_holds_nobody_up(loop: PushingLoop, tmp_path: Path, name: str) -> None:
+    """
+    1. A client names a FIFO to which nobody writes, or a folder with one in it.
+    Result: the push is refused, and the next one is carried out.
+    """
+    path = tmp_path / "m" / "1" / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(InvalidArgument, match="no regular file") as raised:
+        loop.make("m", FileSource(name.partition("/")[0]))
+    assert str(tmp_path) not in raised.value.message
+    loop.push("m", numbered(2), 1)
+    assert value(loop.ask_value("m")) == 2
+
+
 @pytest.mark.parametrize("name", ["p.safetensors", "p.npz", "p.msgpack", "deep/p.safetensors"])
 def test_of_a_file(loop: PushingLoop, tmp_path: Path, name: str) -> None:
     """Beside the version, or beside the model."""

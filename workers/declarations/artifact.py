@@ -21,6 +21,7 @@ import numpy as np
 
 from tensord.config import artifact_files
 from tensord.config.model_config import ModelConfig
+from tensord.config.model_folder import regular
 from tensord.parameter_files import flat, load
 from tensord.shm.arrays import datatype_of
 from tensord.shm.errors import InvalidArgument
@@ -44,7 +45,8 @@ def digest(folder: Path) -> bytes:
     """Returns a digest of the contents of all program files in a version folder."""
     found = hashlib.sha256()
     for path in artifact_files.programs(folder):
-        found.update(hashlib.sha256(path.read_bytes()).digest())
+        with open(path, "rb", opener=regular) as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
     return found.digest()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from tensord.config import model_checks
 from tensord.config.model_checks import REPLACE_WAITING
 from tensord.config.model_config import ModelConfig, wants
+from tensord.config.model_folder import regular
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.queue import QueuePolicy, QueueRules
@@ -154,7 +155,7 @@ def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]
         if not output.label_filename:
             continue
         try:
-            with open(folder / output.label_filename, encoding="utf-8-sig") as file:
+            with open(folder / output.label_filename, encoding="utf-8-sig", opener=regular) as file:
                 labels[output.name] = tuple(file.read(_MAX_LABEL_BYTE_SIZE).splitlines())
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgument(

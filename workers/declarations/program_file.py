@@ -7,6 +7,7 @@ positional argument, names do not begin with its number.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from jax import export
 from jax.extend.mlir import ir
 
 from tensord.config.artifact_files import EXPORTED
+from tensord.config.model_folder import regular
 from tensord.shm.arrays import DTYPES, datatype_of
 from tensord.shm.errors import FileTooLarge, InvalidArgument
 from tensord.workers.tensors.tensor_trees import name_of, parameter_name
@@ -71,10 +73,11 @@ class ProgramFile:
         """
         self.path = path
         try:
-            size = path.stat().st_size
-            if size > _MAX_BYTE_SIZE:
-                raise FileTooLarge(path.name, size, _MAX_BYTE_SIZE)
-            content = path.read_bytes()
+            with open(path, "rb", opener=regular) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > _MAX_BYTE_SIZE:
+                    raise FileTooLarge(path.name, size, _MAX_BYTE_SIZE)
+                content = file.read()
             read = _exported if path.suffix == EXPORTED else _of_stablehlo
             self._exported = read(path.name, content)
             self.arguments, self._first = self._named_arguments(has_parameters)

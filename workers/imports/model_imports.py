@@ -16,6 +16,7 @@ import builtins
 import functools
 import itertools
 import re
+import stat
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from tensord.config import model_folder
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.calls.caller import PORT, EndsLater, ModelPort
 from tensord.workers.imports.plain_names import Importer, PlainName
@@ -136,7 +138,7 @@ class ModelImports(Importer):
         stem = path.stem.replace(".", "_")
         loader = SourceLoader(self._builtins, self._prefix + stem, str(path))
         try:
-            path.open("rb").close()
+            open(path, "rb", opener=model_folder.regular).close()
         except OSError as error:
             raise InvalidArgument(f"{path.name} cannot be read: {error.strerror}") from error
         spec = spec_from_loader(loader.name, loader)
@@ -285,7 +287,10 @@ class OwnModules:
 def python_source(folder: Path) -> bytes:
     """Returns names and contents of all Python files in a version's folder, to be part of the cache key of compiled programs."""
     pieces: list[bytes] = []
-    for path in sorted(folder.rglob("*.py")):
-        content = path.read_bytes()
-        pieces.append(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    there = itertools.islice(model_folder.walk(folder), model_folder.MAX_ENTRIES)
+    files = [Path(name) for name, status in there if status is not None and stat.S_ISREG(status.st_mode)]
+    for path in sorted(path for path in files if path.suffix == ".py"):
+        with open(folder / path, "rb", opener=model_folder.regular) as file:
+            content = file.read()
+        pieces.append(f"{path} {len(content)}\n".encode(errors="surrogateescape") + content)
     return b"".join(pieces)

@@ -90,4 +90,4 @@ def _copy(message: ModelConfig, source: Path, folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)
     if message.model_warmup and (source / "warmup").is_dir():
-        shutil.copytree(source / "warmup", folder / "warmup", dirs_exist_ok=True)
+        shutil.copytree(source / "warmup", folder / "warmup", dirs_exist_ok=True, ignore_dangling_symlinks=True)

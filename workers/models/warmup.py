@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.config.model_folder import regular
 from tensord.shm import datatypes
 from tensord.shm.arrays import Array, array
 from tensord.shm.datatypes import byte_size
@@ -195,7 +196,7 @@ def _file(what: str, name: str, folder: Path, room: int) -> bytes:
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise InvalidArgument(f"{what}: input_data_file must be a file name, without folders")
     try:
-        with open(folder / "warmup" / name, "rb") as file:
+        with open(folder / "warmup" / name, "rb", opener=regular) as file:
             content = file.read(room + 1)
     except OSError as error:
         raise InvalidArgument(f"{what}: file '{name}' cannot be read: {error.strerror}") from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tensord.config import model_folder
 from tensord.parameter_files import flat, load
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.cuda_regions import CudaRegion
@@ -298,18 +300,24 @@ def _path(given: str, folders: tuple[Path, Path]) -> Path:
 
 
 def _from_file(making: Making, path: Path, limit: int) -> Mapping[str, Array] | int:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    layout.check_size(sum([file.stat().st_size for file in files]), limit, f"file '{path.name}' of {making.what}")
-    if path.is_file():
-        with open(path, "rb") as file:
-            if path.suffix == ".safetensors":
-                return making.copied(os.fstat(file.fileno()).st_size, _reading(file.fileno(), making.what))
-            making.check_sum(iter(functools.partial(file.read, _PIECE), b""))
     try:
+        if path.is_dir():
+            there = itertools.islice(model_folder.walk(path), model_folder.MAX_ENTRIES)
+            byte_size = sum([status.st_size for name, status in there if status is not None and name[-1:] != "/"])
+            layout.check_size(byte_size, limit, f"file '{path.name}' of {making.what}")
+        else:
+            with open(path, "rb", opener=model_folder.regular) as file:
+                byte_size = os.fstat(file.fileno()).st_size
+                layout.check_size(byte_size, limit, f"file '{path.name}' of {making.what}")
+                if path.suffix == ".safetensors":
+                    return making.copied(byte_size, _reading(file.fileno(), making.what))
+                making.check_sum(iter(functools.partial(file.read, _PIECE), b""))
         found = flat(load(path))
         return {name: np.asarray(leaf) for name, leaf in found.items()}
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError) as error:
         raise InvalidArgument(f"{making.what}: {error}") from None
+    except OSError as error:
+        raise InvalidArgument(f"{making.what}: {path.name} cannot be read: {error.strerror}") from None
 
 
 def _from_memory(making: Making, source: MemorySource, fd: int) -> int:

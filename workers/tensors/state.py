@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.config.model_folder import regular
 from tensord.shm import datatypes
 from tensord.shm.arrays import DTYPES, Array, array, datatype_of
 from tensord.shm.errors import InvalidArgument, Unsupported
@@ -141,7 +142,7 @@ def _file(what: str, spec: StateSpec, dims: tuple[int, ...], folder: Path, name:
         raise InvalidArgument(f"{what}: data_file must be a file name, without folders")
     needed = math.prod(dims) * spec.dtype.itemsize
     try:
-        with open(folder / "initial_state" / name, "rb") as file:
+        with open(folder / "initial_state" / name, "rb", opener=regular) as file:
             content = file.read(needed + 1)
             size = len(content) + len(file.read(1 << 30))
     except OSError as error:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tensord.config import model_folder
 from tensord.daemon.fetching.archive import is_left_out, unpack
-from tensord.daemon.models import repository
 from tensord.shm.errors import InvalidArgument
 
 FILES = {"m/1/model.py": b"model", "m/config.pbtxt": b"config"}
@@ -84,7 +84,7 @@ def test_refused(tmp_path: Path, made: object, words: str) -> None:
 
 
 def test_too_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repository, "MAX_ENTRIES", 1)
+    monkeypatch.setattr(model_folder, "MAX_ENTRIES", 1)
     with pytest.raises(InvalidArgument, match="has more than 1 files"):
         unpack(tar(tmp_path / "m.tar", FILES), "m.tar", tmp_path / "model", LIMIT)
 

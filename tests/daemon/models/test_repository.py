@@ -187,6 +187,25 @@ def test_links_in_a_circle_and_to_nowhere(tmp_path: Path) -> None:
     assert repository.poll(model).fingerprint != before.fingerprint
 
 
+def test_links_to_nowhere_are_told_and_what_editors_leave_is_not(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "m")
+    before = repository.poll(model)
+    for name in (".#model.py", "._model.py", "model.py~", ".model.py.swp"):
+        (model / "1" / name).symlink_to("nowhere")
+    (model / "1" / "old.py").symlink_to("nowhere")
+    found = repository.poll(model)
+    assert (found.error, found.fingerprint) == ("", before.fingerprint)
+    assert found.without_effect == ("'1/old.py' is a link to nowhere",)
+
+
+@pytest.mark.parametrize("name", ["config.pbtxt", "1/model.py"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    model = write_model(tmp_path, "m")
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    assert "no regular file" in repository.poll(model).error
+
+
 def test_folders_that_are_no_models(tmp_path: Path) -> None:
     """Other folders are not taken for models; a model that loses its versions stays one, and has a mistake."""
     write_model(tmp_path, "m")

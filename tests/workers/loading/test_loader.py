@@ -6,6 +6,7 @@ import builtins
 import gc
 import json
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -92,6 +93,16 @@ JAX = """
         assert path.name == "1" and config["max_batch_size"] == 4 and device.platform == "cpu"
         return (lambda params, inputs: {"y": inputs["x"] * params["w"]}), {"w": 2.0}
 """
+
+
+def test_what_others_leave_beside_a_model_is_not_read(load: Loading, tmp_path: Path) -> None:
+    """Emacs' lock is a link to nowhere, and so may others be; what a Mac stores beside a file is no Python."""
+    folder = write_model(tmp_path, "m", JAX)
+    (folder / ".#model.py").symlink_to("somebody@host.1234:5678")
+    (folder / "old.py").symlink_to("nowhere")
+    (folder / "._model.py").write_bytes(b"\0\5\x16\7")
+    os.mkfifo(folder / "fifo.py")
+    assert load(JAX).jitted is not None
 
 
 def test_jax_from_declarations_alone(load: Loading) -> None:

@@ -1,0 +1,84 @@
+"""Walks a model's folder and opens the files in it: everybody who reads such a folder does both here, the daemon and its workers.
+
+What other programs leave beside files is passed over, and so is a link to nowhere. A file is opened only if it is a regular one:
+to open a FIFO would wait for somebody who writes to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+#: A link may lead anywhere. Only so many files and folders of one model are looked at.
+MAX_ENTRIES = 100_000
+#: Names that Python, file systems, network storage and archives leave beside anybody's files.
+_LEFT_BESIDE = frozenset(
+    ("__pycache__", "lost+found", "@eaDir", "#recycle", "System Volume Information", "__MACOSX", ".DS_Store")
+)
+#: What a Mac stores beside each file on other file systems; locks, copies and unsaved changes of Emacs and vim; and what NFS
+#: calls a file that was removed while it was open.
+_LEFT_OVER = re.compile(r"\._.*|\.#.*|#.*#|.*~|\..*\.sw[a-z]|\.nfs[0-9a-f]{8,}", re.DOTALL)
+
+
+def is_passed_over(name: str) -> bool:
+    """Returns whether a file or folder of this name is no part of a model, whatever it contains."""
+    return name in _LEFT_BESIDE or _LEFT_OVER.fullmatch(name) is not None
+
+
+def walk(path: Path) -> Iterator[tuple[str, os.stat_result | None]]:
+    """Yields what lies in a folder and below, in a fixed order: the path relative to ``path``, and its status.
+
+    A folder's path ends with a slash; the first one is ``path`` itself, "/". The status is None for a link to nowhere. No folder
+    is entered twice, even through links. Raises OSError: the folder ``path`` cannot be read.
+    """
+    met: set[tuple[int, int]] = set()
+    waiting = [""]
+    while waiting:
+        at = waiting.pop()
+        try:
+            folder = os.stat(path / at)
+            names = sorted(name for name in os.listdir(path / at) if not is_passed_over(name))
+        except OSError:
+            if not at:
+                raise
+            continue  # it went meanwhile, or nobody may enter: the loader cannot either
+        yield f"{at}/", folder
+        identity = (folder.st_dev, folder.st_ino)
+        if identity in met:
+            continue  # a second link to it, or one that leads back to where it lies
+        met.add(identity)
+        below: list[str] = []
+        for name in names:
+            place = os.path.join(at, name)
+            try:
+                status = os.stat(path / place)
+            except OSError:
+                yield place, None
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                below.append(place)
+            else:
+                yield place, status
+        waiting += reversed(below)
+
+
+def regular(path: str, flags: int) -> int:
+    """Opens a regular file, and nothing else, for ``open(path, opener=regular)``.
+
+    Raises OSError: it cannot be opened, or is a folder, FIFO, socket or device.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is no regular file", path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
