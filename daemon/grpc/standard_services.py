@@ -85,11 +85,12 @@ class _Conversation(Call):
         self._stream = stream
         self._request = request
         self._questions: asyncio.Queue[Any] = asyncio.Queue()
-        self._stopping = False
+        #: No question follows, and None is the last in the queue.
+        self._ended = False
         self._task = asyncio.get_running_loop().create_task(self._run(answers))
 
     def message(self, content: Buffer, start: int, end: int) -> None:
-        if self._stopping:
+        if self._ended:
             return
         if self._questions.qsize() >= _MAX_QUESTIONS:
             self._stream.refuse(INVALID_ARGUMENT, f"more than {_MAX_QUESTIONS} questions are waiting")
@@ -100,16 +101,17 @@ class _Conversation(Call):
             self._stream.refuse(INVALID_ARGUMENT, "failed to parse the request message")
 
     def half_closed(self) -> None:
-        self._questions.put_nowait(None)
+        if not self._ended:
+            self._ended = True
+            self._questions.put_nowait(None)
 
     @property
     def idle(self) -> bool:
-        return self._questions.empty()
+        # A watch has its answer, and never comes to read that nothing follows.
+        return self._questions.qsize() <= self._ended
 
     def stop(self) -> None:
-        if not self._stopping:
-            self._stopping = True
-            self.half_closed()
+        self.half_closed()
 
     def abandoned(self) -> None:
         self._task.cancel()

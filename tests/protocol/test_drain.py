@@ -14,9 +14,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tensord.protocol import reflection_pb2
 from tests import repositories, scrapes
 from tests.daemon.clients.lane_client import LaneClient
 from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, tensorctl_status, wait_until
@@ -131,6 +133,53 @@ def test_a_front_that_is_replaced_refuses_as_well(serve: Any) -> None:
     front.kill()
     daemon.wait_log(r"http-0 \(process \d+\) is up", 2)
     assert (daemon.infer("scale", BODY)[1]["error"], daemon.ready) == (REFUSED, False)
+
+
+def test_calls_that_are_owed_nothing_are_not_waited_for(serve: Any) -> None:
+    """
+    1. Calls are open in which no request waits for its answer: of health, reflection and inference, half-closed and not.
+    2. The daemon is drained, and stopped.
+    Result: neither waits for them, and who watches its health has heard of it.
+    """
+    daemon: Drained = serve()
+    watched = health_pb2.HealthCheckRequest()
+    listed = reflection_pb2.ServerReflectionRequest(list_services="")
+    done = threading.Event()
+
+    def once(*messages: Message) -> Iterator[bytes]:
+        yield from (message.SerializeToString() for message in messages)
+        done.wait()
+
+    with grpc.insecure_channel(daemon.grpc_url) as channel:
+
+        def opened(path: str, messages: Iterator[bytes], answer: type[Message]) -> Any:
+            return channel.stream_stream(path, response_deserializer=answer.FromString)(messages)
+
+        watch = "/grpc.health.v1.Health/Watch"
+        calls = [
+            health_pb2_grpc.HealthStub(channel).Watch(watched),
+            opened(watch, once(watched), health_pb2.HealthCheckResponse),
+            opened(
+                "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+                once(listed),
+                reflection_pb2.ServerReflectionResponse,
+            ),
+        ]
+        for call in calls:
+            next(call)
+        stream = opened(
+            "/inference.GRPCInferenceService/ModelStreamInfer", once(), service_pb2.ModelStreamInferResponse
+        )
+        try:
+            assert daemon.told("drain", "--time", "0", "--wait") == (0, "")
+            for call in calls[:2]:
+                assert next(call).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert daemon.stop() == 0
+            assert "were cut" not in daemon.log
+            assert [list(call) for call in calls] == [[], [], []]
+            assert stream.code() is grpc.StatusCode.UNAVAILABLE
+        finally:
+            done.set()
 
 
 def test_requests_are_taken_for_a_while(serve: Any) -> None:
