@@ -4,7 +4,8 @@
                                         ╰─ nothing after five seconds: it is not ready
 
 ``is_ready`` runs while ``execute`` may run, so a busy model is still ready. At most one thread asks at a time: callers that come
-meanwhile get the same answer, and "no" at once if that thread has not answered in time.
+meanwhile get the same answer, and each waits for it for five seconds of its own, as in Triton. So a model that takes longer to answer is
+ready for those who ask while it does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from types import ModuleType
 
@@ -32,9 +35,13 @@ class IsReadyCalls:
         self._name = name
         self._inbox = inbox
         self._models: list[Callable[[], object]] = []
-        self._waiting: list[Callable[[bool], None]] = []
+        #: Callers, each with the time until which it waits (monotonic seconds).
+        self._waiting: deque[tuple[float, Callable[[bool], None]]] = deque()
         self._thread: threading.Thread | None = None
+        #: Ends when the first caller has waited long enough; None: nobody waits.
         self._timer: threading.Timer | None = None
+        #: Whether the log says that the running call is late.
+        self._logged = False
 
     @classmethod
     def of(cls, module: ModuleType, name: str, inbox: Inbox) -> IsReadyCalls | None:
@@ -56,18 +63,20 @@ class IsReadyCalls:
     def ask(self, answered: Callable[[bool], None]) -> None:
         """Calls ``is_ready`` of every instance in a thread, then ``answered`` on the loop with whether all returned ``True``.
 
-        ``answered`` gets False as well if one raises, or if the calls take more than five seconds.
+        If the functions are being called already it gets that answer. It gets False as well if one raises, or if there is no answer
+        after five seconds.
         """
-        if self._thread is not None and not self._waiting:
-            answered(False)
-            return
-        self._waiting.append(answered)
+        self._waiting.append((time.monotonic() + _SECONDS, answered))
         if self._thread is None:
             self._thread = threading.Thread(target=self._check, name=f"{self._name} is_ready", daemon=True)
-            timer = self._timer = threading.Timer(_SECONDS, lambda: self._inbox.post(lambda: self._late(timer)))
-            timer.daemon = True
             self._thread.start()
-            timer.start()
+        if self._timer is None:
+            self._wait(_SECONDS)
+
+    def _wait(self, seconds: float) -> None:
+        timer = self._timer = threading.Timer(seconds, lambda: self._inbox.post(lambda: self._late(timer)))
+        timer.daemon = True
+        timer.start()
 
     def _check(self) -> None:
         ready = False
@@ -78,21 +87,24 @@ class IsReadyCalls:
         self._inbox.post(lambda: self._checked(ready))
 
     def _checked(self, ready: bool) -> None:
-        assert self._timer is not None
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._thread = self._timer = None
-        self._answer(ready)
+        self._logged = False
+        while self._waiting:
+            self._waiting.popleft()[1](ready)
 
     def _late(self, timer: threading.Timer) -> None:
         # One that ended as the answer came says nothing of those who have asked since.
-        if self._waiting and timer is self._timer:
+        if timer is not self._timer:
+            return
+        if not self._logged:
             _log.warning("is_ready of model '%s' has not answered within %g s: it is not ready", self._name, _SECONDS)
-            self._answer(False)
-
-    def _answer(self, ready: bool) -> None:
-        waiting, self._waiting = self._waiting, []
-        for answered in waiting:
-            answered(ready)
+        self._logged, self._timer, now = True, None, time.monotonic()
+        while self._waiting and self._waiting[0][0] <= now:
+            self._waiting.popleft()[1](False)
+        if self._waiting:
+            self._wait(self._waiting[0][0] - now)
 
     def __repr__(self) -> str:
         return f"<IsReadyCalls of {self._name} {'asked' if self._thread else 'idle'}>"

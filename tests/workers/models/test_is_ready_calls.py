@@ -47,3 +47,31 @@ def test_a_time_limit_that_ends_as_the_answer_comes_is_not_that_of_the_next_ques
     goes_on.set()
     inbox.take()()
     assert answers == [True, True]
+
+
+def test_who_asks_while_a_late_call_runs_waits_for_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for a time of its own: with probes more often than the model answers, it is ready all the same."""
+    inbox, goes_on, asked, answers = Posted(), threading.Event(), list[str](), dict[str, bool]()
+
+    def is_ready() -> bool:
+        asked.append("asked")
+        return goes_on.wait(60)
+
+    def ask(who: str, seconds: float) -> None:
+        monkeypatch.setattr(is_ready_calls, "_SECONDS", seconds)
+        calls.ask(lambda said: answers.update({who: said}))
+
+    calls = IsReadyCalls("m", cast(Any, inbox))
+    calls.join(is_ready)
+    ask("first", 0.01)
+    inbox.take()()
+    assert answers == {"first": False}
+    ask("second", 0.01)
+    ask("third", 60)
+    assert answers == {"first": False}
+    inbox.take()()
+    assert answers == {"first": False, "second": False}
+    goes_on.set()
+    inbox.take()()
+    assert answers == {"first": False, "second": False, "third": True}
+    assert asked == ["asked"]
