@@ -77,9 +77,15 @@ class _Batch:
         self._runs = runs
         #: How its requests wait for others to share their run.
         self._company = version.batcher.company(key) if version.planner is version.batcher else None
-        most = version.planner.at_once(key) if self._company is None else self._company.most
-        #: The program to run when one row waits, when two rows wait, and so on.
+        sizes = version.planner.at_once(key) if self._company is None else [range(1, self._company.most + 1)]
+        most = max((some[-1] for some in sizes), default=0)
+        #: The program to run when one row waits, when two rows wait, and so on; None: Python takes so many, or fewer of them.
         self.programs: Sequence[AnyProgram | None] = model.programs(self._key, most) if most <= _native.MAX_ROWS else []
+        if len(sizes) > 1:
+            self.programs = [
+                program if any(rows in some for some in sizes) else None
+                for rows, program in enumerate(self.programs, 1)
+            ]
         #: Runs of other sizes have computed something for nobody.
         self._full = None if isinstance(model, EnsemblePipeline) else model.full_sizes
 
@@ -135,7 +141,8 @@ class _Alone:
 
         It has the fields of the tuple that ``_Batch.native`` returns, but no programs, because no requests are run together.
         """
-        most = min(self._version.batcher.at_once(self.executable.wanted.shapes), _native.MAX_ROWS)
+        sizes = self._version.batcher.at_once(self.executable.wanted.shapes)
+        most = min(max((some[-1] for some in sizes), default=0), _native.MAX_ROWS)
         return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
 
     def count(self, done: NativeRuns) -> None:

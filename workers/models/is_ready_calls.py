@@ -4,8 +4,8 @@
                                         ╰─ nothing after five seconds: it is not ready
 
 ``is_ready`` runs while ``execute`` may run, so a busy model is still ready. At most one thread asks at a time: callers that come
-meanwhile get the same answer, and each waits for it for five seconds of its own, as in Triton. So a model that takes longer to answer is
-ready for those who ask while it does.
+meanwhile get the same answer, and each waits for it for five seconds of its own, as in Triton. So a model that takes longer to
+answer is ready for those who ask while it does.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class IsReadyCalls:
     def ask(self, answered: Callable[[bool], None]) -> None:
         """Calls ``is_ready`` of every instance in a thread, then ``answered`` on the loop with whether all returned ``True``.
 
-        If the functions are being called already it gets that answer. It gets False as well if one raises, or if there is no answer
-        after five seconds.
+        If the functions are being called already it gets that answer. It gets False as well if one raises, or if there is no
+        answer after five seconds.
         """
         self._waiting.append((time.monotonic() + _SECONDS, answered))
         if self._thread is None:

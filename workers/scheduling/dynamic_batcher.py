@@ -3,7 +3,8 @@
 Pure: ``decide`` and ``take`` read the queue and the time they are given. ``tensord.workers.dispatch.dispatcher`` calls them, and
 runs the batches.
 
-    no delay    whatever waits is due at once, as much of it as fits
+    no delay    whatever waits is due at once, as much of it as fits; with preferred sizes: as much as below would be due at once,
+                or all of it where nothing would
     a delay     requests of one key (they can share a batch) wait for company, each key for itself:
                   their rows are exactly a preferred size where a request ends     due at once, with the largest such size
                   they reach the largest preferred size, or the next one would      due at once
@@ -16,7 +17,7 @@ shape comes, because its queue is one line: there, it can grow no further.)
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,6 +63,8 @@ class DynamicBatcher(QueuePlanner[W]):
         self._preferred = frozenset(rules.preferred)
         #: Whether a request may wait for others to join it, although nothing runs.
         self.delays = rules.joins and rules.delay_ns > 0
+        #: Whether batches that are not delayed end at preferred sizes.
+        self._cuts = rules.joins and not rules.delay_ns and bool(rules.preferred)
         #: Key -> rows, where less than ``max_rows`` can run at once (executables of that shape are compiled up to there).
         self._limits: dict[Hashable, int] = {}
         #: Where there is a delay: key -> when its next batch is due; ``_look`` updates it for keys that have changed.
@@ -86,8 +89,13 @@ class DynamicBatcher(QueuePlanner[W]):
         """Stops delaying requests, because the worker is about to end: requests that still come run at once."""
         self.end_delays()
 
-    def at_once(self, key: Hashable) -> int:
-        return self._limit(key) if self._rules.joins and not self._rules.delay_ns else 0
+    def at_once(self, key: Hashable) -> Sequence[range]:
+        if not self._rules.joins or self._rules.delay_ns:
+            return ()
+        limit = self._limit(key)
+        # Between two preferred sizes what is more than the smaller one stays.
+        smallest, *larger = [min(size, limit) for size in self._rules.preferred or (limit,)]
+        return [range(1, smallest + 1), *(range(size, size + 1) for size in larger)]
 
     def company(self, key: Hashable) -> Company | None:
         """Returns how requests with this batching key wait for others that share a batch with them.
@@ -138,7 +146,8 @@ class DynamicBatcher(QueuePlanner[W]):
         head = self._queue.head()
         if head is None:
             return []
-        return self._queue.take(head.key, self._limit(head.key) if self._rules.joins else 0)
+        rows = self._limit(head.key) if self._rules.joins else 0
+        return self._queue.take(head.key, (self._ready_rows(head.key) or rows) if self._cuts else rows)
 
     def _take_due(self, now_ns: int) -> list[W]:
         self._look()

@@ -19,7 +19,7 @@ that do, each with the error that answers it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tensord.shm.errors import ServingError
@@ -101,8 +101,11 @@ class Planner(Protocol[P]):
     def limit(self, key: Hashable, rows: int) -> None:
         """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
-    def at_once(self, key: Hashable) -> int:
-        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
+    def at_once(self, key: Hashable) -> Sequence[range]:
+        """Returns which numbers of waiting rows with this batching key are a batch as they are, in ascending ranges.
+
+        ``take`` divides those between. The last is the most that share a batch. Empty: they are delayed, or never share one.
+        """
 
     def end_delays(self) -> None:
         """Stops delaying requests for fuller batches, because no more requests will come."""

@@ -7,7 +7,7 @@ Pure. ``tensord.workers.dispatch.dispatcher`` calls it, runs the batches, and an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Generic
 
 from tensord.shm.errors import Cancelled, ServingError
@@ -141,7 +141,7 @@ class SequenceBatcher(Generic[S]):
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
 
-    def at_once(self, key: Hashable) -> int:
+    def at_once(self, key: Hashable) -> Sequence[range]:
         return self._strategies[0].at_once(key)
 
     # ---------------------------------------------------------------------------------------------------------- batches

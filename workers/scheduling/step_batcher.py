@@ -171,9 +171,9 @@ class StepBatcher(QueuePlanner[W]):
     def limit(self, key: Hashable, rows: int) -> None:
         """Does nothing: requests to a stepped model have slots and do not share batches, so no batch has to be limited."""
 
-    def at_once(self, key: Hashable) -> int:
-        """Always returns 0: requests to a stepped model have slots and do not share batches."""
-        return 0
+    def at_once(self, key: Hashable) -> Sequence[range]:
+        """Always returns nothing: requests to a stepped model have slots and do not share batches."""
+        return ()
 
     def end_delays(self) -> None:
         """Does nothing: requests to a stepped model are never delayed for fuller batches."""

@@ -10,7 +10,7 @@ ready there at a time. ``DirectBatcher`` says what their methods do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -62,9 +62,9 @@ class DirectBatcher(Generic[S]):
         else:
             self._limits.pop(key, None)
 
-    def at_once(self, key: Hashable) -> int:
-        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed for fuller ones."""
-        return 0 if self._delay_ns else self._limits.get(key, self._rules.slots)
+    def at_once(self, key: Hashable) -> Sequence[range]:
+        """Returns which numbers of rows with this batching key are a batch as they are; empty: they are delayed."""
+        return () if self._delay_ns else (range(1, self._limits.get(key, self._rules.slots) + 1),)
 
     def end_delays(self) -> None:
         """Stops delaying requests for fuller batches."""
@@ -124,7 +124,7 @@ class OldestBatcher(Generic[S]):
     def limit(self, key: Hashable, rows: int) -> None:
         self._batcher.limit(key, rows)
 
-    def at_once(self, key: Hashable) -> int:
+    def at_once(self, key: Hashable) -> Sequence[range]:
         return self._batcher.at_once(key)
 
     def end_delays(self) -> None:

@@ -59,6 +59,8 @@ MODELS = ROOT / "bench" / "models"
 WORDS = 512
 ROWS = 4
 HOUR_NS = 3_600_000_000_000
+#: What was received as the machine started has waited longer than that, and nothing of a test does.
+LONG_NS = time.monotonic_ns() // 2
 
 
 # ------------------------------------------------------------------------------------------------ the C part by itself
@@ -285,7 +287,7 @@ def test_requests_run_when_the_first_has_waited_long_enough(native: Native) -> N
     assert meanwhile(native, ask) == []
     # One of them has waited before it came here.
     native.fast.forget()
-    native.learn(delay_ns=HOUR_NS, full=ROWS)
+    native.learn(delay_ns=LONG_NS, full=ROWS)
     native.send(request(3, received_ns=1), request(4))
     assert native.fast.wait(0, True) == ([], [], [])
     assert [answer.request_id for answer in (*answers, *native.answers())] == [1, 2, 3, 4]
@@ -304,7 +306,7 @@ def test_each_parameter_set_waits_for_itself(native: Native) -> None:
 
 
 def test_enough_rows_run_without_what_is_more_until_the_time_is_over(native: Native) -> None:
-    native.learn(delay_ns=HOUR_NS, full=2)
+    native.learn(delay_ns=LONG_NS, full=2)
     sent = [request(n) for n in range(1, 6)]
     assert meanwhile(native, lambda: native.send(*sent)) == [sent[4]]
     native.send(*[request(n, received_ns=1) for n in range(6, 9)])
@@ -1138,6 +1140,41 @@ def test_requests_that_wait_for_others_do_so_in_c(loop: WorkerLoop, tmp_path: Pa
     assert after["inference_count"] == before["inference_count"] + 3
     assert after["execution_count"] == before["execution_count"] + 2
     assert after["inference_stats"]["queue"]["ns"] >= before["inference_stats"]["queue"]["ns"] + 100_000_000
+
+
+@pytest.mark.parametrize("preferred", [(2,), (2, 4)])
+def test_batches_end_at_preferred_sizes_in_c_as_in_python(
+    loop: WorkerLoop, tmp_path: Path, preferred: tuple[int, ...]
+) -> None:
+    """Without a delay the rows of a preferred size run first, and then the rest; C leaves to Python what is between two."""
+    text, asked = (MODELS / "mlp" / "config.pbtxt").read_text(), "dynamic_batching { }"
+    sizes = f"dynamic_batching {{ preferred_batch_size: {[*preferred]} }}"
+    write_model(tmp_path, "mlp", (MODELS / "mlp" / "1" / "model.py").read_text(), text.replace(asked, sizes))
+    loop.load(tmp_path / "mlp")
+    (mlp,) = list(loop.worker._models)
+
+    def ran(count: int) -> dict[int, int]:
+        def batches() -> dict[int, int]:
+            return {b["batch_size"]: b["compute_infer"]["count"] for b in mlp.statistics.to_dict()["batch_stats"]}
+
+        before = batches()
+        for _ in range(count):
+            loop.submit("mlp", [vector("x", np.linspace(0, 1, 784))])
+        loop.answers(count)
+        new = {size: times - before.get(size, 0) for size, times in batches().items()}
+        return {size: times for size, times in new.items() if times}
+
+    expected = {1: {1: 1}, 2: {2: 1}, 3: {2: 1, 1: 1}, 4: {2: 2}, 5: {2: 2, 1: 1}}
+    if 4 in preferred:
+        expected |= {4: {4: 1}, 5: {4: 1, 1: 1}}
+    for _ in range(4):
+        assert {count: ran(count) for count in expected} == expected
+    queued = mlp.queue._sequence
+    for count in 1, 2, 4, 5:
+        ran(count)
+    assert mlp.queue._sequence == queued
+    ran(3)
+    assert (mlp.queue._sequence > queued) == (4 in preferred)
 
 
 def test_a_model_loaded_again_answers_from_then_on(loop: WorkerLoop, tmp_path: Path) -> None:

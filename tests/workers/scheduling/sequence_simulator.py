@@ -116,7 +116,7 @@ class Simulation:
 
     def _come_together(self) -> None:
         """Has requests arrive together while nothing waits: they run at once as far as they can."""
-        asked = [self._controls() for _ in range(self._chance.randint(1, self.batcher.at_once("k")))]
+        asked = [self._controls() for _ in range(self._chance.randint(1, self.batcher.at_once("k")[-1][-1]))]
         chosen = self.batcher.run_now(asked, self._now_ns)
         self.naive.tick(self._now_ns)
         steps = [Step(self._number + n, "k", self._now_ns, controls) for n, controls in enumerate(asked, 1)]

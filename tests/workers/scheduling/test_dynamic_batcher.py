@@ -39,6 +39,8 @@ def singles(count: int, key: str = "a") -> list[tuple[str, int, int]]:
 NO_DELAY = BatchRules(8)
 WAITS = BatchRules(8, delay_ns=10)
 PREFERS = BatchRules(8, 10, (2, 4))
+AT_ONCE = BatchRules(8, 0, (4, 6))
+ALONE = BatchRules(8, 0, (2,), joins=False)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,13 @@ PREFERS = BatchRules(8, 10, (2, 4))
         ("only what is compatible", NO_DELAY, [("a", 1, 1), ("b", 2, 2), ("a", 3, 3)], 5, 1, [1, 3]),
         ("a model that does not join", BatchRules(8, joins=False), [("a", 1, 1), ("a", 1, 2)], 5, 1, [1]),
         ("nor waits", BatchRules(8, delay_ns=10, joins=False), [("a", 1, 1)], 5, 1, [1]),
-        ("preferred sizes without a delay", BatchRules(8, 0, (2,)), singles(3), 5, 1, [1, 1, 1]),
+        ("preferred sizes without a delay", AT_ONCE, singles(7), 5, 1, [1] * 6),
+        ("the largest that the requests make at once", AT_ONCE, singles(5), 5, 1, [1] * 4),
+        ("less than all of them is not kept", AT_ONCE, singles(3), 5, 1, [1] * 3),
+        ("what misses all of them goes together", AT_ONCE, [("a", 3, 1), ("a", 2, 2)], 5, 1, [3, 2]),
+        ("the next would be beyond all of them, at once", AT_ONCE, [("a", 3, 1), ("a", 5, 2)], 5, 1, [3]),
+        ("beyond all of them by itself, at once", AT_ONCE, [("a", 7, 1), ("a", 1, 2)], 5, 1, [7]),
+        ("a preferred size is nothing to one that does not join", ALONE, singles(3), 5, 1, [1]),
         ("it waits for company", WAITS, [("a", 1, 1)], 5, 11, []),
         ("but not for ever", WAITS, [("a", 1, 1), ("a", 1, 11)], 11, 11, [1, 1]),
         ("nor when it is full", BatchRules(2, delay_ns=10), singles(2), 5, 1, [1, 1]),
@@ -121,6 +129,23 @@ def test_a_key_grows_only_as_far_as_it_is_compiled(delay_ns: int) -> None:
     assert rows(batcher.take(8 + delay_ns)) == [1] * 5
 
 
+SIZES = st.lists(st.integers(1, 8), unique=True, max_size=3).map(lambda sizes: tuple(sorted(sizes)))
+
+
+@given(SIZES, st.integers(0, 8), st.lists(st.integers(1, 8), min_size=1, max_size=8))
+def test_what_is_a_batch_as_it_is_need_not_be_taken_here(
+    preferred: tuple[int, ...], limit: int, sizes: list[int]
+) -> None:
+    """The longest beginning that fits into what ``at_once`` allows is what ``take`` returns, if ``at_once`` has its size."""
+    batcher = batcher_of(BatchRules(8, 0, preferred), *[("a", size, at) for at, size in enumerate(sizes, 1)])
+    batcher.limit("a", limit)
+    allowed = [size for some in batcher.at_once("a") for size in some]
+    fits = [sum(sizes[:count]) for count in range(1, len(sizes) + 1) if sum(sizes[:count]) <= max(allowed)]
+    taken = sum(rows(batcher.take(99)))
+    if fits and fits[-1] in allowed:
+        assert taken == fits[-1]
+
+
 def test_when_no_more_come_nothing_waits() -> None:
     batcher = batcher_of(WAITS, ("a", 1, 1), ("b", 1, 2))
     assert batcher.take(3) == []
@@ -138,9 +163,6 @@ def test_what_is_told_of_keys_is_not_kept() -> None:
         batcher.limit(key, 0)
     assert not batcher._limits
     assert not batcher._changed
-
-
-SIZES = st.lists(st.integers(1, 8), unique=True, max_size=3).map(lambda sizes: tuple(sorted(sizes)))
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 8)), max_size=40), st.integers(0, 20), SIZES)
