@@ -143,6 +143,102 @@ def test_volumes_are_there() -> None:
                         assert named[mount["name"]]["emptyDir"]["medium"] == "Memory"
 
 
+def of_image() -> Iterator[tuple[str, Document, Document]]:
+    """Yields each container of our image, with its document's kind and its pod's specification; as kustomize builds them."""
+    documents = [document for folder in manifests.BUILT for document in manifests.built(folder)] + everything()
+    for document in documents:
+        if (specification := manifests.pod(document)) is not None:
+            for container in manifests.containers(specification):
+                if container["image"].startswith("tensord"):
+                    yield document["kind"], specification, container
+
+
+@needs_kustomize
+def test_who_gets_in_can_write_little_and_gets_no_more_rights() -> None:
+    """Everything of the image but volumes is read-only, and so are models where they are served; only the step that needs rights
+    has any, and no more than two."""
+    ran = 0
+    for kind, specification, container in of_image():
+        security = container["securityContext"]
+        is_root = security.get("runAsUser", specification.get("securityContext", security).get("runAsUser")) == 0
+        assert (security["allowPrivilegeEscalation"], security["readOnlyRootFilesystem"]) == (False, True)
+        assert security["capabilities"]["drop"] == ["ALL"]
+        assert security["capabilities"].get("add", []) == (["CHOWN", "FOWNER"] if is_root else [])
+        assert not is_root or container["command"][0] == "install"
+        assert container["imagePullPolicy"] == "Always" or "@sha256:" in container["image"]
+        if "command" in container:
+            continue
+        ran += 1
+        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in specification["volumes"]}
+        if kind != "ClusterServingRuntime":  # where it is KServe's
+            assert mounts["/var/lib/tensord/models"]["readOnly"] is True
+        assert {"/tmp", "/run/tensord", "/var/cache/tensord"} <= {*mounts}
+        # A folder on disk lacks the sticky bit, and in one without it no compiled code is used.
+        assert volumes[mounts["/var/cache/tensord"]["name"]]["emptyDir"]["medium"] == "Memory"
+        cache = next(
+            each["value"] for each in container["env"] if each["name"] == "TENSORD_EXECUTABLES_CACHE_DIRECTORY"
+        )
+        assert Path(cache).parent == Path("/var/cache/tensord")
+    assert ran >= 5
+
+
+def test_no_variables_of_services_come_in() -> None:
+    """Those of a service named tensord begin like the daemon's own. A runtime has no such field: its service has."""
+    for document in everything():
+        specification = manifests.pod(document)
+        if document["kind"] == "ClusterServingRuntime":
+            specification = manifests.found(everything(), "InferenceService")["spec"]["predictor"]
+        assert specification is None or specification["enableServiceLinks"] is False
+
+
+def policies(folder: str) -> Iterator[tuple[Document, Document]]:
+    """Yields the pods of a folder's documents as (labels, specification), each with the NetworkPolicy that selects it."""
+    documents = [
+        document for path in sorted((KUBERNETES / folder).glob("*.yaml")) for document in manifests.written(path)
+    ]
+    for document in documents:
+        if document["kind"] in ("Deployment", "DaemonSet", "Pod") and [*manifests.daemons([document])]:
+            head = document if document["kind"] == "Pod" else document["spec"]["template"]
+            (policy,) = (
+                each
+                for each in documents
+                if each["kind"] == "NetworkPolicy"
+                and each["spec"]["podSelector"]["matchLabels"].items() <= head["metadata"]["labels"].items()
+            )
+            yield document, policy["spec"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "let_in"),
+    [
+        ("base", {"tensord-client": {"http", "grpc"}, "tensord-balancer": {"http", "grpc", "agent"}, "": {"metrics"}}),
+        ("daemonset", {"": {"metrics"}}),
+        ("sidecar", {}),
+    ],
+)
+def test_only_who_needs_a_port_reaches_it(folder: str, let_in: dict[str, set[str]]) -> None:
+    """A daemon in a container listens on all addresses: each has a policy. ``let_in``: ports by label; "": Prometheus'."""
+    ((_, policy),) = policies(folder)
+    assert policy["policyTypes"] == ["Ingress"]
+    found: dict[str, set[str]] = {}
+    for rule in policy["ingress"]:
+        (peer,) = rule["from"]
+        labels = [*peer.get("podSelector", {}).get("matchLabels", {"": ""})]
+        if labels == [""]:
+            assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "monitoring"}
+        found.setdefault(labels[0], set()).update(port["port"] for port in rule["ports"])
+    assert found == let_in
+
+
+def test_one_node_does_not_take_all_daemons() -> None:
+    deployment = manifests.found(everything(), "Deployment")["spec"]["template"]
+    (spread,) = deployment["spec"]["topologySpreadConstraints"]
+    assert (spread["topologyKey"], spread["maxSkew"]) == ("kubernetes.io/hostname", 1)
+    assert spread["whenUnsatisfiable"] == "ScheduleAnyway", "a cluster of one node has both"
+    assert spread["labelSelector"]["matchLabels"] == deployment["metadata"]["labels"]
+
+
 # --------------------------------------------------------------------------------------------- right about the daemon
 
 
@@ -154,6 +250,7 @@ def test_variables_are_keys() -> None:
 def test_ports_are_those_of_the_image() -> None:
     options = load(_IMAGE)
     served = {"http": options.http.port, "grpc": options.grpc.port, "metrics": options.metrics.port}
+    served["agent"] = options.metrics.agent_port
     for document in everything():
         if document["kind"] in ("Deployment", "DaemonSet"):
             for _, container in manifests.daemons([document]):
