@@ -11,6 +11,7 @@ Belongs to the supervisor's loop. Nothing that clients send is read, and no clie
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -148,7 +149,8 @@ class _Answer(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.write(self._line())
-        transport.write_eof()
+        with contextlib.suppress(OSError):  # it has gone already
+            transport.write_eof()
         # What a client sends (``agent-send``) is not read: closing at once would throw the line away with it.
         self._end = asyncio.get_running_loop().call_later(_LINGER, transport.abort)
 
