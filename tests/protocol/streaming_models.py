@@ -166,6 +166,8 @@ ONCE = (
                     sender.send(bad(refused(sender.send, flags=FINAL)), FINAL)
                 elif say == "drop":
                     pass
+                elif say == "again":
+                    request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
                 answers.append(None if say else response(n))
             return answers
     """
@@ -238,6 +240,9 @@ def write_streaming_models(models: Path) -> None:
     for name, source in (("talks", TALKS), ("threads", THREADS), ("coroutines", COROUTINES), ("returns", RETURNS)):
         write_model(models, name, source, CONFIG)
     write_model(models, "rounds", ROUNDS, CONFIG + "sequence_batching { iterative_sequence: true oldest { } }")
+    no_rounds = CONFIG + "dynamic_batching { }"
+    for name, source in (("no_rounds", ROUNDS), ("no_async_rounds", ROUNDS.replace("def exec", "async def exec"))):
+        write_model(models, name, source, no_rounds)
     for name, source in (("once", ONCE), ("async_once", ASYNC_ONCE)):
         write_model(models, name, source, CONFIG.replace("decoupled: true", "decoupled: false"))
     write_model(models, "wide", WIDE)

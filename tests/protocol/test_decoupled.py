@@ -159,6 +159,16 @@ def test_one_answer_by_a_sender_of_a_model_that_gives_one(stream: Stream, daemon
     assert (status, answer["outputs"][0]["data"]) == (200, [4])
 
 
+def test_who_asks_for_another_round_and_has_none_is_told_so(stream: Stream) -> None:
+    """A model without iterative sequences: decoupled or not, also as a coroutine, whoever has let go of the sender first."""
+    refused = "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "
+    refused += "handle such a flag."
+    for model in ("no_rounds", "no_async_rounds"):
+        assert stream.answers(model, 2) == [[0], refused]
+        assert stream.answers(model, 1) == [[1], None]
+    assert stream.answers("once", 3, "again") == [refused]
+
+
 def test_a_generator_of_64_bits(daemon: DaemonProcess) -> None:
     status, body = generate(daemon, "wide", "generate_stream", n=3)
     events = [json.loads(line[6:])["y"] for line in body.decode().splitlines() if line]

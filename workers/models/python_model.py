@@ -236,7 +236,7 @@ class PythonModel:
             # Whoever has a sender goes on answering, that of an earlier round as well.
             held = held if sender is None else sender.released(again)
         if again:
-            return self._rescheduled(None)
+            return self._rescheduled(request, None)
         return STREAMED if held else Internal(NOT_COMPLETED)
 
     def _ended(
@@ -258,6 +258,8 @@ class PythonModel:
         if error is not None:
             failed = own_failure(self, error, Execution(requests, time.monotonic_ns()))
         for request, each in zip(requests, asked, strict=True):
+            if error is None and each.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
+                self._rescheduled(request, None)
             if error is not None or each.sender is None:
                 sender = request.version.senders.get(request)
                 if sender is not None:
@@ -269,7 +271,7 @@ class PythonModel:
         ``asked``: the request as the model was given it. Raises TypeError: the model returned something else than a response.
         """
         if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
-            return self._rescheduled(response)
+            return self._rescheduled(request, response)
         if asked.sender is not None:
             if response is not None:
                 asked.sender.send(response, interface.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
@@ -294,22 +296,28 @@ class PythonModel:
             _log.error("%s%s", named(request.client_id), error.message, extra=traced([request]))
             return error
 
-    def _rescheduled(self, response: Any) -> Result | None:
+    def _rescheduled(self, request: Request, response: Any) -> Result | None:
         """Returns the result of a request that the model asked to have run again: None if it is allowed, else the error.
 
         Only models with iterative sequences may ask, and ``response``, the model's response, must be None.
         """
         if self._sequences is None or self._sequences.iterative is None:
-            return Internal(
+            refused = Internal(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "
                 "handle such a flag."
             )
-        if response is not None:
-            return Internal(
+        elif response is not None:
+            refused = Internal(
                 "Expected a None object in the execute function return list for reschduled request, found type "
                 f"'{type(response)}'."
             )
-        return None
+        else:
+            return None
+        sender = None if request.version is None else request.version.senders.get(request)
+        if sender is not None:
+            # At once: the model's own sender goes with its request, and would say something else.
+            sender.fail(refused)
+        return refused
 
     def describe(self, error: BaseException) -> str:
         reason = describe_exception(error)
