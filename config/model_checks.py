@@ -165,6 +165,13 @@ def _check_versions(message: ModelConfig) -> None:
 
 def _check_instances(message: ModelConfig) -> None:
     kinds = model_config_pb2.ModelInstanceGroup
+    needed = [resource for group in message.instance_group for resource in group.rate_limiter.resources]
+    shared = {resource.name.lower(): getattr(resource, "global") for resource in needed}
+    for resource in needed:
+        if shared[resource.name.lower()] != getattr(resource, "global"):
+            raise InvalidArgument(
+                f'Resource "{resource.name}" is present as both global and device-specific resource in the model configuration.'
+            )
     for index, group in enumerate(message.instance_group):
         if group.count < 0:
             raise InvalidArgument(
@@ -172,13 +179,6 @@ def _check_instances(message: ModelConfig) -> None:
             )
         if group.kind not in kinds.Kind.values():
             raise InvalidArgument(f"model '{message.name}': instance_group has kind {group.kind}, which is none")
-        shared = {resource.name.lower(): getattr(resource, "global") for resource in group.rate_limiter.resources}
-        for resource in group.rate_limiter.resources:
-            if shared[resource.name.lower()] != getattr(resource, "global"):
-                raise InvalidArgument(
-                    f'Resource "{resource.name}" is present as both global and device-specific resource in the model '
-                    "configuration."
-                )
         if group.gpus and group.kind in (kinds.KIND_CPU, kinds.KIND_MODEL):
             kind = kinds.Kind.Name(group.kind)
             raise InvalidArgument(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensord.config.options import Options, Repository
-from tensord.daemon.models import ensembles, isolation, listing, load_errors, readiness, repository
+from tensord.daemon.models import ensembles, isolation, listing, load_errors, placement, readiness, repository
 from tensord.daemon.models.ensembles import Coming, Ensembles
 from tensord.daemon.models.given import GivenModels, Overrides
 from tensord.daemon.models.instructions import Forget, Instruction, Publish, Retry, Send, Settled
@@ -288,6 +288,8 @@ class Models:
                 placed = repository.placed(found, self._supervisor.workers.devices, self._placing)
                 taken = isolation.wanted(self.lifecycle, self._placing.workers)
                 isolation.check(placed, taken, self._placing.workers)
+                if placed.resources:
+                    placement.check_resources(placed.name, placed.resources, self.lifecycle.resources())
         except InvalidArgument as error:
             self._refuse(found.name, error.message)
             return load_errors.placement_error(found.name, error.message)

@@ -16,7 +16,7 @@ workers (the kernel, for want of memory), so tries go on.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from tensord.daemon.models.instructions import Forget, Instruction, Publish, Retry, Send, Settled
 from tensord.daemon.models.load_errors import load_error
@@ -171,6 +171,7 @@ class Lifecycle:
                 version.state, version.reason = IndexState.LOADING, ""
                 out.append(self._publish(number, version))
             version.postponed, version.devices, version.members = set(), found.devices, found.members
+            version.resources = found.resources
             # A version that was being unloaded is loaded again: each worker does one after the other.
             version.unloading = set()
             for worker in sorted(self._homes(version)):
@@ -482,6 +483,15 @@ class Lifecycle:
                     if model_of(device) == name:
                         found[device] = version.load.config
         return found
+
+    def resources(self) -> dict[str, Mapping[str, bool]]:
+        """Returns the rate limiter's resources that models need which are wanted or in use: by model, whether each is global."""
+        return {
+            name: version.resources
+            for name, model in self.models.items()
+            for version in model.versions.values()
+            if version.resources and (version.wanted or version.in_use)
+        }
 
     def reason(self, name: str, number: int) -> str:
         """Returns why a version is given up until its next try or until a worker can use its devices; "": it is not given up."""

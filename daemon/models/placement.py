@@ -14,7 +14,7 @@ same worker after every restart, another worker for another model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -142,6 +142,26 @@ def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
         places.setdefault(gpu_of(device), []).append(device)
     counted = {choose("rate limiter", workers) for workers in places.values()}
     return tuple(device for device in chosen if device in counted)
+
+
+def resources(message: ModelConfig) -> dict[str, bool]:
+    """Returns the rate-limiter resources that a model's instances need: name in lower case -> whether it is global."""
+    return {each.name.lower(): getattr(each, "global") for each in _needs(message)}
+
+
+def check_resources(name: str, needs: Mapping[str, bool], others: Mapping[str, Mapping[str, bool]]) -> None:
+    """Raises InvalidArgument if a resource that a model needs is global in it and one of each device in another, or vice versa.
+
+    ``needs``: its resources, as ``resources`` returns them.  ``others``: those of served models (model -> resources).
+    """
+    for other, known in others.items():
+        for resource in needs.keys() & known.keys() if other != name else ():
+            if needs[resource] != known[resource]:
+                kinds = {True: "global", False: "one of each device"}
+                raise InvalidArgument(
+                    f'Resource "{resource}" is present as both global and device-specific resource in the model configuration: '
+                    f"it is {kinds[needs[resource]]} in model '{name}', {kinds[known[resource]]} in model '{other}'"
+                )
 
 
 def _needs(message: ModelConfig) -> list[Any]:

@@ -20,7 +20,7 @@ import os
 import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tensord.config import artifact_files, ensemble_checks, model_checks, model_config, model_fields, model_folder
@@ -109,6 +109,8 @@ class FoundModel:
     members: tuple[tuple[str, int], ...] = ()
     #: The devices of the workers that load it (``tensord.daemon.models.placement``); empty: every worker does.
     devices: tuple[str, ...] = ()
+    #: The rate limiter's resources that its instances need, if there is one: name -> whether it is global.
+    resources: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def problem(self) -> str:
@@ -131,7 +133,8 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
     message, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
     chosen = placement.place(message, devices, limited, options.workers.devices_per_worker)
     config = message.SerializeToString() if placement.say_kinds(message, devices) else found.config
-    return dataclasses.replace(found, devices=chosen, config=config)
+    resources = placement.resources(message) if limited else {}
+    return dataclasses.replace(found, devices=chosen, config=config, resources=resources)
 
 
 def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str, FoundModel]:

@@ -49,6 +49,8 @@ class VersionEntry:
     devices: tuple[str, ...] = ()
     #: For an ensemble: what has to be ready in a worker before it is loaded there, as in ``FoundModel``.
     members: tuple[tuple[str, int], ...] = ()
+    #: The rate limiter's resources that its instances need, as in ``FoundModel``.
+    resources: Mapping[str, bool] = field(default_factory=dict)
     #: True if a worker died with its Load unanswered: it is loaded alone from now on, so that a death is its own.
     suspect: bool = False
     #: The number of workers that died while it alone was loading.

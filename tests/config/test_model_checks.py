@@ -100,6 +100,11 @@ def test_what_is_not_offered(text: str, words: str) -> None:
             'Resource "R" is present as both global and device-specific resource in the model configuration.',
         ),
         (
+            "instance_group [ { rate_limiter { resources { name: 'R' count: 1 } } }, "
+            "{ rate_limiter { resources { name: 'r' count: 1 global: true } } } ]",
+            'Resource "R" is present as both global and device-specific resource in the model configuration.',
+        ),
+        (
             "instance_group { } instance_group { kind: KIND_CPU gpus: [ 0 ] }",
             "instance group m_1 of model m has kind KIND_CPU but specifies one or more GPUs",
         ),

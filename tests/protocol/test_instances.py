@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -28,7 +29,8 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     with_config(
         models, "ordered", "dynamic_batching { preserve_ordering: true } instance_group { count: 2 kind: KIND_CPU }"
     )
-    for name, resource, count in (("one", "R", 2), ("other", "r", 2), ("free", "Q", 1), ("greedy", "R", 3)):
+    resources = ("one", "R", "2"), ("other", "r", "2"), ("free", "Q", "1"), ("greedy", "R", "3")
+    for name, resource, count in (*resources, ("worldwide", "q", "1 global: true")):
         needs = f'rate_limiter {{ resources {{ name: "{resource}" count: {count} }} }}'
         with_config(models, name, f"instance_group {{ count: 1 kind: KIND_CPU {needs} }}")
     with_config(models, "passive", "instance_group { count: 1 kind: KIND_CPU passive: true }")
@@ -132,6 +134,16 @@ def test_an_instance_that_could_never_run_is_not_loaded(daemon: DaemonProcess) -
         "scheduling of one or more model instances, the minimum required count is 3"
     )
     assert daemon.get("/v2/models/greedy/ready")[0] == 400
+
+
+def test_a_resource_is_global_in_all_models_or_in_none(daemon: DaemonProcess) -> None:
+    index = json.loads(daemon.request("POST", "/v2/repository/index", b"")[1])
+    (entry,) = [each for each in index if each["name"] == "worldwide"]
+    assert entry["state"] == "UNAVAILABLE"
+    assert entry["reason"] == (
+        'Resource "q" is present as both global and device-specific resource in the model configuration: it is global in model '
+        "'worldwide', one of each device in model 'free'"
+    )
 
 
 def test_passive_instances_hold_their_model_and_take_no_requests(daemon: DaemonProcess, asker: Asker) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
 from tensord.config.model_config import parse_pbtxt
+from tensord.config.options import Options, RateLimit
+from tensord.daemon import check
 from tensord.daemon.models import placement
 from tensord.daemon.models.placement import place, say_kinds
+from tensord.daemon.models.repository import FoundModel
+from tensord.daemon.processes.devices import Device
 from tensord.shm.device_names import gpu_of
 from tensord.shm.errors import InvalidArgument
 
@@ -189,3 +196,23 @@ def test_a_name_that_goes_moves_what_was_its_own_and_nothing_else() -> None:
     assert set(before.values()) == set(names)
     after = {number: placement.choose(number, reversed(names[:-1])) for number in before}
     assert all(after[number] == name for number, name in before.items() if name != names[-1])
+
+
+def test_a_resource_is_global_in_all_models_or_in_none() -> None:
+    """So says ``tensord check``, too. Without a rate limiter nobody counts, and a model may differ from what it was."""
+    texts = {"a": LIMITED, "b": GLOBAL, "c": GLOBAL.replace("R", "Q"), "d": LIMITED.replace("R", "r"), "e": ""}
+    found = []
+    for name, text in texts.items():
+        message = parse_pbtxt(f"instance_group {{ kind: KIND_CPU {text} }}", name)
+        found.append(FoundModel(name, Path(name), message.SerializeToString(), (1,), (1,)))
+    refused = (
+        'Resource "r" is present as both global and device-specific resource in the model configuration: it is global in model '
+        "'b', one of each device in model 'a'"
+    )
+    options, devices = Options(), [Device("cpu:0")]
+    assert not any(model.error for model in check.placed(found, devices, options))
+    options = msgspec.structs.replace(options, rate_limit=RateLimit(mode="execution_count"))
+    assert {model.name: model.error for model in check.placed(found, devices, options) if model.error} == {"b": refused}
+    known = {"b": placement.resources(parse_pbtxt(f"instance_group {{ {GLOBAL} }}", "b"))}
+    assert known == {"b": {"r": True}}
+    placement.check_resources("b", {"r": False}, known)
