@@ -131,7 +131,7 @@ class Grpc(Section, frozen=True):
     max_receiving_byte_size: ByteSize = 1 << 30
     max_connections: Count = 4096
     max_concurrent_streams: Count = 1024
-    #: Requests of one ModelStreamInfer that are in flight; the client waits beyond.
+    #: Requests of one ModelStreamInfer that are in flight, or whose answers wait for earlier ones; the client waits beyond.
     max_stream_requests: Count = 256
     response_compression: Compression = "none"
     #: A connection that has not opened, or a message that is not complete, by then is given up.

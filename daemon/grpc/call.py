@@ -108,3 +108,10 @@ class InferCall(Call):
     @abstractmethod
     def placed(self) -> None:
         """Is called when a request of the call no longer waits for arena (shared) memory, because it was sent or answered."""
+
+    def several(self, asked: CallRequest) -> None:
+        """Is called when the first of several responses to ``asked`` has come, of which it was not known that it has several."""
+
+    def holds_up(self, asked: CallRequest) -> bool:
+        """Returns whether answers to later requests of the call wait for the answer to ``asked``."""
+        return False

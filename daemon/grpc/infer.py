@@ -357,12 +357,16 @@ class CallRequest(InFlight):
     def names(self) -> tuple[str, str]:
         return self.head.model, self.client_id
 
+    @property
+    def holds_up(self) -> bool:
+        return self.call.holds_up(self)
+
     def left_line(self) -> None:
         self.call.placed()
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        if self.loading and (not prepared.final or is_mark(prepared, own)):
-            self.decoupled = True
+        if self.loading and not self.decoupled and is_mark(prepared, own):
+            self._several()
         trace = self.trace
         if trace is not None:
             if prepared.final:
@@ -375,6 +379,8 @@ class CallRequest(InFlight):
         sent: Callable[[], None] | None = None
         submitter = self.call.infer.submitter
         if lane is not None and not prepared.final:
+            if not self.decoupled:
+                self._several()
             sent = partial(submitter.taken, lane, own)
         elif lane is not None and own.lease is not None:
             sent = partial(submitter.release, lane, own.lease)
@@ -392,6 +398,11 @@ class CallRequest(InFlight):
                 if trace is not None:
                     trace.error = DEFECT
         self.call.completed(self, prepared, own, parts, sent)
+
+    def _several(self) -> None:
+        """Notes that the model gives several responses, which was not known when the request was sent."""
+        self.decoupled = True
+        self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
         """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the arena (shared memory) are not copied.

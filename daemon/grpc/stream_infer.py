@@ -1,4 +1,8 @@
-"""Answers ModelStreamInfer: one call with many requests in flight, answered in the order they complete. Nothing here blocks.
+"""Answers ModelStreamInfer: one call with many requests in flight, answered in the order of the requests. Nothing here blocks.
+
+    answer ─▶ its turn has come ───────────────────────────────────▶ sent, and those that waited for it
+              an earlier request of a model with one response is not answered ─▶ kept ─▶ sent in its turn
+              a response of a decoupled model ─────────────────────▶ sent
 
 If a request fails, the client gets a response with ``error_message`` and the stream goes on. A client that sent the header
 ``triton_grpc_error: true`` gets the error as the gRPC status instead, which ends the stream.
@@ -23,9 +27,12 @@ from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.errors import DEFECT, ServingError
 from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer
+from tensord.shm.response_order import ResponseOrder
 
 _log = logging.getLogger(__name__)
-#: Answers of a stream that its client has not taken; beyond, no more requests are taken.
+#: An answer that waits for its turn: its bytes, what sends it, and what is called instead where it will not be sent.
+_Waiting = tuple[int, Callable[[], None], Callable[[], None] | None]
+#: Bytes of answers that a stream's client has not taken, or that wait for earlier ones; beyond, no more requests are taken.
 _MAX_UNSENT = 4 << 20
 
 
@@ -37,7 +44,12 @@ class StreamInfer(InferCall):
     def __init__(self, infer: Infer, stream: Stream) -> None:
         self.infer = infer
         self.stream = stream
-        self._in_flight: set[CallRequest] = set()
+        #: Those whose last answer was not sent; an object for a request of which nothing is known.
+        self._in_flight: set[object] = set()
+        #: Requests with one response, in their order, and answers that wait for earlier ones.
+        self._order: ResponseOrder[object, _Waiting] = ResponseOrder()
+        #: Bytes of the answers that wait there.
+        self._kept_size = 0
         #: Messages that came before there was room for them; bounded by the stream's window.
         self._waiting: deque[Message] = deque()
         #: Its last request waits for room: what comes later is sent later.
@@ -83,14 +95,18 @@ class StreamInfer(InferCall):
         in_flight, self._in_flight = self._in_flight, set()
         placed = [message for message in waiting if isinstance(message, ArrivingMessage)]
         call_each([message.drop for message in placed], "leaving a message")
-        call_each([partial(self.infer.submitter.cancel, asked) for asked in in_flight], "leaving a request")
+        asked = [each for each in in_flight if isinstance(each, CallRequest)]
+        call_each([partial(self.infer.submitter.cancel, each) for each in asked], "leaving a request")
+        call_each([sent for *_, sent in self._order.drop() if sent is not None], "leaving an answer")
 
     # ------------------------------------------------------------------------------------------------- requests
 
     def _has_room(self) -> bool:
         if self._placing:
             return False
-        return len(self._in_flight) < self.infer.max_stream_requests and self.stream.unsent_size < _MAX_UNSENT
+        if len(self._in_flight) >= self.infer.max_stream_requests:
+            return False
+        return self.stream.unsent_size + self._kept_size < _MAX_UNSENT
 
     def _wait(self, message: Message) -> None:
         if self._stopping:
@@ -119,6 +135,8 @@ class StreamInfer(InferCall):
             self._not_sent(error, known)
             return
         self._in_flight.add(asked)
+        if not asked.decoupled:
+            self._order.taken(asked)
         if not asked.record.request_id:
             # It waits for arena memory.
             self._placing = self.stream.held = True
@@ -126,7 +144,7 @@ class StreamInfer(InferCall):
     def _not_sent(
         self, error: Exception, client_id: str, trace: Trace | None = None, asked: CallRequest | None = None
     ) -> None:
-        """Sends the client an error for a request that could not be sent to a worker; the stream's other requests go on.
+        """Sends the client an error, in its turn, for a request that could not be sent to a worker; the stream's others go on.
 
         Args:
           trace: the request's trace, which ends once the error is written; None: the request is not traced.
@@ -136,11 +154,19 @@ class StreamInfer(InferCall):
         if trace is not None:
             trace.error = error.message if isinstance(error, ServingError) else DEFECT
             sent = Sent(trace, None)
+        code, message = INTERNAL, DEFECT
         if isinstance(error, ServingError):
-            self._refused(number(error), error.message, client_id, sent=sent, asked=asked)
+            code, message = number(error), error.message
         else:
             _log.error("a request of a stream met a defect of the server", exc_info=error)
-            self._refused(INTERNAL, DEFECT, client_id, sent=sent)
+            asked = None
+        if not len(self._order):
+            self._refused(code, message, client_id, sent=sent, asked=asked)
+            return
+        place = asked or object()
+        self._in_flight.add(place)
+        self._order.taken(place)
+        self._keep(place, len(message), partial(self._refused, code, message, client_id, sent=sent, asked=asked), sent)
 
     def placed(self) -> None:
         self._placing = False
@@ -173,6 +199,55 @@ class StreamInfer(InferCall):
         parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
+        # One that is not in flight was sent in part: what comes now says so.
+        if asked.decoupled or self._order.passes(asked) or asked not in self._in_flight:
+            self._deliver(asked, prepared, own, parts, sent)
+        else:
+            size = sum(map(len, parts)) + len(own.message)
+            self._keep(asked, size, partial(self._deliver, asked, prepared, own, parts, sent), sent)
+        if self._waiting or self._half_closed or self.stream.held:
+            self._go_on()
+
+    def several(self, asked: CallRequest) -> None:
+        self._leave(self._order.withdrawn(asked))
+
+    def holds_up(self, asked: CallRequest) -> bool:
+        return self._order.holds_up(asked)
+
+    def _keep(self, asked: object, size: int, send: Callable[[], None], sent: Callable[[], None] | None) -> None:
+        """Sends an answer in its turn: now, with those that waited for it, or after the answers to earlier requests.
+
+        ``size``, ``send``, ``sent``: as in ``_Waiting``.
+        """
+        self._kept_size += size
+        if self._kept_size >= _MAX_UNSENT:
+            self.stream.held = True
+        self._leave(self._order.done(asked, (size, send, sent)))
+
+    def _leave(self, leaving: list[tuple[object, _Waiting]]) -> None:
+        for asked, (size, send, sent) in leaving:
+            self._kept_size -= size
+            try:
+                # An error before it may have ended the call.
+                if asked in self._in_flight:
+                    self._in_flight.discard(asked)
+                    send()
+                    continue
+            except Exception:
+                # The client pairs answers with requests by their order: it cannot go on without this one.
+                _log.exception("an answer that waited for its turn could not be sent")
+                self.stream.refuse(INTERNAL, DEFECT)
+            if sent is not None:
+                sent()
+
+    def _deliver(
+        self,
+        asked: CallRequest,
+        prepared: PreparedAnswer,
+        own: AnswerRecord,
+        parts: list[Buffer],
+        sent: Callable[[], None] | None,
+    ) -> None:
         if prepared.final:
             self._in_flight.discard(asked)
         if own.code:
@@ -186,18 +261,7 @@ class StreamInfer(InferCall):
                 sent,
                 asked,
             )
-        else:
-            self._answer(asked, prepared, parts, sent)
-        if self._waiting or self._half_closed or self.stream.held:
-            self._go_on()
-
-    def _answer(
-        self,
-        asked: CallRequest,
-        prepared: PreparedAnswer,
-        parts: list[Buffer],
-        sent: Callable[[], None] | None,
-    ) -> None:
+            return
         answered = self.stream.http2.serving.answered
         if not parts:
             answered.good(asked, prepared.version, b"")

@@ -114,6 +114,11 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         return not self.record.request_id
 
     @property
+    def holds_up(self) -> bool:
+        """Returns whether answers to later requests, which lie in memory of its client's share, wait for its answer."""
+        return False
+
+    @property
     def names(self) -> tuple[str, str]:
         """Returns the name of the request's model, and the id that its client gave it; "" for what is not known."""
         return "", ""

@@ -119,8 +119,19 @@ class Throttle:
         return going
 
     def let_all_go(self) -> list[InFlight]:
-        """Removes and returns the waiting requests of all connections that may be sent now."""
-        return [request for account in list(self.lines) for request in self._take(account)]
+        """Removes and returns the waiting requests of all connections that may be sent now.
+
+        A request for whose answer others wait goes although there is no room, one at a time: its answer makes room.
+        """
+        going: list[InFlight] = []
+        for account, line in list(self.lines.items()):
+            going += self._take(account)
+            first = None if line.sent else next((each for each in line.waiting if each[1].holds_up), None)
+            if first is not None:
+                line.waiting.remove(first)
+                line.sent.add(first[1].record.request_id)
+                going += [first[1], *self._take(account)]
+        return going
 
     def _take(self, account: Account) -> list[InFlight]:
         """Removes and returns the waiting requests of one connection that may be sent now."""

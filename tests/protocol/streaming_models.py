@@ -270,6 +270,9 @@ class Stream:
             asked.raw_input_contents.append(len(say).to_bytes(4, "little") + say.encode())
         if marks:
             asked.parameters["triton_enable_empty_final_response"].bool_param = True
+        self.send(asked)
+
+    def send(self, asked: service_pb2.ModelInferRequest) -> None:
         self._requests.put(asked)
 
     def half_close(self) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import grpc
 import pytest
+from tritonclient.grpc import service_pb2
 
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.protocol.streaming_models import Stream, write_streaming_models
+from tests.repositories import sleepy_model
 from tests.scrapes import scrape
 
 NOT_COMPLETED = "the model ended without completing its response"
@@ -24,6 +26,7 @@ NO_RESPONSE = "TritonModelException: Inference Response object must be provided 
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("streaming") / "models"
     write_streaming_models(folder)
+    sleepy_model(folder)
     return folder
 
 
@@ -124,6 +127,26 @@ def test_requests_of_several_models_share_a_stream(stream: Stream) -> None:
             open_requests.remove(request_id)
     assert found.pop("once") == [[5]]
     assert found == {request_id: [*counted(n), None] for request_id, (_, n) in asked.items()}
+
+
+def test_what_is_not_decoupled_is_in_order_beside_what_is(stream: Stream, tmp_path: Path) -> None:
+    """1. slow; 2. one response; 3. several. Those of 3 come at once, that of 2 after 1's."""
+    until = tmp_path / "until"
+    slow = service_pb2.ModelInferRequest(model_name="sleepy", id="slow")
+    slow.inputs.add(name="DELAY_MS", datatype="INT32", shape=[1])
+    slow.raw_input_contents.append(bytes(4))
+    slow.parameters["until"].string_param = str(until)
+    stream.send(slow)
+    stream.ask("once", 5, request_id="once")
+    for model in ("talks", "counts"):
+        stream.ask(model, 3, request_id=model)
+    beside: dict[str, list[Any]] = {"talks": [], "counts": []}
+    for _ in range(8):
+        request_id, value, _ = stream.take()
+        beside[request_id].append(value)
+    assert beside == {key: [*counted(3), None] for key in beside}
+    until.touch()
+    assert [stream.take()[0] for _ in range(2)] == ["slow", "once"]
 
 
 def test_marks_are_told_to_those_who_ask(stream: Stream) -> None:

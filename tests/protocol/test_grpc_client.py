@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import random
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -150,6 +154,59 @@ def test_many_in_flight_on_one_stream(daemon: DaemonProcess) -> None:
             assert error is None
             got[int(result.get_response().id)] = float(result.as_numpy("y")[0, 0])
     assert got == {n: 3.0 * n + 1 for n in range(1000)}
+
+
+def sleepy_input(milliseconds: int) -> list[Any]:
+    given = grpcclient.InferInput("DELAY_MS", [1], "INT32")
+    given.set_data_from_numpy(np.array([milliseconds], np.int32))
+    return [given]
+
+
+def test_answers_come_in_the_order_of_the_requests(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Slow, fast, refused, fast on one stream: clients pair by order. The fast ones are done before the slow one ends."""
+    answers: queue.Queue[Any] = queue.Queue()
+    until = tmp_path / "until"
+    with client_of(daemon) as client, client_of(daemon) as other:
+
+        def done() -> int:
+            return int(other.get_inference_statistics("scale").model_stats[0].inference_count)
+
+        before = done()
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("sleepy", sleepy_input(0), request_id="0", parameters={"until": str(until)})
+        client.async_stream_infer("scale", scale_input(1), request_id="1")
+        client.async_stream_infer("nothing", scale_input(2), request_id="2")
+        client.async_stream_infer("scale", scale_input(3), request_id="3")
+        while done() < before + 2:
+            time.sleep(0.01)
+        assert answers.empty()
+        until.touch()
+        got = [answers.get(timeout=PATIENCE) for _ in range(4)]
+    assert [result.get_response().id for result, error in got if error is None] == ["0", "1", "3"]
+    assert "unknown model: 'nothing'" in got[2][1].message()
+
+
+def test_many_streams_are_each_in_order(daemon: DaemonProcess) -> None:
+    """Two models of which one is slow now and then, and refused requests, in another mixture on each stream."""
+
+    def ask(client: grpcclient.InferenceServerClient, seed: int, answers: queue.Queue[Any]) -> list[str]:
+        chosen = random.Random(seed)
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        asked = []
+        for number in range(60):
+            kind = chosen.choice(("sleepy", "scale", "scale", "scale", "nothing"))
+            given = sleepy_input(chosen.randrange(5)) if kind == "sleepy" else scale_input(number)
+            client.async_stream_infer(kind, given, request_id=str(number))
+            asked.append("" if kind == "nothing" else str(number))
+        return asked
+
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(client_of(daemon)) for _ in range(8)]
+        queues: list[queue.Queue[Any]] = [queue.Queue() for _ in clients]
+        asked = [ask(client, seed, answers) for seed, (client, answers) in enumerate(zip(clients, queues, strict=True))]
+        for expected, answers in zip(asked, queues, strict=True):
+            got = [answers.get(timeout=PATIENCE) for _ in expected]
+            assert ["" if error else result.get_response().id for result, error in got] == expected
 
 
 def test_health_service(daemon: DaemonProcess) -> None:

@@ -17,6 +17,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import VersionFigures
 from tensord.shm.operations import MAIN_SET
+from tensord.shm.response_order import ResponseOrder
 from tensord.shm.status_page import model_key
 from tensord.workers.models.host_model import shapes_key
 from tensord.workers.models.instance import Instance
@@ -31,7 +32,6 @@ from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.scheduling.dynamic_batcher import DynamicBatcher
 from tensord.workers.scheduling.planner import Planner
 from tensord.workers.scheduling.queue import ParkedRequests, RequestQueue
-from tensord.workers.scheduling.response_order import ResponseOrder
 from tensord.workers.scheduling.sequence import LiveSequence
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 from tensord.workers.scheduling.step_batcher import StepBatcher

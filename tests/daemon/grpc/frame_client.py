@@ -90,10 +90,11 @@ class FrameClient:
         self.sock.sendall(content)
 
     def block(self, path: str, **headers: str) -> bytes:
-        """Encodes a header block; underscores in names stand for dashes."""
+        """Encodes a header block; underscores in names stand for dashes, but in Triton's own."""
         fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"), ("te", "trailers")]
         fields += [("content-type", "application/grpc")]
-        fields += [(name.replace("_", "-"), value) for name, value in headers.items()]
+        own = ("triton_grpc_error",)
+        fields += [(name if name in own else name.replace("_", "-"), value) for name, value in headers.items()]
         return bytes(self._encoder.encode(fields))
 
     def open(self, path: str = INFER, **headers: str) -> int:

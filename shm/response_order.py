@@ -1,0 +1,75 @@
+"""Releases answers in the order in which their requests were taken, whichever is done first.
+
+Pure. An answer waits for all answers before it; so does an error. A model asks for this order by ``preserve_ordering``, and a
+gRPC stream has it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+A = TypeVar("A")
+
+
+class ResponseOrder(Generic[K, A]):
+    """Holds back answers (``A``) until the answers to earlier requests (``K``) may be sent."""
+
+    def __init__(self) -> None:
+        #: Requests that were taken and whose answers have not left, in their order.
+        self._turns: deque[K] = deque()
+        #: Appends a request that will be run or refused: its answer is due after those of all earlier ones.
+        self.taken: Callable[[K], None] = self._turns.append
+        #: Answers that wait for others.
+        self._ready: dict[K, A] = {}
+
+    def __len__(self) -> int:
+        """Returns how many of the requests passed to ``taken`` have answers that ``done`` has not returned yet."""
+        return len(self._turns)
+
+    def passes(self, request: K) -> bool:
+        """Returns whether a request's answer may be sent now and no stored one waits for it; then that is noted as ``done``."""
+        turns = self._turns
+        if self._ready or not turns or turns[0] is not request:
+            return False
+        turns.popleft()
+        return True
+
+    def holds_up(self, request: K) -> bool:
+        """Returns whether stored answers wait for that of ``request``, and nothing but them."""
+        return bool(self._ready) and self._turns[0] is request
+
+    def done(self, request: K, answer: A) -> list[tuple[K, A]]:
+        """Stores a request's answer. Returns the requests whose answers may be sent now, each with its answer, in their order."""
+        self._ready[request] = answer
+        return self._leaving()
+
+    def withdrawn(self, request: K) -> list[tuple[K, A]]:
+        """Forgets a request, which has no turn any more. Returns the requests whose answers may be sent now, as ``done``."""
+        self._turns.remove(request)
+        return self._leaving()
+
+    def _leaving(self) -> list[tuple[K, A]]:
+        leaving: list[tuple[K, A]] = []
+        while self._turns and self._turns[0] in self._ready:
+            first = self._turns.popleft()
+            leaving.append((first, self._ready.pop(first)))
+        return leaving
+
+    def drop(self) -> list[A]:
+        """Forgets all requests. Returns the stored answers, which are not sent."""
+        dropped = list(self._ready.values())
+        self._turns.clear()
+        self._ready.clear()
+        return dropped
+
+    def check_invariants(self) -> None:
+        """Asserts, for tests, that each stored answer waits for an earlier one that is not ready."""
+        assert len(set(self._turns)) == len(self._turns)
+        assert self._ready.keys() <= set(self._turns)
+        assert not self._turns or self._turns[0] not in self._ready
+
+    def __repr__(self) -> str:
+        return f"<ResponseOrder {len(self._turns)} taken, {len(self._ready)} ready>"
