@@ -127,7 +127,8 @@ class ParameterPushes:
             raise Internal(f"nothing is known of where model '{version.name}' was loaded from")
         base = (sets.newest(operation.set) or sets.main) if operation.partial else None
         folders = Path(record.version_path), Path(record.model_path)
-        making = sources.plan(operation, folders, fds[0] if fds else None, self._regions, self._pool, self._limit, base)
+        fd, limit = fds[0] if fds else None, self._limit
+        making = sources.plan(operation, folders, fd, self._regions, self._pool, limit, sets.leaves, base)
         fds.clear()
 
         def made(outcome: int | Exception) -> None:
@@ -211,7 +212,10 @@ class ParameterPushes:
         """
         memory = SealedMemory(fd)
         layout.check_size(memory.byte_size, self._limit, what)
-        leaves = sets.leaves.fitted(layout.read(memory.view, what), what, operation.set != MAIN_SET)
+        found = layout.read(memory.view, what, sets.leaves)
+        leaves = sets.leaves.fitted(found, what, operation.set != MAIN_SET)
+        memory.populate()
+        layout.check_truth(found, what)
         if operation.check_finite:
             check_finite(sets.leaves, leaves, what)
         return leaves

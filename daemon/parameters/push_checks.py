@@ -19,6 +19,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:+@-]{0,127}", re.ASCII)
 _CHECKSUM = re.compile(r"crc32:[0-9a-fA-F]{8}|sha256:[0-9a-fA-F]{64}")
 #: The smallest content: the length of the header, and an empty one.
 _LEAST = 10
+#: A number that a client gives is at most half of the highest that there is, so that higher ones are left for later pushes.
+#: Nanoseconds since the epoch fit.
+MAX_GIVEN_NUMBER = 1 << 62
 #: Seals of memory that nobody can change any more.
 _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -36,8 +39,10 @@ def check(wanted: PushParameters, memory: int, most: int) -> None:
         raise InvalidArgument(
             f"no parameter set can be called '{wanted.set[:200]}': 1 to 128 letters, digits and _.,:+@- are expected"
         )
-    if wanted.number < 0:
-        raise InvalidArgument(f"number {wanted.number} of set '{wanted.set}' is no number: from 1 on they grow")
+    if not 0 <= wanted.number <= MAX_GIVEN_NUMBER:
+        raise InvalidArgument(
+            f"number {wanted.number} of set '{wanted.set}' is no number of a push: they grow from 1 to {MAX_GIVEN_NUMBER}"
+        )
     if wanted.checksum and not _CHECKSUM.fullmatch(wanted.checksum):
         raise InvalidArgument("a checksum is 'crc32:' with 8 or 'sha256:' with 64 hexadecimal digits")
     source = wanted.source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ from tensord.shm.operations import (
     FileSource,
     LeafPlace,
     LeavesSource,
+    MakeParameters,
     MemorySource,
     ParameterSource,
     RegionSource,
@@ -46,6 +48,7 @@ from tests.workers.parameters.pushing import PushingLoop, numbered, value, write
 from tests.workers.worker_loop import OPTIONS, PATIENCE_SECONDS
 
 BATCHES = "max_batch_size: 8"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 @pytest.fixture
@@ -185,6 +188,9 @@ def test_of_a_region(tmp_path: Path, access: Any) -> None:
         # Whatever the client writes by now.
         os.pwrite(memory.fd, b"\xff" * 200, 0)
         assert use(loop, made) == 4
+        with pytest.raises(InvalidArgument, match="its header would have"):
+            loop.make("m", source, checksum=crc)
+        os.pwrite(memory.fd, given[:-1] + b"\xff", 100)
         with pytest.raises(InvalidArgument, match=r"their crc32 is [0-9a-f]{8}, "):
             loop.make("m", source, checksum=crc)
         with pytest.raises(InvalidArgument, match="Invalid offset"):
@@ -201,7 +207,7 @@ def test_of_a_region(tmp_path: Path, access: Any) -> None:
 def test_a_region_that_shrinks_is_refused(loop: PushingLoop, registered: Callable[..., Memory]) -> None:
     loop.push("m", numbered(1), 1)
     memory = registered(layout_bytes(numbered(4)) + bytes(1 << 20))
-    os.ftruncate(memory.fd, 100)
+    os.ftruncate(memory.fd, 0)
     with pytest.raises(InvalidArgument, match=r"lost its memory|could be read"):
         loop.make("m", RegionSource("region"))
     assert value(loop.ask_value("m")) == 1
@@ -209,14 +215,14 @@ def test_a_region_that_shrinks_is_refused(loop: PushingLoop, registered: Callabl
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_region_that_shrinks_in_the_middle_of_a_push_is_refused(
-    loop: PushingLoop, registered: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, again: bool
+    loop: PushingLoop, registered: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, again: bool, tmp_path: Path
 ) -> None:
     """Into new memory or into memory that is filled again: the worker lives, and the region's rest is thrown away."""
-    loop.push("m", numbered(1), 1)
-    memory = registered(layout_bytes(numbered(4)) + bytes(64 << 20))
+    loop.load(write_numbered(tmp_path, "large", BATCHES, width=4 * PIECE))
+    loop.push("large", numbered(1, 4 * PIECE), 1)
+    memory = registered(layout_bytes(numbered(4, 4 * PIECE)))
     if again:
-        # Its layout is refused later, when it is staged.
-        os.close(loop.make("m", RegionSource("region")))
+        os.close(loop.make("large", RegionSource("region")))
     cut = threading.Event()
     copyto, pwrite = np.copyto, os.pwrite
 
@@ -236,21 +242,22 @@ def test_a_region_that_shrinks_in_the_middle_of_a_push_is_refused(
     monkeypatch.setattr(np, "copyto", copying)
     monkeypatch.setattr(os, "pwrite", writing)
     with pytest.raises(InvalidArgument, match="lost its memory"):
-        loop.make("m", RegionSource("region"))
+        loop.make("large", RegionSource("region"))
     assert cut.is_set()
     monkeypatch.undo()
     assert loop.worker._regions.leases() == {"system": 0, "cuda": 0}
-    assert value(loop.ask_value("m")) == 1
+    assert value(loop.ask_value("large")) == 1
 
 
-def test_a_region_larger_than_a_piece(loop: PushingLoop, registered: Callable[..., Memory]) -> None:
+def test_a_region_larger_than_a_piece(loop: PushingLoop, registered: Callable[..., Memory], tmp_path: Path) -> None:
     """Whole, and with the spaces behind its header by which its leaves are aligned."""
-    large = {"w": np.random.default_rng(1).random(5 << 18, np.float32), "deep.0.v": numbered(1)["w"]}
+    loop.load(write_numbered(tmp_path, "large", BATCHES, width=10 << 18))
+    large = {**numbered(1, 10 << 18), "w": np.random.default_rng(1).random(5 << 18, np.float32)}
     given = layout_bytes(large)
     length = int.from_bytes(given[:8], "little")
     odd = (length + 5).to_bytes(8, "little") + given[8 : 8 + length] + b" " * 5 + given[8 + length :]
     registered(odd)
-    made = loop.make("m", RegionSource("region", 0, len(odd)), checksum=f"crc32:{zlib.crc32(odd):08x}")
+    made = loop.make("large", RegionSource("region", 0, len(odd)), checksum=f"crc32:{zlib.crc32(odd):08x}")
     assert os.fstat(made).st_size == len(odd) + 59
     found = content(made)
     assert all(np.array_equal(found[name], large[name]) for name in large)
@@ -302,12 +309,13 @@ def test_a_client_that_writes_meanwhile_cannot_change_what_was_checked(
     writer.start()
     try:
         for number in range(1, 100):
-            made = loop.make("m", RegionSource("region"))
-            before = os.pread(made, 1 << 16, 0)
             with contextlib.suppress(InvalidArgument):
-                loop.commit(loop.stage("m", os.dup(made), number))
-            assert os.pread(made, 1 << 16, 0) == before
-            os.close(made)
+                made = loop.make("m", RegionSource("region"))
+                before = os.pread(made, 1 << 16, 0)
+                with contextlib.suppress(InvalidArgument):
+                    loop.commit(loop.stage("m", os.dup(made), number))
+                assert os.pread(made, 1 << 16, 0) == before
+                os.close(made)
     finally:
         stop.set()
         writer.join()
@@ -326,13 +334,55 @@ def test_of_leaves_in_several_regions(loop: PushingLoop, registered: Callable[..
         (LeafPlace("one", 20, 16, "FP32", (4,)), "Invalid offset"),
         (LeafPlace("one", 0, 16, "FP33", (4,)), "has datatype 'FP33'"),
         (LeafPlace("one", 0, 16, "BYTES", (4,)), "has datatype 'BYTES'"),
-        (LeafPlace("one", 0, 16, "FP32", (-1, -4)), "has shape [-1, -4]"),
+        (LeafPlace("one", 0, 16, "FP32", (-1, -4)), "leaf 'w': dimension -1 is negative"),
         (LeafPlace("none", 0, 16, "FP32", (4,)), "Unable to find shared memory region: 'none'"),
     ):
         with pytest.raises(ServingError) as raised:
             loop.make("m", LeavesSource({**leaves, "w": place}))
         assert message in raised.value.message
     assert loop.worker._regions.leases() == {"system": 0, "cuda": 0}
+
+
+def spacious(*, header: object, byte_size: int, seals: int = SEALS) -> int:
+    """Returns a descriptor of memory that has a header and, as no page is taken for it, any number of bytes behind it."""
+    text = json.dumps(header).encode()
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.write(fd, len(text).to_bytes(8, "little") + text)
+    os.truncate(fd, 8 + len(text) + byte_size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+HUGE = 1 << 30
+OTHER = {"dtype": "U8", "shape": [HUGE], "data_offsets": [0, HUGE]}
+
+
+@pytest.mark.parametrize("way", ["staged", "sealed", "unsealed"])
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (0, "its header is not that of safetensors' layout"),
+        ({}, "its leaves end at byte"),
+        ({"other": OTHER}, "model 'm' has no leaf 'other'"),
+        ({"w": OTHER}, f"leaf 'w' is UINT8[{HUGE}], model 'm' has FP32[4]"),
+        ({"__metadata__": {"": "x" * (2 << 20)}}, "its header would have"),
+        ({str(number): 0 for number in range(1000)}, "model 'm' has no leaf '0'"),
+    ],
+)
+def test_nothing_is_filled_for_what_its_header_refuses(
+    loop: PushingLoop, monkeypatch: pytest.MonkeyPatch, way: str, header: object, message: str
+) -> None:
+    """A client announces a gigabyte and sends a header: neither its memory nor a copy of it takes any page more."""
+    fd = spacious(header=header, byte_size=HUGE, seals=0 if way == "unsealed" else SEALS)
+    blocks = os.fstat(fd).st_blocks
+    monkeypatch.setattr(sealed_memory.MemoryPool, "filled", None)
+    operation: MakeParameters | StageParameters = StageParameters(1, "m", 1, "main", 1)
+    if way != "staged":
+        operation = MakeParameters("m", 1, MemorySource(os.fstat(fd).st_size), checksum="crc32:00000000")
+    reply, _ = loop.reply(loop.ask_for(operation, os.dup(fd)))
+    assert (reply.code, message in reply.message) == (InvalidArgument.code, True), reply
+    assert os.fstat(fd).st_blocks == blocks
+    os.close(fd)
 
 
 def test_of_memory_that_may_still_change(loop: PushingLoop) -> None:

@@ -22,12 +22,18 @@ import numpy as np
 
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array
+from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
+from tensord.workers.parameters.leaves import Leaves
 from tensord.workers.parameters.sealed_memory import Copy, Part, part_of
 
 #: Bytes of the length of the header, which come first.
 LENGTH = 8
-_MAX_HEADER = 32 << 20
+#: Bytes of a header for what is no leaf: metadata, and spaces. They are decoded in one call, in which Python serves nobody else.
+_MAX_METADATA = 256 << 10
+_MAX_METADATA_ENTRIES = 1000
+#: Bytes of a leaf's entry in the header, besides its name and shape.
+_ENTRY = 160
 #: Dimensions of a leaf at most.
 MAX_RANK = 32
 _MAX_NAME = 1024
@@ -81,17 +87,72 @@ class LaidLeaf(NamedTuple):
         return self.dtype.itemsize * math.prod(self.shape)
 
 
-def read(content: memoryview, what: str) -> dict[str, Array]:
+class Place(NamedTuple):
+    """Name, dtype and shape of a leaf that a header describes, and where its bytes begin and end in the parameters."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read(content: memoryview, what: str, leaves: Leaves | None = None) -> dict[str, Array]:
     """Reads parameters in safetensors' layout. Returns leaf name -> array; the arrays lie in the given memory, without a copy.
+
+    The tensors themselves are not read: ``check_truth`` looks at them.
 
     Args:
       content: the memory, which must not change any more.
       what: names the parameters in errors.
-    Raises: InvalidArgument: the memory is not in safetensors' layout, or a leaf has an unsupported type.
+      leaves: those of the model, which bound the header; None: whoever wrote the header is trusted.
+    Raises: InvalidArgument: the memory is not in safetensors' layout, or a leaf has an unsupported type; with ``leaves``: the
+      model has no such leaf.
     """
-    begin, entries = _header(content, what)
-    at, found = begin, dict[str, Array]()
-    for name, entry in sorted(entries.items(), key=lambda named: named[1].data_offsets):
+    length = header_length(bytes(content[:LENGTH]), len(content), what, leaves)
+    found = places(content[LENGTH : LENGTH + length], len(content), what, leaves)
+    return {
+        name: np.frombuffer(content[begin:end] if end > begin else b"", dtype).reshape(shape)
+        for name, dtype, shape, begin, end in found.values()
+    }
+
+
+def header_length(head: bytes, byte_size: int, what: str, leaves: Leaves | None = None) -> int:
+    """Returns the length of safetensors' header.
+
+    Args:
+      head: the first ``LENGTH`` bytes of the parameters, or all of them.
+      byte_size: that of the parameters.
+      what: names them in errors.
+      leaves: those of the model, which bound the header; None: whoever wrote the header is trusted.
+    Raises InvalidArgument: the parameters are too short, or the header is too long for these leaves.
+    """
+    if len(head) < LENGTH:
+        raise InvalidArgument(f"{what}: {len(head)} bytes are too few for safetensors' layout")
+    most = byte_size - LENGTH
+    if leaves is not None:
+        entries = [_ENTRY + 6 * len(leaf.name.encode()) + 24 * len(leaf.shape) for leaf in leaves]
+        most = min(most, sum(entries) + _MAX_METADATA)
+    length = int.from_bytes(head, "little")
+    if length > most:
+        raise InvalidArgument(f"{what}: its header would have {length} bytes, at most {most} are possible")
+    return length
+
+
+def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves | None = None) -> dict[str, Place]:
+    """Reads safetensors' header. Returns leaf name -> place, in the order of the places.
+
+    Args:
+      header: its bytes, without their length.
+      byte_size: that of the parameters, which the tensors fill to the end.
+      what: names them in errors.
+      leaves: those of the model; None: any may be there.
+    Raises InvalidArgument: the header is not that of safetensors' layout, the tensors are no sequence without holes, or have an
+      unsupported type; the model has no such leaf, or it has another datatype or shape.
+    """
+    first = at = LENGTH + len(header)
+    found: dict[str, Place] = {}
+    for name, entry in sorted(_entries(header, what, leaves).items(), key=lambda named: named[1].data_offsets):
         dtype, leaf = _DTYPES.get(entry.dtype), f"{what}: leaf '{name[:_MAX_NAME]}'"
         if dtype is None:
             raise InvalidArgument(f"{leaf} has elements of '{entry.dtype[:32]}', which have no name here")
@@ -99,65 +160,54 @@ def read(content: memoryview, what: str) -> dict[str, Array]:
             raise InvalidArgument(f"{leaf} has {len(entry.shape)} dimensions, at most {MAX_RANK} are possible")
         start, end = entry.data_offsets
         needed = dtype.itemsize * math.prod(entry.shape)
-        if begin + start != at or end - start != needed:
+        if first + start != at or end - start != needed:
             raise InvalidArgument(
                 f"{leaf} has bytes {start} to {end}; {entry.dtype}{list(entry.shape)} needs {needed}, "
-                f"and {at - begin} is where the one before it ends"
+                f"and {at - first} is where the one before it ends"
             )
-        if begin + end > len(content):
-            raise InvalidArgument(f"{leaf} ends at byte {begin + end} of {len(content)}")
+        if first + end > byte_size:
+            raise InvalidArgument(f"{leaf} ends at byte {first + end} of {byte_size}")
+        element_count(entry.shape, leaf)
         at += needed
-        array = np.frombuffer(content[begin + start : at] if needed else b"", dtype)
-        if dtype == np.bool_ and needed and array.view(np.uint8).max() > 1:
-            # In memory a truth value may only be 0 or 1.
-            raise InvalidArgument(f"{leaf} has a truth value that is neither 0 nor 1")
-        found[name] = array.reshape(entry.shape)
-    if at != len(content):
-        raise InvalidArgument(f"{what}: its leaves end at byte {at} of {len(content)}")
+        found[name] = Place(name, dtype, entry.shape, at - needed, at)
+    if at != byte_size:
+        raise InvalidArgument(f"{what}: its leaves end at byte {at} of {byte_size}")
+    if leaves is not None:
+        leaves.check_known(found, what)
     return found
 
 
-def _header(content: memoryview, what: str) -> tuple[int, dict[str, _Entry]]:
-    """Reads the header of parameters in safetensors' layout. Returns where the tensors begin, and leaf name -> entry.
+def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> dict[str, _Entry]:
+    """Decodes safetensors' header. Returns leaf name -> entry: dtype, shape, and the leaf's bytes, counted from the header's end.
 
-    The former is an offset in ``content``. An entry says dtype, shape, and the bytes of the leaf, counted from that offset.
-
-    ``content``: the complete parameters. ``what``: names them in errors.
-
-    Raises InvalidArgument: the header is not that of safetensors' layout.
+    Raises InvalidArgument: the header is not that of safetensors' layout, or has more entries than the model has leaves.
     """
-    if len(content) < LENGTH:
-        raise InvalidArgument(f"{what}: {len(content)} bytes are too few for safetensors' layout")
-    length = int.from_bytes(content[:LENGTH], "little")
-    if length > min(_MAX_HEADER, len(content) - LENGTH):
-        raise InvalidArgument(
-            f"{what}: its header would have {length} bytes, at most {min(_MAX_HEADER, len(content) - LENGTH)} are possible"
-        )
     entries: dict[str, _Entry] = {}
     try:
-        for name, text in _decoder.decode(content[LENGTH : LENGTH + length]).items():
-            if name == _METADATA:
-                _metadata_decoder.decode(text)
-            else:
-                entries[name] = _entry_decoder.decode(text)
+        texts = _decoder.decode(header)
+        metadata = texts.pop(_METADATA, None)
+        if metadata is not None and (count := len(_metadata_decoder.decode(metadata))) > _MAX_METADATA_ENTRIES:
+            raise InvalidArgument(
+                f"{what}: its metadata has {count} entries, at most {_MAX_METADATA_ENTRIES} are allowed"
+            )
+        if leaves is not None and len(texts) > len(leaves):
+            # Before each is decoded: unknown ones are named.
+            leaves.check_names(texts, what)
+        for name, text in texts.items():
+            entries[name] = _entry_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"{what}: its header is not that of safetensors' layout: {str(error)[:256]}") from None
-    return LENGTH + length, entries
+    return entries
 
 
-def padding(head: bytes, byte_size: int) -> int:
-    """Returns how many spaces have to follow safetensors' header so that the tensors begin at a multiple of ``ALIGNMENT``.
+def check_truth(arrays: Mapping[str, Array], what: str) -> None:
+    """Checks the truth values among pushed arrays (leaf name -> array). ``what``: names the parameters in errors.
 
-    Returns 0 for content that is not in safetensors' layout, which is reported later.
-
-    Args:
-      head: the first bytes of the content, with the length of its header.
-      byte_size: of the complete content.
+    Raises InvalidArgument: one is neither 0 nor 1, as in memory it must be.
     """
-    length = int.from_bytes(head, "little")
-    if len(head) < LENGTH or length > min(_MAX_HEADER, byte_size - LENGTH):
-        return 0
-    return -(LENGTH + length) % ALIGNMENT
+    for name, array in arrays.items():
+        if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
+            raise InvalidArgument(f"{what}: leaf '{name[:_MAX_NAME]}' has a truth value that is neither 0 nor 1")
 
 
 def leaf_of(name: str, array: Array) -> tuple[LaidLeaf, Copy]:

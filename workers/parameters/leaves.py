@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +65,9 @@ class Leaves:
     def __iter__(self) -> Any:
         return iter(self._leaves)
 
+    def __len__(self) -> int:
+        return len(self._leaves)
+
     def byte_size_of(self, named: bool) -> int:
         """Returns how many bytes all leaves take on the device; with ``named``, only those that are not shared between sets."""
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
@@ -106,20 +109,26 @@ class Leaves:
                 continue
             if array is None:
                 raise InvalidArgument(f"{what}: leaf '{leaf.name}' of model '{self.model}' is missing")
-            self.check(leaf, array.dtype, array.shape, what)
             fitting.append(array)
         return fitting
 
     def check_known(self, found: Mapping[str, Any], what: str) -> None:
-        """Checks the names of pushed arrays (the keys of ``found``). Raises InvalidArgument: the model has no such leaf.
+        """Checks those arrays that are pushed (leaf name -> array, or what describes it); others may be missing.
 
-        ``what``: names the pushed parameters in the error.
+        ``what``: names them in errors. Raises InvalidArgument: the model has no such leaf, or it has another dtype or shape.
         """
+        self.check_names(found, what)
+        for leaf in self._leaves:
+            if leaf.plain and (given := found.get(leaf.name)) is not None:
+                self._check(leaf, given.dtype, given.shape, what)
+
+    def check_names(self, found: Iterable[str], what: str) -> None:
+        """Checks the names of pushed arrays. Raises InvalidArgument: the model has no such leaf; ``what``: names them there."""
         known = {leaf.name for leaf in self._leaves}
         if unknown := sorted(name for name in found if name not in known):
             raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")
 
-    def check(self, leaf: Leaf, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> None:
+    def _check(self, leaf: Leaf, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> None:
         """Checks a pushed array. Raises InvalidArgument: dtype or shape are not the leaf's. ``what``: names it in the error."""
         if dtype not in (leaf.placed, leaf.made) or shape != leaf.shape:
             raise InvalidArgument(

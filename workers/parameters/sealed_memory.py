@@ -97,7 +97,10 @@ class SealedMemory:
         except OSError as error:
             raise Unavailable(f"{self.byte_size} bytes of parameters cannot be mapped: {error.strerror}") from error
         self.view = memoryview(mapping)
-        # Its pages are mapped here, or the first batch would meet the faults; by numpy, which leaves Python to others meanwhile.
+
+    def populate(self) -> None:
+        """Maps all pages, or the first batch would meet the faults. The kernel fills those that its maker left out with zeros."""
+        # By numpy, which leaves Python to others meanwhile.
         np.frombuffer(self.view, np.uint8)[:: mmap.PAGESIZE].max()
 
     def __repr__(self) -> str:

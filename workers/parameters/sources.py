@@ -22,8 +22,10 @@ import numpy as np
 
 from tensord.config import model_folder
 from tensord.parameter_files import flat, load
+from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument, NotFound
 from tensord.shm.operations import (
     MAIN_SET,
@@ -39,6 +41,7 @@ from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.devices.late_tensor import CudaTensor, RegionTensor
 from tensord.workers.parameters import layout
 from tensord.workers.parameters.layout import LaidLeaf, leaf_of
+from tensord.workers.parameters.leaves import Leaves
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.parameters.sealed_memory import (
     Copy,
@@ -87,16 +90,20 @@ class Making:
     Its owner calls ``make``, and ``close`` at the end, in the worker's loop.
     """
 
-    def __init__(self, operation: MakeParameters, pool: MemoryPool, limit: int, base: ParameterSet | None) -> None:
+    def __init__(
+        self, operation: MakeParameters, pool: MemoryPool, limit: int, leaves: Leaves, base: ParameterSet | None
+    ) -> None:
         """Stores what describes the push (new parameters for a model); nothing is read yet.
 
         Args:
           operation: describes the push.
           pool: makes the memory.
           limit: how many bytes one push may have.
+          leaves: those of the model.
           base: the set from which leaves are taken that the source does not have; None: the source has all leaves.
         """
         self._pool = pool
+        self._leaves = leaves
         self._limit = limit
         self._base = base
         self._checksum = operation.checksum
@@ -133,7 +140,7 @@ class Making:
             if self._base is None:
                 return made
             try:
-                leaves: Mapping[str, Array] = layout.read(SealedMemory(made).view, self.what)
+                leaves: Mapping[str, Array] = layout.read(SealedMemory(made).view, self.what, self._leaves)
             finally:
                 os.close(made)
         else:
@@ -147,8 +154,7 @@ class Making:
         base = self._base
         if base is None:
             return {}
-        base.sets.leaves.check_named()
-        base.sets.leaves.check_known(leaves, self.what)
+        self._leaves.check_known(leaves, self.what)
         return {
             leaf.name: array
             for leaf, array in zip(base.sets.leaves, base.hosted(), strict=True)
@@ -163,34 +169,40 @@ class Making:
         Args:
           byte_size: of the source.
           copy: fills an array with bytes of the source.
-        Raises InvalidArgument: the source is empty, too large, too short by now, or its checksum is wrong; Unavailable: there is
-        no memory.
+        Raises InvalidArgument: the source is too large, too short by now, or its checksum is wrong; or its header, which is
+        looked at before anything else is copied, is malformed or names other leaves than the model's; Unavailable: there is no
+        memory.
         """
         layout.check_size(byte_size, self._limit, self.what)
-        if not byte_size:
-            raise InvalidArgument(f"{self.what} have no bytes")
-        head = np.zeros(min(byte_size, layout.LENGTH), _BYTES)
-        copy(0, head)
-        spaces = layout.padding(head.tobytes(), byte_size)
+        head = self._read_from(copy, 0, min(byte_size, layout.LENGTH))
+        length = layout.header_length(head, byte_size, self.what, self._leaves)
+        begin = layout.LENGTH + length
+        header = self._read_from(copy, layout.LENGTH, length)
+        layout.places(header, byte_size, self.what, self._leaves)
+        spaces = -begin % ALIGNMENT
         spaces = spaces if byte_size + spaces <= self._limit else 0
-        length = int.from_bytes(head.tobytes(), "little")
-        # Where no spaces are needed, or the header is none, all of it is behind the head.
-        begin = len(head) + length if spaces else len(head)
-        first = (length + spaces).to_bytes(layout.LENGTH, "little") if spaces else head.tobytes()
-        header, tensors = _behind(len(head), begin, copy), _behind(begin, byte_size, copy)
-        parts = [part_of(first), header, part_of(b" " * spaces), tensors]
-        with contextlib.closing(self._pool.filled(parts)) as memory:
+        first = (length + spaces).to_bytes(layout.LENGTH, "little")
+        tensors = Part(byte_size - begin, lambda at, target: copy(begin + at, target))
+        with contextlib.closing(self._pool.filled([*map(part_of, (first, header, b" " * spaces)), tensors])) as memory:
             check_intact(self._regions)
-            self.check_sum([head, memory.content[len(head) : begin], memory.content[begin + spaces :]])
+            self.check_sum([head, header, memory.content[begin + spaces :]])
             return memory.sealed()
+
+    def _read_from(self, copy: Copy, at: int, byte_size: int) -> bytes:
+        """Returns a few bytes of a source, which ``copy`` reads. Raises InvalidArgument: its region is gone, or has shrunk."""
+        found = np.zeros(byte_size, _BYTES)
+        copy(at, found)
+        check_intact(self._regions)
+        return found.tobytes()
 
     def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> int:
         """Copies leaves from regions. Returns the file descriptor of sealed memory with all of them.
 
         ``places``: each leaf, and the function that fills an array with its bytes.
 
-        Raises InvalidArgument: the leaves are too large, not valid or not there any more, or their checksum is wrong.
+        Raises InvalidArgument: the leaves are too large, not the model's or not there any more, or their checksum is wrong.
         """
+        self._leaves.check_known({leaf.name: leaf for leaf, _ in places}, self.what)
         with contextlib.closing(self._pool.filled(layout.laid_out(places, self._limit, self.what))) as memory:
             check_intact(self._regions)
             self.check_sum(self._contents(memory, places))
@@ -243,6 +255,7 @@ def plan(
     regions: RegionTable,
     pool: MemoryPool,
     limit: int,
+    leaves: Leaves,
     base: ParameterSet | None,
 ) -> Making:
     """Finds the file, region or memory that a push names. Returns an object that copies its parameters.
@@ -252,11 +265,12 @@ def plan(
       fd: the file descriptor of a MemorySource, which the returned object closes; None: the push brought none.
       pool: makes the memory.
       limit: how many bytes one push may have.
+      leaves: those of the model.
       base: the set from which leaves are taken that the source does not have; None: the source has all leaves.
     Raises NotFound: there is no such region or file; InvalidArgument: a range lies outside of its region, or a path leads out of
     the model's folder.
     """
-    making, source = Making(operation, pool, limit, base), operation.source
+    making, source = Making(operation, pool, limit, leaves, base), operation.source
     try:
         if isinstance(source, FileSource):
             path = _path(source.path, folders)
@@ -333,14 +347,11 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
         raise InvalidArgument(f"{making.what}: their memory has {found} bytes, {source.byte_size} were announced")
     layout.check_size(found, making._limit, making.what)
     if is_sealed(fd):
-        making.check_sum([SealedMemory(fd).view])
+        memory = SealedMemory(fd).view
+        layout.read(memory, making.what, making._leaves)
+        making.check_sum([memory])
         return os.dup(fd)
     return making.copied(found, _reading(fd, making.what))
-
-
-def _behind(start: int, end: int, copy: Copy) -> Part:
-    """Returns a ``Part`` that copies the bytes ``[start, end)`` of a source, which ``copy`` reads."""
-    return Part(end - start, lambda at, target: copy(start + at, target))
 
 
 def _reading(fd: int, what: str) -> Copy:
@@ -370,8 +381,7 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
     dtype = DTYPES.get(place.datatype)
     if dtype is None or dtype.hasobject:
         raise InvalidArgument(f"{making.what}: leaf '{name[:256]}' has datatype '{place.datatype[:32]}'")
-    if any(size < 0 for size in place.shape) or len(place.shape) > layout.MAX_RANK:
-        raise InvalidArgument(f"{making.what}: leaf '{name[:256]}' has shape {list(place.shape)[:64]}")
+    element_count(place.shape, f"{making.what}: leaf '{name[:256]}'")
     leaf = LaidLeaf(name, dtype, place.shape)
     if leaf.byte_size != place.byte_size:
         raise InvalidArgument(

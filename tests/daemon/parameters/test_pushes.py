@@ -231,6 +231,14 @@ async def test_a_push_is_on_every_worker_and_numbers_grow(tmp_path: Path) -> Non
         assert w.parameters.outcomes == {("m", "pushed"): 2, ("m", "overtaken"): 2}
 
 
+async def test_no_number_is_the_last(tmp_path: Path) -> None:
+    """Whoever pushes the highest number that may be given leaves numbers for those who give none."""
+    async with world(tmp_path) as w:
+        assert (await w.push(b"the highest", number=1 << 62))["number"] == 1 << 62
+        assert (await w.push(b"and one more"))["number"] == (1 << 62) + 1
+        assert w.held == [((1 << 62) + 1, b"and one more")] * 2
+
+
 async def test_one_worker_that_refuses_leaves_all_as_they_were(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         await w.push(b"what is in force")
@@ -584,6 +592,7 @@ async def test_memory_that_is_not_sealed_or_partial_or_summed_is_made_by_a_worke
         ({"set": "no spaces"}, "no parameter set can be called 'no spaces'"),
         ({"set": "x" * 129}, "1 to 128 letters"),
         ({"number": -1}, "number -1 of set 'main' is no number"),
+        ({"number": (1 << 62) + 1}, f"number {(1 << 62) + 1} of set 'main' is no number of a push: .* to {1 << 62}"),
         ({"checksum": "md5:0"}, "a checksum is"),
     ],
 )

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array, address_of
+from tensord.shm.datatypes import MAX_ELEMENTS
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.parameters import layout
 from tensord.workers.parameters.layout import leaf_of
@@ -39,7 +40,9 @@ def header(entries: Any, tail: bytes = b"", length: int | None = None) -> bytes:
 
 
 def read(content: bytes) -> dict[str, Array]:
-    return layout.read(memoryview(content), "these")
+    found = layout.read(memoryview(content), "these")
+    layout.check_truth(found, "these")
+    return found
 
 
 def test_what_is_written_is_read_and_aligned() -> None:
@@ -94,6 +97,11 @@ ONE = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
         (header({"x": {**ONE, "dtype": "U7"}}, b"ab"), "leaf 'x' has elements of 'U7'"),
         (header({"x": {**ONE, "shape": [1] * 33}}, b"ab"), "has 33 dimensions, at most 32 are possible"),
         (header({"x": {**ONE, "shape": [1 << 60] * 8}}, b"ab"), "has bytes 0 to 2"),
+        (
+            header({"x": {**ONE, "shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]}}),
+            f"leaf 'x': {1 << 124} elements given, at most {MAX_ELEMENTS} are allowed",
+        ),
+        (header({"__metadata__": dict.fromkeys(map(str, range(1001)), "")}), "metadata has 1001 entries, at most 1000"),
         (header({"x": {**ONE, "shape": [3]}}, b"ab"), "needs 3"),
         (header({"x": {**ONE, "data_offsets": [1, 3]}}, b"abc"), "has bytes 1 to 3"),
         (header({"x": {**ONE, "data_offsets": [2, 0]}}, b"ab"), "has bytes 2 to 0"),
