@@ -25,8 +25,15 @@ class Samples:
         return self._values[name, frozenset(labels.items())]
 
     def of(self, name: str, label: str) -> dict[str, float]:
-        """Returns the samples of a metric: value of that label -> the sample's value."""
-        return {dict(labels)[label]: value for (found, labels), value in self._values.items() if found == name}
+        """Returns the samples of a metric: value of that label -> the sum of its samples."""
+        found: dict[str, float] = {}
+        for labels, value in self.series(name).items():
+            found[dict(labels)[label]] = found.get(dict(labels)[label], 0) + value
+        return found
+
+    def series(self, name: str) -> dict[frozenset[tuple[str, str]], float]:
+        """Returns the samples of a metric: labels -> value."""
+        return {labels: value for (found, labels), value in self._values.items() if found == name}
 
     def model(self, name: str, model: str, version: int = 1, **labels: str) -> float:
         """Returns the value of a model's metric."""

@@ -6,7 +6,8 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,28 +15,37 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tensord.daemon.metrics.exposition import render
 from tensord.shm.durations import KINDS
+from tests import repositories
 from tests.daemon.metrics.test_exposition import SNAPSHOT
-from tests.daemon_process import ROOT
+from tests.daemon_process import ROOT, DaemonProcess, wait_until
+from tests.scrapes import scrape
 
 DEPLOY = ROOT / "deploy"
 PROMTOOL = shutil.which("promtool")
 _NAME = re.compile(r"\b(?:tensord|nv)_[a-z_0-9]+\b")
+_SELECTOR = re.compile(r"\b(tensord_\w+)(\{[^}]*\})?")
 _LABELS = re.compile(r"\b(?:by|on) \(([^)]*)\)")
+_BODY = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
 #: Those of Prometheus itself, and of every histogram's buckets.
 _OTHERS = {"job", "instance", "le"}
 
 
 def expressions() -> Iterator[str]:
     """Yields every PromQL expression of the rules and of the board."""
-    rules = (DEPLOY / "rules.yml").read_text()
-    for folded, plain in re.findall(r"^ +expr: (?:\|\n((?:^ {10,}.*\n)+)|(.*)$)", rules, re.MULTILINE):
-        yield folded or plain
+    yield from rules()
     for panel in panels():
         for target in panel.get("targets", ()):
             yield target["expr"]
     for variable in json.loads((DEPLOY / "grafana.json").read_text())["templating"]["list"]:
         if variable["type"] == "query":
             yield variable["query"]["query"]
+
+
+def rules() -> list[str]:
+    """Returns the PromQL expressions of the rules."""
+    text = (DEPLOY / "rules.yml").read_text()
+    found = re.findall(r"^ +expr: (?:\|\n((?:^ {10,}.*\n)+)|(.*)$)", text, re.MULTILINE)
+    return [folded or plain for folded, plain in found]
 
 
 def panels() -> list[dict[str, Any]]:
@@ -73,6 +83,48 @@ def test_each_metric_exists(exposed: dict[str, set[str]]) -> None:
             assert set(listed.replace(" ", "").split(",")) <= labels | _OTHERS, expression
         for matched in re.findall(r"[{,]\s*([a-z_]+)(?:=~|!=|=)", expression):
             assert matched in labels | _OTHERS, f"{matched} in {expression}"
+
+
+def test_what_a_rule_reads_is_there_before_it_happens(
+    start_daemon: Callable[..., DaemonProcess], tmp_path: Path
+) -> None:
+    """
+    1. A daemon is scraped once it is ready. 2. Requests are answered well, and badly; a worker and a front are killed.
+    Result: what a rule names is there at first, counters at 0, and nothing new is there later: it would have no increase.
+    """
+    daemon = start_daemon(repositories.scale_model(tmp_path / "models"))
+    daemon.wait_ready()
+    # No GPU is here; those of tests/protocol/test_gpu_workers.py are asked the same.
+    read = [found for rule in rules() for found in _SELECTOR.findall(rule) if "gpu" not in found[0]]
+    assert len(read) > len(rules())
+
+    def series() -> dict[str, dict[frozenset[tuple[str, str]], float]]:
+        samples = scrape(daemon.metrics_url)
+        return {name: samples.series(name) for name, _ in read}
+
+    before = series()
+    for name, matchers in read:
+        wanted = {label: values.split("|") for label, values in re.findall(r'(\w+)=~?"([^"]*)"', matchers)}
+        for label, values in wanted.items():
+            assert {*values} <= {dict(labels)[label] for labels in before[name]}, f"{name}{matchers}"
+        chosen = {
+            labels: value
+            for labels, value in before[name].items()
+            if all(dict(labels)[label] in values for label, values in wanted.items())
+        }
+        assert chosen, name
+        # Of all requests some were answered: the test has waited for the daemon to be ready.
+        if name.endswith(("_total", "_bucket")) and (name, matchers) != ("tensord_front_requests_total", ""):
+            assert set(chosen.values()) == {0}, f"{name}{matchers}"
+    for body in (_BODY, [{**_BODY[0], "shape": [1, 5]}]):
+        daemon.infer("scale", body)
+    for child, name in ((daemon.workers[0], "worker-0"), (daemon.fronts[0], "http-0")):
+        child.kill()
+        daemon.wait_log(rf"{name} \(process \d+\) is up", 2)
+    wait_until(lambda: daemon.infer("scale", _BODY)[0] == 200, "an answer", daemon)
+    after = series()
+    assert sum(after["tensord_process_deaths_total"].values()) == 2
+    assert {name: after[name].keys() - before[name].keys() for name in after} == {name: set() for name in after}
 
 
 def test_descriptions_name_metrics_that_exist(exposed: dict[str, set[str]]) -> None:

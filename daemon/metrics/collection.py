@@ -184,7 +184,7 @@ class Collection:
                 for name, model in self._models.lifecycle.models.items()
                 for number, version in model.versions.items()
             ],
-            self._slots.deaths_by_cause(),
+            self._slots.deaths_by_cause((*self._workers.slots, *self._fronts.slots())),
             self._configuration.reloaded,
             self._configuration.reloaded_at,
             self._configuration.options.metrics.buckets,

@@ -26,6 +26,7 @@ from tensord.daemon.metrics.snapshot import Exemplars, MetricsSnapshot
 from tensord.daemon.models.versions import IndexState
 from tensord.daemon.processes.gpu_watch import GpuState
 from tensord.shm.control_records import Footprint
+from tensord.shm.durations import PROTOCOLS, QUEUE
 from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
 from tensord.shm.refusals import Refusal
 
@@ -147,14 +148,17 @@ def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
     found: list[str] = []
     bounds = (*map(str, snapshot.buckets), "+Inf")
     row = len(bounds) + 1
+    zeros = (0,) * (row * len(_DURATIONS))
     known = _of_version(snapshot.exemplars) if exemplars else {}
     for kind, (name, text) in enumerate(_DURATIONS):
         described = f"# HELP {name} {text}\n# TYPE {name} histogram\n"
+        # An alert reads it, and a rate needs a series that is there before the first request.
+        silent = dict.fromkeys(PROTOCOLS, zeros) if kind == QUEUE else {}
         for total in snapshot.models:
-            for protocol, counts in total.durations.items():
+            for protocol, counts in {**silent, **total.durations}.items():
                 *counted, sum_ns = counts[kind * row : (kind + 1) * row]
                 within = list(itertools.accumulate(counted))
-                if not within[-1]:
+                if not within[-1] and not silent:
                     continue
                 pattern = _histogram(name, total.name, total.version, protocol, bounds)
                 written = pattern % (*within, within[-1], sum_ns / 1e9)
@@ -449,9 +453,8 @@ def _fronts(snapshot: MetricsSnapshot) -> Iterator[Family]:
     yield refused.fill(rows)
     answers: collections.Counter[tuple[str, str]] = collections.Counter()
     for slot in snapshot.fronts:
-        for number, (code, count) in enumerate(slot.answers.items()):
-            if count or not number:
-                answers[slot.protocol, code] += count
+        for code, count in slot.answers.items():
+            answers[slot.protocol, code] += count
     requests = Counter(
         "tensord_front_requests_total",
         "Requests that fronts have answered, of any kind, by code of the protocol",

@@ -46,6 +46,11 @@ from tensord.shm.status_page import StatusPage
 IN_C = "parts of tensord that are written in C are off"
 OF_JAX = "this JAX lacks interfaces that are not public"
 
+#: Why a process died, as a label of metrics: closed, so that each count exists before the first death. "signal": another signal.
+CAUSES = (
+    *("memory", "hung", "version", "exit", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGKILL", "SIGSEGV", "SIGTERM"),
+    "signal",
+)
 _RESTART = "restart the daemon (systemctl restart tensord)"
 _log = logging.getLogger(__name__)
 #: Seconds in which a process that is about to be killed may write its stack.
@@ -257,7 +262,7 @@ class Child:
 
     @property
     def cause(self) -> str:
-        """Returns why the process died, as a label of metrics: "memory", "hung", "version", "exit", or a signal's name.
+        """Returns why the process died, one of ``CAUSES``.
 
         "memory": the kernel killed it for want of memory; "hung": ``kill`` was given a reason; "version": it is of another
         version of tensord than the supervisor; "exit": it exited by itself.
@@ -268,7 +273,10 @@ class Child:
             return "hung"
         if self.returncode == child_process.OTHER_VERSION and not self.ready:
             return "version"
-        return "exit" if (self.returncode or 0) >= 0 else _signal_name(-(self.returncode or 0))
+        if (self.returncode or 0) >= 0:
+            return "exit"
+        name = _signal_name(-(self.returncode or 0))
+        return name if name in CAUSES else "signal"
 
     def describe_exit(self) -> str:
         """Returns how the process ended, to follow the process's name in a sentence, such as "was killed by SIGSEGV"."""

@@ -98,6 +98,10 @@ class GpuWatcher:
     def _report(self, what: Look | Event) -> None:
         if isinstance(what, Look):
             self._gpus, self._said_at = what.gpus, time.monotonic()
+            for uuid in ("", *(gpu.uuid for gpu in what.gpus)):
+                for kind in _KINDS:
+                    # A rate needs a series that is there before the first error.
+                    self.errors.setdefault((uuid, kind), 0)
             self._logged = ""
             return
         self.errors[what.uuid, what.kind] += 1

@@ -10,12 +10,12 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from tensord.config.control_groups import MemoryGroup, memory_groups
 from tensord.config.options import Expert
-from tensord.daemon.processes.child import Child
+from tensord.daemon.processes.child import CAUSES, Child
 from tensord.shm import child_process
 
 #: A process that lived this long was healthy: its death starts a new series.
@@ -96,9 +96,12 @@ class ProcessSlots:
         """Returns whether a process that was ready has died in the slot of this name."""
         return name in self._filled
 
-    def deaths_by_cause(self) -> dict[tuple[str, str], int]:
-        """Returns how many processes have died while they were needed, by their slot's name and the cause (``Child.cause``)."""
-        return dict(self._deaths)
+    def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:
+        """Returns how many processes have died while they were needed, by their slot's name and the cause, also where none has.
+
+        ``names``: the names of all slots.
+        """
+        return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:
         """Finds out whether a process died for want of memory, and counts its death by cause if the process was still needed.

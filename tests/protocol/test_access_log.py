@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -49,11 +50,9 @@ def answers(daemon: DaemonProcess, protocol: str) -> dict[str, float]:
     codes = samples.of("tensord_front_requests_total", "code")
     found = {}
     for code in codes:
-        try:
+        with contextlib.suppress(KeyError):
             found[code] = samples.value("tensord_front_requests_total", protocol=protocol, code=code)
-        except KeyError:
-            continue
-    return found
+    return {code: count for code, count in found.items() if count}
 
 
 def raw(daemon: DaemonProcess, content: bytes) -> bytes:

@@ -618,6 +618,7 @@ def test_what_gpus_do_and_meet_is_shown(stub: CudaStub, serve: Serve) -> None:
         assert of_gpus(daemon, name) == dict.fromkeys([first, second, *others], value)
     # Those that do not say it have none.
     assert of_gpus(daemon, "nv_energy_consumption") == {first: 5.5}
+    before = scrape(daemon.metrics_url).series("tensord_gpu_errors_total")
     stub.meets(1, 8, 79)
     wait_until(lambda: f"GPU {second} reports XID 79" in daemon.log, "the XID in the log", daemon)
     stub.meets(0, 2)
@@ -625,6 +626,9 @@ def test_what_gpus_do_and_meet_is_shown(stub: CudaStub, serve: Serve) -> None:
     errors = scrape(daemon.metrics_url)
     assert errors.value("tensord_gpu_errors_total", gpu_uuid=second, kind="xid") == 1
     assert errors.value("tensord_gpu_errors_total", gpu_uuid=first, kind="ecc") == 1
+    # An alert has to see them grow.
+    assert before.keys() == errors.series("tensord_gpu_errors_total").keys()
+    assert set(before.values()) == {0}
     stub.lose(1)
     wait_until(lambda: second not in of_gpus(daemon, "nv_gpu_utilization"), "the lost one to be missing", daemon)
     assert of_gpus(daemon, "nv_gpu_utilization")[first] == 0.25

@@ -206,7 +206,8 @@ def test_ours() -> None:
         'tensord_front_dropped_traces_total{front="http-0",protocol="http"} 6.0',
     ):
         assert line in lines
-    assert not any('code="503"' in line for line in lines)
+    # An alert reads it.
+    assert 'tensord_front_requests_total{code="503",protocol="http"} 0.0' in lines
     # A model without sequences has no such lines.
     assert sum(line.startswith("tensord_model_sequences") for line in lines) == 3
     assert 'tensord_process_resident_memory_bytes{process="supervisor"}' in text()
