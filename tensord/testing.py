@@ -9,7 +9,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import os
+import reprlib
 import sys
 import threading
 import weakref
@@ -503,16 +505,8 @@ def _array(name: str, value: Any, datatype: str | None) -> Array:
     """
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         made = np.array(value if isinstance(value, np.ndarray) else _foreign(name, value))
-    elif datatype is not None:
-        try:
-            made = np.array(value, DTYPES[datatype])
-        except (ValueError, TypeError, OverflowError) as error:
-            raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: {error}") from None
-        # Of None numpy makes NaN.
-        if made.dtype.kind in "fV" and np.isnan(made).any() and _has_none(value):
-            raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: None is no value")
     else:
-        made = np.array(value)
+        made = _cast(name, value, datatype)
     if made.dtype.kind == "T":  # numpy's strings of any length
         made = made.astype(object)
     if not made.dtype.isnative:
@@ -532,5 +526,43 @@ def _array(name: str, value: Any, datatype: str | None) -> Array:
     return made
 
 
-def _has_none(value: Any) -> bool:
-    return value is None or (isinstance(value, (list, tuple)) and any(map(_has_none, value)))
+def _cast(name: str, value: Any, datatype: str | None) -> Array:
+    """Makes an array of ``datatype`` of an array's or a list's values; fractions are rounded to what a float type can hold.
+
+    ``datatype`` None: numpy chooses a dtype. Raises InvalidArgument: a value would become another one, such as a fraction, NaN or
+    a text for INT32, or is out of range.
+    """
+    dtype = None if datatype is None else DTYPES[datatype]
+    try:
+        made = given = np.array(value, dtype if datatype == "BYTES" else None)
+        if dtype is None:
+            return made
+        with np.errstate(all="ignore"):
+            # Of integers and floats in one list numpy makes floats, which large integers are rounded to.
+            is_direct = given.dtype.kind in "biu" or given.dtype.kind == dtype.kind
+            made = given.astype(dtype, copy=False) if is_direct else np.array(value, dtype)
+    except (ValueError, TypeError, OverflowError) as error:
+        of = "" if datatype is None else f" of {datatype}"
+        raise InvalidArgument(f"input '{name}' cannot be an array{of}: {error}") from None
+    if datatype == "BYTES":
+        for each in made.flat:
+            if not isinstance(each, str | bytes):
+                raise InvalidArgument(f"an element of a BYTES tensor is {reprlib.repr(each)}, bytes or str is expected")
+        return made
+    is_float = dtype.kind not in "biu"
+    if given.dtype.kind in "biufV":
+        same = np.isfinite(made) >= np.isfinite(given) if is_float else made == given
+        if same.all():
+            return made
+    for each, became in zip(np.array(value, object).flat, made.ravel().tolist(), strict=True):
+        if not _is_kept(each, became, is_float):
+            change = "is no value" if each is None else f"would become {became}"
+            raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: {reprlib.repr(each)} {change}")
+    return made
+
+
+def _is_kept(each: Any, became: Any, is_float: bool) -> bool:
+    """Returns whether a value is the same after its cast, or, with ``is_float``, the same but for its rounding."""
+    if not is_float or isinstance(each, str | bytes | complex | None):
+        return bool(each == became)
+    return math.isfinite(became) or not math.isfinite(each)

@@ -61,6 +61,12 @@ def _bfloat16() -> np.dtype:
     return found
 
 
+def bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    """Rounds float32 numbers to BF16, and returns their bits as uint16."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
 def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
     """Returns the protocol's datatype for arrays of a dtype, in any byte order; None: there is none.
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tensord_client.datatypes import datatype_of
 from tensord_client.errors import InvalidArgument
 from tensord_client.model import Model
 from tensord_client.results import Array, Tensor
-from tensord_client.tensors import flat
+from tensord_client.tensors import cast, flat
 
 if TYPE_CHECKING:
     import jax as jax_library
@@ -39,16 +40,31 @@ def jax(
     batched = model.max_batch_size > 0
 
     def ask(given: dict[str, Array]) -> dict[str, Array]:
-        given = {name: np.asarray(array) for name, array in given.items()}
+        given = {name: in_datatype(name, np.asarray(array)) for name, array in given.items()}
         added = {array.shape[: array.ndim - len(inputs[name].shape)] for name, array in given.items() if name in inputs}
         (outer,) = added or {()}
         if not outer:
             return dict(model(given))
         return _many(model, given, outer, batched)
 
+    def in_datatype(name: str, value: Any) -> Any:
+        if name not in inputs or getattr(value, "dtype", None) == inputs[name].dtype:
+            return value
+        return cast(name, value, inputs[name].datatype)
+
+    def traced(name: str, value: Any) -> jax_library.Array:
+        if any(isinstance(leaf, library.Array) for leaf in library.tree_util.tree_leaves(value)):
+            # Perhaps only the running program knows its values: it is cast to the input's datatype on the host.
+            return library.numpy.asarray(value)
+        value = in_datatype(name, value)
+        made = library.numpy.asarray(value)
+        # Without jax_enable_x64 64 bits have become 32.
+        cast(name, value, datatype_of(made.dtype))
+        return made
+
     def call(given: Mapping[str, Any]) -> dict[str, jax_library.Array]:
         arrays = {
-            name: library.numpy.asarray(value, inputs[name].dtype if name in inputs else None)
+            name: traced(name, value)
             for name, value in flat(given, {tensor.name: tensor.datatype for tensor in model.inputs}).items()
         }
         rows = next((array.shape[0] for array in arrays.values() if array.ndim), 1) if batched else 0

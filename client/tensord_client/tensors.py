@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from tensord_client.datatypes import NATIVE, datatype_of, dtype_of, encode_strings
+from tensord_client.datatypes import DTYPES, NATIVE, bfloat16_bits, datatype_of, dtype_of, encode_strings
 from tensord_client.errors import InvalidArgument
 from tensord_client.results import Array
 
@@ -54,7 +56,7 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
 
     Args:
       value: a numpy array; an object with ``__array__``, or with ``__dlpack__`` on the host; an array of ``empty`` on a GPU,
-        which is returned as it is; anything else becomes an array of the input's datatype.
+        which is returned as it is; anything else becomes an array of the input's datatype, as ``cast`` makes it.
       datatype: the input's datatype in the model's metadata; None: the model has no such input, and numpy chooses a dtype.
     Raises: InvalidArgument: the value cannot be an array, or has a dtype that the protocol lacks.
     """
@@ -67,13 +69,7 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
     elif hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         made = _foreign(name, value)
     else:
-        try:
-            made = np.array(value, None if datatype is None else dtype_of(datatype))
-        except (ValueError, TypeError, OverflowError) as error:
-            raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: {error}") from None
-        # Of None numpy makes NaN.
-        if made.dtype.kind in "fV" and np.isnan(made).any() and _has_none(value):
-            raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: None is no value")
+        made = cast(name, value, datatype)
     if made.dtype.kind == "T":  # numpy's strings of any length
         made = made.astype(object)
     if datatype_of(made.dtype) is None:
@@ -83,8 +79,48 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
     return made if made.flags.c_contiguous else np.ascontiguousarray(made)
 
 
-def _has_none(value: Any) -> bool:
-    return value is None or (isinstance(value, (list, tuple)) and any(map(_has_none, value)))
+def cast(name: str, value: Any, datatype: str | None) -> Array:
+    """Makes an array of ``datatype`` of an array's or a list's values; fractions are rounded to what a float type can hold.
+
+    ``datatype`` None: numpy chooses a dtype. Raises InvalidArgument: a value would become another one, such as a fraction, NaN or
+    a text for INT32, or is out of range.
+    """
+    dtype = None if datatype is None else dtype_of(datatype)
+    if datatype == "BF16" and dtype == DTYPES["UINT16"]:
+        return bfloat16_bits(cast(name, value, "FP32"))
+    try:
+        made = given = np.array(value, dtype if datatype == "BYTES" else None)
+        if dtype is None:
+            return made
+        with np.errstate(all="ignore"):
+            # Of integers and floats in one list numpy makes floats, which large integers are rounded to.
+            is_direct = given.dtype.kind in "biu" or given.dtype.kind == dtype.kind
+            made = given.astype(dtype, copy=False) if is_direct else np.array(value, dtype)
+    except (ValueError, TypeError, OverflowError) as error:
+        of = "" if datatype is None else f" of {datatype}"
+        raise InvalidArgument(f"input '{name}' cannot be an array{of}: {error}") from None
+    if datatype == "BYTES":
+        for each in made.flat:
+            if not isinstance(each, (str, bytes)):
+                raise InvalidArgument(f"an element of a BYTES tensor is {reprlib.repr(each)}, bytes or str is expected")
+        return made
+    is_float = dtype.kind not in "biu"
+    if given.dtype.kind in "biufV":
+        same = np.isfinite(made) >= np.isfinite(given) if is_float else made == given
+        if same.all():
+            return made
+    for each, became in zip(np.array(value, object).flat, made.ravel().tolist()):
+        if not _is_kept(each, became, is_float):
+            change = "is no value" if each is None else f"would become {became}"
+            raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: {reprlib.repr(each)} {change}")
+    return made
+
+
+def _is_kept(each: Any, became: Any, is_float: bool) -> bool:
+    """Returns whether a value is the same after its cast, or, with ``is_float``, the same but for its rounding."""
+    if not is_float or isinstance(each, (str, bytes, complex, type(None))):
+        return bool(each == became)
+    return math.isfinite(became) or not math.isfinite(each)
 
 
 def _foreign(name: str, value: Any) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,3 +78,32 @@ def test_a_shape_that_is_not_known(client: tensord_client.Client) -> None:
     pair = tensord_client.jax(client.model("pair"))
     with pytest.raises(tensord_client.InvalidArgument, match=r"output 'n' is INT32\[-1\]: a program needs its shape"):
         jax.jit(lambda a: pair({"a": a, "b": [3]}))(jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("b", "text"),
+    [
+        ([1.7], "1.7 would become 1"),
+        (np.array([1 << 40]), "1099511627776 would become 0"),
+        (jnp.array([1.7]), "would become 1"),
+        (jnp.array([-3e9]), "would become"),
+    ],
+)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_values_that_would_become_others(client: tensord_client.Client, b: Any, text: str, jitted: bool) -> None:
+    """What is known while JAX traces is refused then, the rest when the program runs."""
+    pair = tensord_client.jax(client.model("pair"), shapes={"n": (3,)})
+    error = jax.errors.JaxRuntimeError if isinstance(b, jax.Array) else tensord_client.InvalidArgument
+
+    def program(a: jax.Array) -> dict[str, jax.Array]:
+        return pair({"a": a, "b": b})
+
+    with pytest.raises(error, match=f"input 'b' cannot be an array of INT32: .*{text}"):
+        jax.block_until_ready((jax.jit(program) if jitted else program)(jnp.ones(2)))
+
+
+def test_values_of_another_type_that_stay_what_they_are(client: tensord_client.Client) -> None:
+    pair = tensord_client.jax(client.model("pair"), shapes={"n": (3,)})
+    for a, b in (([1, 2], [3.0]), (np.array([1, 2]), np.array([3])), (jnp.array([1, 2]), jnp.array([3.0]))):
+        got = jax.jit(lambda a, b: pair({"a": a, "b": b}))(a, b) if isinstance(a, jax.Array) else pair({"a": a, "b": b})
+        np.testing.assert_array_equal(got["y"], [3, 6])

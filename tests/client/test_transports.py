@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -274,11 +275,48 @@ def test_what_is_no_request(client: Any, inputs: Any, outputs: Any, text: str) -
         client.model("scale")(inputs, outputs=outputs)
 
 
-@pytest.mark.parametrize("element", [None, "\ud800"])
+@pytest.mark.parametrize(
+    ("datatype", "value", "became"),
+    [
+        ("int64", 1.7, "1.7 would become 1"),
+        ("int64", "1", "'1' would become 1"),
+        ("int64", float("nan"), "..."),
+        ("int64", 1e30, "..."),
+        ("int64", 1 << 63, "..."),
+        ("bool", "False", "'False' would become True"),
+        ("bool", 2, "2 would become True"),
+        ("bool", None, "None is no value"),
+        ("bool", 0.5, "0.5 would become True"),
+        ("fp16", "1.5", "'1.5' would become 1.5"),
+        ("fp16", 1e5, "100000.0 would become inf"),
+        ("bf16", 1e39, "1e+39 would become inf"),
+    ],
+)
+def test_values_that_would_become_others(client: Any, datatype: str, value: Any, became: str) -> None:
+    """A list is cast to the input's datatype only if its values stay what they are, wherever in it they stand."""
+    model = client.model(f"echo_{datatype}")
+    for given in ([value], [0, value]):
+        with Raises("InvalidArgument", f"input 'x' cannot be an array of {datatype.upper()}: {became}"):
+            model({"x": given})
+
+
+def test_values_that_stay_what_they_are(client: Any) -> None:
+    for datatype, given, expected in (
+        ("int64", [2.0, True, (1 << 53) + 1, -(1 << 63)], [2, 1, (1 << 53) + 1, -(1 << 63)]),
+        ("bool", [1.0, 0, False], [True, False, False]),
+        ("fp16", [0.1, 3, True, Fraction(1, 4), float("-inf")], [float(np.float16(0.1)), 3, 1, 0.25, float("-inf")]),
+        ("bf16", [3.140625, -1, 0.1], [3.140625, -1, 0.10009765625]),
+    ):
+        assert client.model(f"echo_{datatype}")({"x": given})["y"].tolist() == expected
+    assert np.isnan(client.model("echo_fp16")({"x": [float("nan")]})["y"]).all()
+
+
+@pytest.mark.parametrize("element", [None, "\ud800", 1.7, True])
 def test_strings_that_have_no_bytes(client: Any, element: Any) -> None:
-    for given in ([element], np.array([element], object)):
+    arrays = [np.array([element], object)] if element is None or isinstance(element, str) else []
+    for given in ([element], ["a", element], *arrays):
         with Raises("InvalidArgument", "an element of a BYTES tensor is..."):
-            client.model("waits")({"path": given})
+            client.model("echo_bytes")({"x": given})
 
 
 def test_it_is_its_processs_own(client: Any) -> None:
