@@ -284,8 +284,6 @@ class ExecutablesOptions(Section, frozen=True):
 
     #: "": $XDG_CACHE_HOME/tensord, or $CACHE_DIRECTORY under systemd. It holds code, so it has to be this user's alone.
     cache_directory: str = ""
-    #: Processes in which a CPU worker compiles. "auto": one for two cores, up to 4; 0: it compiles itself.
-    compile_processes: Literal["auto"] | Annotated[int, Meta(ge=0, le=64)] = "auto"
     #: Shapes of one model version compiled because a request asked for them, besides its buckets; the oldest makes room.
     max_unexpected_shapes: Count = 32
     #: The most bytes of inputs and outputs of a model's largest batch; a model that needs more is not loaded.

@@ -177,7 +177,7 @@ class DaemonProcess:
         os.kill(self.pid, number)
 
     def family(self) -> list[psutil.Process]:
-        """Returns the supervisor, its fronts and its workers, without compile processes, which come and go by themselves."""
+        """Returns the supervisor, its fronts and its workers, without what models start."""
         return self._processes(recursive=False)
 
     def everybody(self) -> list[psutil.Process]:

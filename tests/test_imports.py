@@ -70,7 +70,6 @@ INSIDE = {
     "workers.scheduling": (),
     "workers.threads": (),
     "workers.jax_internals": (),
-    "workers.compiling": ("threads", "jax_internals"),
     "workers.native": (),
     "workers.tensors": (),
     "workers.devices": ("threads", "jax_internals"),
@@ -81,11 +80,11 @@ INSIDE = {
     "workers.python_backend": ("jax_internals", "requests", "calls"),
     "workers.imports": ("calls", "python_backend"),
     "workers.programs": (
-        *("scheduling", "threads", "jax_internals", "compiling", "native", "tensors", "devices", "regions", "requests"),
+        *("scheduling", "threads", "jax_internals", "native", "tensors", "devices", "regions", "requests"),
         "parameters",
     ),
     "workers.processor": (
-        *("threads", "jax_internals", "compiling", "native", "tensors", "devices", "regions", "requests", "programs"),
+        *("threads", "jax_internals", "native", "tensors", "devices", "regions", "requests", "programs"),
         "parameters",
     ),
     "workers.gpu": ("jax_internals", "tensors", "devices", "requests", "programs", "parameters"),

@@ -54,7 +54,6 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import extensions
 from tensord.workers.parameter_pushes import ParameterPushes
 from tensord.workers.processor import output_memory
-from tensord.workers.processor.outside_compiler import outside_compiler
 from tensord.workers.profiler import Profiler
 from tensord.workers.programs.run_errors import works
 from tensord.workers.regions.lane_segments import LaneSegments
@@ -129,13 +128,11 @@ class Worker:
         self._dispatcher = engine.dispatcher
         in_place = device_name.platform == "cpu" and options.expert.place_outputs and output_memory.attach()
         self._page.outputs = Outputs.IN_PLACE if in_place else Outputs.COPIED
-        outside = options.executables.compile_processes if device_name.platform == "cpu" else 0
         target = LoadTarget.configured(
             options,
             device,
             device_name.gpu,
             self._cuda,
-            outside_compiler(outside, options.expert.long_compile),
             bool(device_name.model),
             budget,
         )

@@ -156,7 +156,6 @@ def test_an_attacker_with_every_trick(told: tuple[dict[str, Any], bool], access:
     assert report["same_worker"]
     assert report["listed"]
     assert report["objects"] == []
-    # Fewer it may well be: a compile process ends when nothing has been loaded for a while.
     assert report["left"]["fds"] <= 10, report["left"]
     assert report["left"]["maps"] <= 32, report["left"]
     _check_refusals(report["messages"], report["prefix"], filled, access)

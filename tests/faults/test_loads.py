@@ -23,7 +23,7 @@ from tests.repositories import ensemble, scale_model, write_model
 
 #: As large as what XLA and the allocator may keep of what has been, whatever the number of loads.
 _SLACK = 12 << 20
-#: Of descriptors and threads: a compile process may live or have ended, a thread of a pool be needed later.
+#: Of descriptors and threads: a thread of a pool may be needed later.
 _FEW = 10
 
 
@@ -57,7 +57,6 @@ def test_two_hundred_loads(tmp_path: Path) -> None:
                 sizes.append((worker.memory_info().rss, worker.num_fds(), worker.num_threads()))
     (half, *before), (whole, *after) = sizes
     assert all(later - earlier < _FEW for earlier, later in zip(before, after, strict=True))
-    # Of a busy machine, where compile processes and loads meet otherwise each time, a little more may stay.
     assert whole - half < 2 * _SLACK
 
 

@@ -20,10 +20,6 @@ TRIED = {
         "tensord.workers.native._native",
         "module.redirect_allocations = lambda folder: False",
     ),
-    "jax.stages.Compiled._executable._unloaded_executable, ._params.const_args and ._no_kwargs": (
-        "tensord.workers.programs.executable_cache",
-        "module._pickler = lambda: None.lacks",
-    ),
     "serialized_buffer_assignment_proto of XLA's get_compiled_memory_stats": (
         "tensord.workers.programs.plain_program",
         "module._leaves_only_outputs = lambda assignment: None.lacks",
@@ -105,7 +101,7 @@ def test_answers_without_it(names: list[str], tmp_path: Path) -> None:
         folder = tmp_path / start
         folder.mkdir()
         options = {
-            "executables": {"cache_directory": str(tmp_path / "cache"), "compile_processes": 1},
+            "executables": {"cache_directory": str(tmp_path / "cache")},
             "workers": {"cpu": 1},
         }
         environment = {"PYTHONPATH": str(tmp_path)}

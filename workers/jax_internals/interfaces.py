@@ -51,49 +51,10 @@ def _cache_module() -> Any:
     return compilation_cache
 
 
-#: Parameters of ``backend_compile_and_load``, which ``workers/processor/outside_compiler.py`` takes the place of.
-_COMPILER_ARGUMENTS = ["backend", "module", "executable_devices", "options", "host_callbacks"]
-
-
-def _compiler_module() -> Any:
-    from jax._src import compiler
-
-    found = list(inspect.signature(compiler.backend_compile_and_load).parameters)
-    if found != _COMPILER_ARGUMENTS:
-        raise AttributeError(f"it takes {', '.join(found)} and not {', '.join(_COMPILER_ARGUMENTS)}")
-    return compiler
-
-
-def _pickler() -> Any:
-    from jax.experimental import serialize_executable
-
-    found = serialize_executable._JaxPjrtPickler
-    if not callable(getattr(found, "persistent_id", None)):
-        raise AttributeError("it has no persistent_id")
-    return found
-
-
 def _cpu_client() -> Any:
     from jax._src.xla_bridge import make_cpu_client
 
     return make_cpu_client
-
-
-def _xla_client() -> Any:
-    from jaxlib import xla_client
-
-    for name in ("CompileOptions", "DeviceList", "make_cpu_client", "register_custom_call_target"):
-        getattr(xla_client, name)
-    return xla_client
-
-
-def _custom_calls() -> Any:
-    from jaxlib import cpu_sparse, lapack
-
-    for library in (lapack, cpu_sparse):
-        if not callable(library.registrations):
-            raise AttributeError("registrations")
-    return lapack, cpu_sparse
 
 
 #: The parameters of ``batched_device_put`` that ``workers/devices/host_put.py`` passes by position, and the one that it names.
@@ -117,34 +78,6 @@ PERSISTENT_CACHE = Interface(
     "programs that nobody planned are compiled again at every start",
     _cache_module,
 )
-COMPILER = Interface(
-    "jax._src.compiler.backend_compile_and_load",
-    "0.10 to 0.12",
-    "programs are compiled in other processes",
-    "programs are compiled in the worker",
-    _compiler_module,
-)
-PICKLER = Interface(
-    "jax.experimental.serialize_executable._JaxPjrtPickler",
-    "0.6 to 0.12",
-    "what other processes compiled is stored",
-    "programs are compiled in the worker",
-    _pickler,
-)
-XLA_CLIENT = Interface(
-    "jaxlib.xla_client",
-    "0.6 to 0.12",
-    "a process compiles with XLA alone, without JAX",
-    "programs are compiled in the worker",
-    _xla_client,
-)
-CUSTOM_CALLS = Interface(
-    "jaxlib.lapack and jaxlib.cpu_sparse with registrations",
-    "0.10 to 0.12",
-    "a process that compiles with XLA alone knows LAPACK",
-    "programs are compiled in the worker",
-    _custom_calls,
-)
 CPU_CLIENT = Interface(
     "jax._src.xla_bridge.make_cpu_client",
     "0.6 to 0.12",
@@ -157,13 +90,6 @@ OUTPUT_MEMORY = Interface(
     "0.6 to 0.12",
     "outputs on a CPU are written where they are wanted",
     "outputs are copied to their places",
-    None,
-)
-UNLOADED_EXECUTABLE = Interface(
-    "jax.stages.Compiled._executable._unloaded_executable, ._params.const_args and ._no_kwargs",
-    "0.10 to 0.12",
-    "what other processes compiled is stored",
-    "such programs are compiled at every start",
     None,
 )
 BUFFER_ASSIGNMENT = Interface(
@@ -189,10 +115,7 @@ BATCHED_PUT = Interface(
     _batched_put,
 )
 
-INTERFACES = (
-    *(PERSISTENT_CACHE, COMPILER, PICKLER, XLA_CLIENT, CUSTOM_CALLS, CPU_CLIENT),
-    *(OUTPUT_MEMORY, UNLOADED_EXECUTABLE, BUFFER_ASSIGNMENT, GPU_LIBRARIES, BATCHED_PUT),
-)
+INTERFACES = (PERSISTENT_CACHE, CPU_CLIENT, OUTPUT_MEMORY, BUFFER_ASSIGNMENT, GPU_LIBRARIES, BATCHED_PUT)
 
 
 def missing() -> tuple[str, ...]:

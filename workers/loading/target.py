@@ -11,7 +11,6 @@ from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.pinned_memory import PinnedBudget
 from tensord.workers.gpu.gpu import Gpu
 from tensord.workers.parameters.device_room import DeviceRoom
-from tensord.workers.processor.outside_compiler import OutsideCompiler
 from tensord.workers.processor.processor import Processor
 from tensord.workers.processor.single_thread import choose
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
@@ -42,7 +41,6 @@ class LoadTarget:
         device: jax.Device,
         gpu: int | None,
         cuda: CudaDevice | None = None,
-        outside: OutsideCompiler | None = None,
         alone: bool = False,
         pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
@@ -51,12 +49,11 @@ class LoadTarget:
         Args:
           gpu: the device's number among the daemon's GPUs; None: the device is a processor.
           cuda: the GPU for the loop's thread; None: the device is a processor, or CUDA cannot be used.
-          outside: compiles programs in other processes; None: they are compiled in this process.
           alone: whether one model has the process to itself, and may change process-wide state.
           pinned: the host memory that may be page-locked for parameters that leave a GPU; None: none may be.
         """
         directory = cache_directory(options.executables.cache_directory)
-        cache = ExecutableCache(directory, use_persistent_cache(directory), outside)
+        cache = ExecutableCache(directory, use_persistent_cache(directory))
         execution = Gpu(cuda) if cuda is not None else Processor(choose(device, options.workers.single_thread_flops))
         room = DeviceRoom(options.workers.parameter_byte_size, pinned)
         return cls(options, device, gpu, cache, execution, alone, room)

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from tensord.workers.compiling.compilers import CompilerDied
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.processor.single_thread import SingleThreadDevice, share
@@ -98,8 +97,6 @@ class SmallPrograms:
                 if small is None and not self._device.suits(lowered, made):
                     return None
                 jax.block_until_ready(made(placement.parameters, zeros()))
-        except CompilerDied:
-            raise
         except Exception as error:
             self.give_up(error)
             return None

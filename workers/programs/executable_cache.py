@@ -16,13 +16,12 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import io
 import logging
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ from jax.experimental import serialize_executable
 
 from tensord.shm.figures import Compiles
 from tensord.workers.devices.device_cpu import thread_count
-from tensord.workers.jax_internals.interfaces import PICKLER
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.gpu_programs import gpu_versions
 from tensord.workers.programs.jax_cache import JaxCache
@@ -40,7 +38,6 @@ from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.threads.cancellation import Cancellation
 
 if TYPE_CHECKING:
-    from tensord.workers.processor.outside_compiler import OutsideCompiler
     from tensord.workers.processor.small_programs import SmallPrograms
 
 _log = logging.getLogger(__name__)
@@ -121,23 +118,14 @@ def _platform() -> str:
 class ExecutableCache:
     """Stores executables in a cache directory, and finds them by a digest of everything that they depend on; for any thread."""
 
-    def __init__(
-        self,
-        directory: CacheDirectory | None,
-        programs: JaxCache | None = None,
-        outside: OutsideCompiler | None = None,
-    ) -> None:
+    def __init__(self, directory: CacheDirectory | None, programs: JaxCache | None = None) -> None:
         """
         Args:
           directory: where executables are stored; None: nothing is stored.
           programs: JAX's own cache; None: JAX does not use one.
-          outside: has programs compiled in other processes; None: they are compiled in this process.
         """
         self._directory = directory
         self._programs = programs
-        self._outside = outside
-        #: How many programs are made at a time: one is prepared here while others are compiled outside.
-        self.threads = 1 if outside is None else outside.count + 1
         #: Counts compilations through this cache, and others that its users report.
         self.compiles = CompileCounts()
 
@@ -166,32 +154,26 @@ class ExecutableCache:
         if (found := self.load(key, usual, small)) is not None:
             return found, False
         if self._directory is None:
-            return self.make(key, what, make, cancellation), True
+            return self.make(key, what, make), True
         with self._directory.sole(_name(key), cancellation.check):
             if (found := self.load(key, usual, small)) is not None:
                 return found, False
-            return self.make(key, what, make, cancellation), True
+            return self.make(key, what, make), True
 
-    def make(
-        self, key: str, what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
-    ) -> CompiledProgram:
-        """Compiles a program with ``make``, in another process if possible, and stores it. Returns it with its size in the cache.
+    def make(self, key: str, what: str, make: Callable[[], CompiledProgram]) -> CompiledProgram:
+        """Compiles a program with ``make`` and stores it. Returns it with its size in the cache. Raises whatever ``make`` raises.
 
         JAX's own cache is bypassed: an executable from there can be serialised again and loaded, but then lacks functions when it
         is run (measured with jaxlib 0.10.2 on CPU).
 
-        ``what``: names the program in the log. ``cancellation``: tells whether the load of the model was given up.
-
-        Raises Internal: the process that compiled the program died; Cancelled: that load was given up; or whatever ``make``
-        raises.
+        ``what``: names the program in the log.
         """
-        with contextlib.ExitStack() as stack:
-            if self._programs is not None:
-                stack.enter_context(self._programs.passed_over())
-            known = [] if self._outside is None else stack.enter_context(self._outside.compiling(what, cancellation))
-            stack.enter_context(self.compiles.compiling())
+        with (
+            contextlib.nullcontext() if self._programs is None else self._programs.passed_over(),
+            self.compiles.compiling(),
+        ):
             program = make()
-        return self.store(key, program, known, what)
+        return self.store(key, program, what)
 
     @staticmethod
     def key(parts: Iterable[str | bytes]) -> str:
@@ -230,28 +212,17 @@ class ExecutableCache:
         self.compiles.found()
         return found
 
-    def store(
-        self,
-        key: str,
-        program: CompiledProgram,
-        known: Sequence[tuple[object, bytes]] = (),
-        what: str = "a program",
-    ) -> CompiledProgram:
+    def store(self, key: str, program: CompiledProgram, what: str = "a program") -> CompiledProgram:
         """Stores an executable in the cache. Returns it with its size there, or unchanged if that failed, which is logged.
 
-        Args:
-          known: XLA executables that other processes have compiled, each with its bytes: these cannot be serialised again here.
-          what: names the program in the log.
+        ``what``: names the program in the log.
         """
         if self._directory is None:
             return program
         try:
             several = program.placement.several
             where = program.placement.is_single_thread if several is None else several.order(program.call)
-            executable = program.call.runtime_executable()
-            content = pickle.dumps(
-                (where, *serialize(program.call, next((kept for one, kept in known if one is executable), None)))
-            )
+            content = pickle.dumps((where, *serialize_executable.serialize(program.call)))
             self._directory.write(_name(key), content)
         except OSError as error:
             self._directory.say_unusable(error)
@@ -281,44 +252,3 @@ def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, .
         del on["execution_devices"]
     made: jax.stages.Compiled = serialize_executable.deserialize_and_load(*program, **on)
     return made
-
-
-def serialize(compiled: jax.stages.Compiled, executable: bytes | None = None) -> tuple[Any, ...]:
-    """Serialises a program into the arguments of ``jax.experimental.serialize_executable.deserialize_and_load``.
-
-    A program that another process compiled cannot be serialised again here: JAX's own pickler is used with ``executable``, the
-    bytes of XLA's executable from that process (None: this process compiled it). This is not a public part of JAX
-    (``PICKLER``, ``UNLOADED_EXECUTABLE``). If a JAX version has moved ``PICKLER``, nothing is compiled in other processes
-    (``outside_compiler``), because such programs could not be stored.
-
-    Raises ValueError: the program cannot be stored; or whatever JAX's ``serialize`` raises.
-    """
-    if executable is None:
-        return tuple(serialize_executable.serialize(compiled))
-    # Follows JAX's function, which takes no such bytes.
-    inner: Any = compiled
-    unloaded = inner._executable._unloaded_executable
-    if inner._params.const_args or (unloaded.mut is not None and unloaded.mut.in_mut):
-        raise ValueError("a program with constants or references of its own cannot be kept")
-    leaves, tree = jax.tree.flatten(compiled.args_info)
-    with io.BytesIO() as file:
-        _pickler()(file, unloaded.xla_executable, executable).dump((unloaded, leaves, inner._no_kwargs))
-        return file.getvalue(), tree, compiled.out_tree
-
-
-@functools.cache
-def _pickler() -> Callable[[io.BytesIO, Any, bytes], Any]:
-    # JAX's own pickler knows the parts of a compiled program that are no ordinary objects. It is looked up when needed: a worker
-    # can do without.
-    usual: Any = PICKLER.find()
-
-    class Pickler(usual):  # type: ignore[misc]
-        def __init__(self, file: io.BytesIO, loaded: Any, executable: bytes) -> None:
-            super().__init__(file)
-            self._loaded = loaded
-            self._executable = executable
-
-        def persistent_id(self, obj: Any) -> Any:
-            return ("exec", self._executable) if obj is self._loaded else super().persistent_id(obj)
-
-    return Pickler

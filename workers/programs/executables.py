@@ -139,7 +139,7 @@ class Executables:
             compiling = functools.partial(self._compile, wanted, lowered)
             return self._kept((repr(wanted),), f"program for {wanted}", compiling, progress.cancellation)
 
-        for wanted, compiled, is_new in progress.through(planned, make, self._cache.threads if several is None else 1):
+        for wanted, compiled, is_new in progress.through(planned, make):
             if not self._planned and several is not None:
                 # Puts the parameters where the first program wants them.
                 with precision(self._signature.wide):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -18,7 +16,6 @@ from tensord.workers.threads.cancellation import Cancellation
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-S = TypeVar("S")
 #: ``tell(number, total, compiled)``: executable ``number`` of ``total`` is begun, ``compiled`` were compiled by now.
 Tell = Callable[[int, int, int], None]
 
@@ -57,25 +54,22 @@ class LoadProgress:
         self._largest: tuple[int, float, str] = (0, -1.0, "")
 
     def through(
-        self, wanted: Sequence[T], make: Callable[[T], tuple[CompiledProgram, bool]], threads: int
+        self, wanted: Sequence[T], make: Callable[[T], tuple[CompiledProgram, bool]]
     ) -> Iterator[tuple[T, CompiledProgram, bool]]:
         """Compiles a program for each of ``wanted``, or loads it from the cache; yields each, its program, and True if compiled.
 
-        Reports progress before each program is waited for, and logs a summary at the end. Raises Cancelled: the load was given
+        Reports progress before each program is made, and logs a summary at the end. Raises Cancelled: the load was given
         up; or what ``make`` raises.
 
-        Args:
-          make: compiles a program or loads it from the cache; returns it, and whether it was compiled.
-          threads: how many threads call ``make`` at the same time.
+        ``make``: compiles a program or loads it from the cache; returns it, and whether it was compiled.
         """
-        made = ahead(make, wanted, threads)
         self._total, started_ns = len(wanted), time.monotonic_ns()
         for self._number, one in enumerate(wanted, 1):
             self.cancellation.check()
             self.renew()
             self._began_ns = time.monotonic_ns()
             self._tell(self._number, self._total, self._compiled)
-            yield one, *next(made)
+            yield one, *make(one)
         seconds = (time.monotonic_ns() - started_ns) / 1e9
         cached = self._total - self._compiled
         _log.info(
@@ -116,40 +110,6 @@ class LoadProgress:
             what,
             flops,
         )
-
-
-def ahead(make: Callable[[S], tuple[T, bool]], wanted: Iterable[S], threads: int) -> Iterator[tuple[T, bool]]:
-    """Calls ``make`` for each wanted program in up to ``threads`` threads, and yields its results in the order of ``wanted``.
-
-    Raises what a call of ``make`` raised.
-
-    The first program is made in the caller's thread, before any other. If it did not have to be compiled, the others probably do
-    not have to be either, and to make them one after the other is fastest. Then, and with one thread, each program is made only
-    when the caller asks for it.
-
-    Args:
-      make: makes a program, or takes it from the cache; returns it, and whether it had to be compiled.
-    """
-    rest = iter(wanted)
-    for first in rest:
-        made = make(first)
-        yield made
-        if threads < 2 or not made[1]:
-            yield from map(make, rest)
-            return
-        break
-    under_way: collections.deque[concurrent.futures.Future[tuple[T, bool]]] = collections.deque()
-    with concurrent.futures.ThreadPoolExecutor(threads, "making programs") as executor:
-        try:
-            for one in rest:
-                under_way.append(executor.submit(make, one))
-                if len(under_way) == threads:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
 
 
 def _part(leaf: Any) -> int:

@@ -161,7 +161,7 @@ class StepExecutables:
                 progress.cancellation,
             )
 
-        for what, compiled, is_new in progress.through(wanted, make, self._cache.threads):
+        for what, compiled, is_new in progress.through(wanted, make):
             progress.made(what, compiled, is_new)
             self._adopt(what, compiled.call)
         self._run_once()

@@ -5,26 +5,22 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import serialize_executable
 
-from tensord.workers.compiling.compilers import Compilers
-from tensord.workers.jax_internals import interfaces
-from tensord.workers.processor import outside_compiler
-from tensord.workers.processor.outside_compiler import OutsideCompiler
+from tensord.workers.processor.single_thread import SingleThreadDevice
 from tensord.workers.programs import cache_directory as cache_directory_module
-from tensord.workers.programs import executable_cache as executable_cache_module
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
 from tensord.workers.programs.jax_cache import JaxCache
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tests.workers.parameters.made_sets import loaded
-from tests.workers.processor.test_outside_compiler import answers, model
+from tests.workers.programs.test_executables import model_of, run
 
 USUAL = Placement(loaded(None))
 KEY = ExecutableCache.key(("a", b"b"))
@@ -129,25 +125,29 @@ def test_a_full_disk_is_named_once(
     assert [record.message for record in caplog.records] == [said]
 
 
-@pytest.fixture(params=["nothing", "another one"])
-def other_jax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if request.param == "nothing":
-        monkeypatch.delattr(serialize_executable, "_JaxPjrtPickler")
-    else:
-        monkeypatch.setattr(serialize_executable, "_JaxPjrtPickler", object)
-    executable_cache_module._pickler.cache_clear()
-    # Uncached, because what another test has found stays.
-    monkeypatch.setattr(outside_compiler, "_hook", outside_compiler._hook.__wrapped__)
-    yield
-    executable_cache_module._pickler.cache_clear()
+WEIGHTS = np.random.default_rng(0).random((8, 8), np.float32)
 
 
-def test_programs_are_compiled_in_the_worker(other_jax: None, caplog: pytest.LogCaptureFixture) -> None:
-    compilers = Compilers(1)
-    made = model(cache=ExecutableCache(None, None, OutsideCompiler(compilers)))
-    assert answers(made) == answers(model())
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    (said,) = interfaces.missing()
-    assert said.startswith(
-        "programs are compiled in the worker (jax.experimental.serialize_executable._JaxPjrtPickler: "
-    )
+def layers(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {"y": jnp.tanh(inputs["x"] @ parameters["w"]) + jnp.linalg.inv(parameters["w"])[0]}
+
+
+def model(**more: Any) -> Any:
+    return model_of(layers, {"x": "FP32[8]"}, {"y": "FP32[8]"}, 4, (1, 2, 4), parameters={"w": WEIGHTS}, **more)
+
+
+def answers(of: Any) -> list[Any]:
+    x = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+    return [run(of, {"x": x[:rows]}, rows=(rows,))[0]["y"].tolist() for rows in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_what_is_kept_answers_the_same_in_the_next_start(directory: CacheDirectory, small: bool) -> None:
+    """Bit for bit, LAPACK and all, and nothing is compiled."""
+    device = {"single_thread": SingleThreadDevice(1 << 20)} if small else {}
+    first, second = ExecutableCache(directory), ExecutableCache(directory)
+    expected = answers(model(**device))
+    assert answers(model(cache=first, **device)) == expected
+    assert (first.compiles.figures().cache_hits, first.compiles.figures().count) == (0, 3)
+    assert answers(model(cache=second, **device)) == expected
+    assert (second.compiles.figures().cache_hits, second.compiles.figures().count) == (3, 0)

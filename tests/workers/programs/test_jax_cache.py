@@ -21,7 +21,6 @@ from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.jax_cache import use_persistent_cache
 from tensord.workers.programs.placement import CompiledProgram, Placement
-from tensord.workers.threads.cancellation import Cancellation
 from tests.workers.parameters.made_sets import loaded
 
 answered = []
@@ -33,7 +32,7 @@ cache = ExecutableCache(directory, programs)
 x = np.arange(4, dtype=np.float32)
 unplanned = jax.jit(lambda x: x * 3 + 1).lower(x).compile()(x)
 make = lambda: CompiledProgram(jax.jit(lambda x: x * 3 + 1).lower(x).compile(), Placement(loaded(None)))
-planned = cache.make(cache.key(["planned"]), "planned", make, Cancellation()).call
+planned = cache.make(cache.key(["planned"]), "planned", make).call
 print(json.dumps({"answered": len(answered), "unplanned": unplanned.tolist(), "planned": planned(x).tolist()}))
 """
 
