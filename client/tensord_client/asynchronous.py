@@ -119,7 +119,13 @@ class AsyncModel(Calls):
         async def answer() -> Answer:
             return await pending
 
-        return asyncio.ensure_future(answer())
+        def over(future: asyncio.Future[Answer]) -> None:
+            if future.cancelled():  # perhaps before it began
+                pending.cancel()
+
+        future = asyncio.ensure_future(answer())
+        future.add_done_callback(over)
+        return future
 
     def stream(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]

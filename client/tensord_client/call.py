@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any, TypedDict, Union
 
 import numpy as np
@@ -125,6 +126,19 @@ def seconds(timeout: Any) -> float | None:
     if isinstance(timeout, str) or math.isnan(number):
         raise InvalidArgument(f"timeout is {reprlib.repr(timeout)}, a number of seconds or None is expected")
     return number if number < _FOREVER else None
+
+
+def begun(responses: Generator[Any, None, None]) -> Generator[Any, None, None]:
+    """Runs a generator to its first ``yield``, so that its ``finally`` runs also if it is dropped before anybody iterates."""
+    next(responses)
+    return responses
+
+
+def begun_async(responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Runs an asynchronous generator to its first ``yield``, as ``begun`` does; it awaits nothing before."""
+    with contextlib.suppress(StopIteration):
+        responses.asend(None).send(None)
+    return responses
 
 
 class Call:

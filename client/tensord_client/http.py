@@ -15,12 +15,12 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from tensord_client.call import MAX_WAITING, Call
+from tensord_client.call import MAX_WAITING, Call, begun, begun_async
 from tensord_client.connection import RepeatedCall
 from tensord_client.datatypes import datatype_of, decode, dtype_of
 from tensord_client.errors import (
@@ -65,7 +65,11 @@ class Pending(HttpPending):
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
         """Iterates over the responses. ``timeout`` and Raises: as ``connection.Pending.responses``."""
+        return begun(self._responses(timeout))
+
+    def _responses(self, timeout: float | None) -> Generator[Any, None, None]:
         try:
+            yield
             while True:
                 self.hurry(timeout)
                 found = self.next()
@@ -79,9 +83,13 @@ class Pending(HttpPending):
         yield from self.arrived().__await__()
         return self.result()
 
-    async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
+    def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
         """Iterates over the responses on the running event loop. ``timeout`` and Raises: as ``Pending.async_responses``."""
+        return begun_async(self._async_responses(timeout))
+
+    async def _async_responses(self, timeout: float | None) -> AsyncGenerator[Any, None]:
         try:
+            yield
             while True:
                 self.hurry(timeout)
                 await self.arrived()

@@ -424,7 +424,7 @@ class HttpPending:
                 if self.is_ready:
                     return
                 await self._something(loop, mask)
-        except asyncio.CancelledError:
+        except BaseException:  # the task was cancelled, or dropped with its loop
             self.cancel()
             raise
 

@@ -11,6 +11,8 @@ After a fork the child process connects anew when it sends its first request.
 from __future__ import annotations
 
 import contextlib
+import errno
+import heapq
 import itertools
 import os
 import sys
@@ -122,6 +124,7 @@ class LaneConnection:
         #: who compares their number with the limit: a garbage collection, which may begin in there, may give a request up.
         self.laneless: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._laneless_lock = threading.Lock()
+        self.deadlines = Deadlines()
         self._prepared: weakref.WeakSet[PreparedCall] = weakref.WeakSet()
 
     # ------------------------------------------------------------------------------------------------- the daemon
@@ -170,7 +173,10 @@ class LaneConnection:
         begun = time.monotonic()
         while True:
             left = max(0.0, until - time.monotonic())
-            with self._asking:
+            # Who asks may wait for a daemon that hangs; who has no time yet waits as long as for its own question.
+            if not self._asking.acquire(timeout=left if until > begun else self._timeout):
+                raise Unavailable(f"the daemon at {self.path} does not answer: {os.strerror(errno.ETIMEDOUT)}")
+            try:
                 if self.is_closed:
                     raise Unavailable(CLOSED)
                 known = self.models.get((model, version))
@@ -182,6 +188,8 @@ class LaneConnection:
                     if time.monotonic() >= until:
                         raise
                     reconnects = self._socket is None or self._socket.is_closed
+            finally:
+                self._asking.release()
             if reconnects:
                 time.sleep(_PAUSE)
 
@@ -392,6 +400,7 @@ class LaneConnection:
                     pending, placed.prepared, placed.contents, pending.own, placed.segments, loop, max_waiting
                 )
             except LaneEnded:
+                pending.lane = None
                 pending.sent -= 1
                 continue
             except ServingError:
@@ -454,16 +463,17 @@ class LaneConnection:
 
         threading.Thread(target=look, name="tensord-lanes", daemon=True).start()
 
-    def find_lanes(self, call: Call, until: float | None, anew: bool = False) -> None:
+    def find_lanes(self, call: Call, until: float | None, anew: bool = False, since: float | None = None) -> None:
         """Asks the daemon until there is a usable lane (socket) to a worker that serves the call's model.
 
         Args:
           until: seconds of ``time.monotonic()``; None: no deadline. After the connection's ``patience`` this ends in any case.
           anew: ask even if there is a usable lane.
+          since: when the patience began, in seconds of ``time.monotonic()``; None: now.
 
         Raises: ServingError: the daemon's last answer was an error.  WaitEnded: ``until`` has passed.
         """
-        patience = time.monotonic() + self._patience
+        patience = self._patience + (time.monotonic() if since is None else since)
         try:
             self._ask_for(call.model, call.version, patience if until is None else min(until, patience), anew)
         except Unavailable:
@@ -553,8 +563,8 @@ class LaneConnection:
             raise refusal
         if refusal is None and pending.sent and lane is not None:
             self.look_again(pending.call, lane, until)
-        while not self._send(pending):
-            self.find_lanes(pending.call, until)
+        while not (pending.done() or self._send(pending)):
+            self.find_lanes(pending.call, until, False, pending.astray_at)
         pending.watch_again()
 
     def send_again_soon(self, pending: Pending) -> None:
@@ -568,8 +578,8 @@ class LaneConnection:
             if waiting is not None:
                 waiting.append(pending)
                 return
+            threading.Thread(target=self._send_astray, args=model, name="tensord-again", daemon=True).start()
             self._astray[model] = deque((pending,))
-        threading.Thread(target=self._send_astray, args=model, name="tensord-again", daemon=True).start()
 
     def _send_astray(self, model: str, version: int) -> None:
         while True:
@@ -585,6 +595,8 @@ class LaneConnection:
                 pending.expire()
             except ServingError as error:
                 pending.fail(error)
+            except Exception as error:  # such as too many open files: the thread has other requests to send
+                pending.fail(Internal(f"the request could not be sent again: {error!r}"))
 
     # ---------------------------------------------------------------------------------------------------------- end
 
@@ -598,6 +610,7 @@ class LaneConnection:
                 self._socket.close()
         for lane in lanes:
             lane.close(Cancelled(CLOSED))
+        self.deadlines.close()
         self.memory.close()
         # Who holds on to this holds no memory by it.
         self.placement = Placement(self.memory)
@@ -618,6 +631,57 @@ class LaneConnection:
 
     def __repr__(self) -> str:
         return f"<LaneConnection {self.path}{' closed' if self.is_closed else f' {len(self._lanes)} lanes'}>"
+
+
+class Deadlines:
+    """Ends requests that only callbacks wait for when their deadline passes, wherever the requests are then. Thread-safe."""
+
+    def __init__(self) -> None:
+        #: A heap of deadlines in seconds of ``time.monotonic()``, each with a number and a request, which others hold.
+        self._due: list[tuple[float, int, weakref.ref[Pending]]] = []
+        self._numbers = itertools.count()
+        # The garbage collector may end a request in a thread that has the lock.
+        self._changed = threading.Condition(threading.RLock())
+        #: True: there is a thread, which ends when no request is left.
+        self._runs = False
+
+    def add(self, pending: Pending, deadline: float) -> None:
+        """Ends a request at its deadline, in seconds of ``time.monotonic()``, unless it has ended before."""
+        with self._changed:
+            self._drop_ended()
+            due = deadline, next(self._numbers), weakref.ref(pending)
+            heapq.heappush(self._due, due)
+            if not self._runs:
+                threading.Thread(target=self._main, name="tensord-deadlines", daemon=True).start()
+                self._runs = True
+            elif self._due[0] is due:
+                self._changed.notify()
+
+    def _drop_ended(self) -> None:
+        while self._due and ((first := self._due[0][2]()) is None or first.done()):
+            heapq.heappop(self._due)
+
+    def _main(self) -> None:
+        while True:
+            with self._changed:
+                self._drop_ended()
+                if not self._due:
+                    self._runs = False
+                    return
+                left = self._due[0][0] - time.monotonic()
+                if left > 0:
+                    self._changed.wait(left)
+                    continue
+                pending = heapq.heappop(self._due)[2]()
+            if pending is not None:
+                pending.expire()
+                del pending
+
+    def close(self) -> None:
+        """Ends the thread; requests are not ended at their deadlines any more."""
+        with self._changed:
+            self._due.clear()
+            self._changed.notify()
 
 
 def _running_loop() -> Any:

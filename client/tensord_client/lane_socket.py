@@ -64,7 +64,7 @@ class LaneSocket:
         #: Says when a receive polls before it sleeps; None: the part in C is missing.
         self.spin = None if Spin is None else Spin(spin_ns)
         #: Event loops that read the socket.
-        self._loops: dict[Any, None] = {}
+        self.loops: dict[Any, None] = {}
 
     # ------------------------------------------------------------------------------------------------------ sending
 
@@ -85,7 +85,7 @@ class LaneSocket:
             self.backlog.append((datagram, -1, ids))
             raise
         self.backlog.append((datagram, os.dup(fd) if fd >= 0 else -1, ids))
-        for loop in self._loops:
+        for loop in list(self.loops):
             with contextlib.suppress(RuntimeError):  # closed
                 loop.call_soon_threadsafe(self._watch_room, loop)
 
@@ -190,17 +190,15 @@ class LaneSocket:
     def attach(self, loop: Any, readable: Callable[[], None]) -> None:
         """Asks an event loop to call ``readable`` when a datagram has come, and to send queued ones.
 
-        Call it in the loop's thread.
+        Call it in the loop's thread, which does not read the socket yet. The caller holds ``lock``, and the socket is open.
         """
-        if loop in self._loops:
-            return
-        self._loops[loop] = None
+        self.loops[loop] = None
         loop.add_reader(self.sock.fileno(), readable)
         if self.backlog:
             self._watch_room(loop)
 
     def _watch_room(self, loop: Any) -> None:
-        if loop in self._loops and self.backlog:
+        if loop in self.loops and self.backlog:
             loop.add_writer(self.sock.fileno(), self._writable, loop)
 
     def _writable(self, loop: Any) -> None:
@@ -217,24 +215,25 @@ class LaneSocket:
 
     def close(self) -> None:
         """Closes the socket as soon as no attached event loop watches it any more; asks each to stop, and waits for none."""
-        for loop in list(self._loops):
+        for loop in list(self.loops):
             try:
                 loop.call_soon_threadsafe(self._leave, loop)
             except RuntimeError:  # closed
-                self._loops.pop(loop, None)
-        if not self._loops:
+                self.loops.pop(loop, None)
+        if not self.loops:
             self.sock.close()
 
     def _leave(self, loop: Any) -> None:
-        if self._loops.pop(loop, loop) is None:
-            loop.remove_reader(self.sock.fileno())
-            loop.remove_writer(self.sock.fileno())
-        if not self._loops:
+        # In this order: the socket is closed when no loop is left.
+        loop.remove_reader(self.sock.fileno())
+        loop.remove_writer(self.sock.fileno())
+        self.loops.pop(loop, None)
+        if not self.loops:
             self.sock.close()
 
     def forget(self) -> None:
         """Closes a forked process's copy of the socket, at once; the parent's event loops are not those of this process."""
         self.closing = True
         self.lock = threading.Lock()
-        self._loops.clear()
+        self.loops.clear()
         self.sock.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensord_client import tensors
 from tensord_client.call import Call, Own, SequenceId, checked, seconds
-from tensord_client.errors import InvalidArgument, ServingError, Unavailable
+from tensord_client.errors import InvalidArgument, Unavailable
 from tensord_client.latest import Latest
 from tensord_client.results import Answer, Array, Description, Tensors
 from tensord_client.results import tensors as described
@@ -294,7 +294,7 @@ def promised(pending: Pending) -> concurrent.futures.Future[Answer]:
             return
         try:
             future.set_result(pending.result())
-        except ServingError as error:
+        except BaseException as error:
             future.set_exception(error)
 
     def cancelled(future: concurrent.futures.Future[Answer]) -> None:

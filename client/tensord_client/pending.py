@@ -13,14 +13,14 @@ import threading
 import time
 import types
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tensord_client import native, wire
 from tensord_client.answer_memory import Lease
-from tensord_client.call import Call
+from tensord_client.call import Call, begun, begun_async
 from tensord_client.datatypes import decode_strings, dtype_of, typestr
 from tensord_client.errors import (
     CLOSED,
@@ -63,6 +63,8 @@ class Pending:
     #: True: its lane ended or its worker refused it, and the thread that waits for the answer has to send it again.
     astray = False
     refusal: ServingError | None = None
+    #: When it went astray, in seconds of ``time.monotonic()``.
+    astray_at = 0.0
     #: True until a worker has refused it once.
     _may_be_elsewhere = True
     #: How often the request was sent.
@@ -117,6 +119,9 @@ class Pending:
         if prepared.final:
             self._end(lane)
         self._notify()
+        if self._callbacks and self.done():
+            # A callback may wait for another answer on this lane, which this thread reads.
+            lane.call_back(self)
 
     def _asks_again(self, refusal: ServingError) -> bool:
         return not (self._had_response or self._given_up) and self._connection.may_ask_again(self, refusal)
@@ -166,6 +171,7 @@ class Pending:
 
     def mark_astray(self) -> None:
         """Notes that the request has no lane (socket to a worker): whoever waits for its answer has to send it."""
+        self.astray_at = time.monotonic()
         # In this order, so that whoever claims it counts it no more.
         self._connection.laneless.add(self)
         self.astray = True
@@ -179,10 +185,11 @@ class Pending:
         return astray
 
     def fail(self, error: ServingError) -> None:
-        """Ends the request with an error. May be called in any thread."""
+        """Ends the request with an error, and calls its callbacks. May be called in any thread."""
         self._arrived.append(error)
         self._end(self.lane)
         self._notify()
+        self.call_back()
 
     def expire(self) -> None:
         """Ends the request with DeadlineExceeded, and tells the worker that nobody waits for its answer any more."""
@@ -206,6 +213,7 @@ class Pending:
         if lane is not None:
             lane.cancel(self.request_id)
         self._notify()
+        self.call_back()
 
     def _end(self, lane: WorkerLane | None) -> None:
         with self._lock:
@@ -238,13 +246,6 @@ class Pending:
             else:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(_set, future)
-        # A callback that comes after the end is called by who brings it.
-        if self._callbacks and self.done():
-            lane = self.lane
-            if lane is None or lane.ended:
-                self.call_back()
-            else:
-                lane.call_back(self)
 
     # ------------------------------------------------------------------------------------------------- from a thread
 
@@ -265,7 +266,11 @@ class Pending:
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
         """Iterates over the responses. ``timeout`` and Raises: as ``connection.Pending.responses``."""
+        return begun(self._responses(timeout))
+
+    def _responses(self, timeout: float | None) -> Generator[Any, None, None]:
         try:
+            yield
             while True:
                 response = self._next(self._until(timeout))
                 if response is None:
@@ -298,6 +303,8 @@ class Pending:
         if done:
             callback(self)
             return
+        if self.call.deadline is not None:
+            self._connection.deadlines.add(self, self.call.deadline)
         if self.astray:
             self._connection.send_again_soon(self)
         elif self.lane is not None:
@@ -310,13 +317,23 @@ class Pending:
                 return
             callbacks, self._callbacks = self._callbacks, ()
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except BaseException:  # of the program: the thread has other requests to end
+                import logging
+
+                logging.getLogger(__name__).exception("a callback of a request failed")
 
     def watch_again(self) -> None:
-        """Watches the new lane (socket) of a request that was sent again: for its callbacks, or by the event loop that waits."""
+        """Watches the new lane (socket) of a request that was sent again: for its callbacks, or by the event loop that waits.
+
+        If the request was given up while it was sent, tells the worker so.
+        """
         lane = self.lane
         if lane is None:
             return
+        if self._given_up:
+            lane.cancel(self.request_id)
         with self._lock:
             called, awaited = bool(self._callbacks), self._awaited
         if called:
@@ -326,9 +343,10 @@ class Pending:
                 awaited[1].call_soon_threadsafe(lane.attach, awaited[1])
 
     def _watch(self, lane: WorkerLane) -> None:
-        lane.watch(self.request_id, self.call.deadline)
-        if self.done():
+        lane.watch(self.request_id)
+        if self.request_id not in lane.in_flight:
             lane.watched.discard(self.request_id)
+        if self.done():
             self.call_back()
 
     def _until(self, timeout: float | None) -> float | None:
@@ -363,7 +381,10 @@ class Pending:
                     continue
                 lane = self.lane
                 if lane is None or lane.ended:
-                    time.sleep(_ASIDE)  # a thread of the connection's is sending it again
+                    # A thread of the connection's is sending it again.
+                    if until is not None and time.monotonic() >= until:
+                        raise WaitEnded
+                    time.sleep(_ASIDE)
                 else:
                     lane.wait(self, until)
             except WaitEnded:
@@ -401,9 +422,13 @@ class Pending:
             raise self._result
         return self._result
 
-    async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
+    def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
         """Iterates over the responses on the running event loop. ``timeout`` and Raises: as in ``connection.Pending``."""
+        return begun_async(self._async_responses(timeout))
+
+    async def _async_responses(self, timeout: float | None) -> AsyncGenerator[Any, None]:
         try:
+            yield
             while True:
                 response = await self._next_async(timeout)
                 if response is None:
@@ -445,7 +470,7 @@ class Pending:
                     self.lane.attach(loop)
                 if not (arrived or self._ended or self._given_up):
                     yield from future
-            except sys.modules["asyncio"].CancelledError:
+            except BaseException:  # the task was cancelled, or dropped with its loop
                 self.cancel()
                 raise
             finally:

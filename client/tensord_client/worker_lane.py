@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import heapq
 import os
 import queue
 import socket
@@ -37,7 +36,7 @@ _DESCRIPTORS_LOST = int(socket.MSG_CTRUNC)
 _U64 = struct.Struct(">Q")
 #: The most datagrams that an event loop receives in one iteration.
 _TURN = 64
-#: Seconds until a lane's thread notices a deadline that is earlier than those it knew.
+#: Seconds until a lane's thread notices that another thread had no room in the socket for what it sent.
 _NOTICED = 0.05
 
 
@@ -130,7 +129,6 @@ class WorkerLane:
         #: Ids of requests with callbacks, and such requests that have ended and whose callbacks are to be called.
         self.watched: set[int] = set()
         self.finished: deque[Any] = deque()
-        self._due: list[tuple[float, int]] = []
         self._thread: threading.Thread | None = None
         self._thread_waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         try:
@@ -550,16 +548,11 @@ class WorkerLane:
 
     # ------------------------------------------------------------------------------------------- callbacks and loops
 
-    def watch(self, request_id: int, deadline: float | None) -> None:
+    def watch(self, request_id: int) -> None:
         """Tells the lane's thread to read the socket until a request has ended, because no thread waits for the request's answer.
 
         Starts the thread if need be.
-
-        ``deadline``: seconds of ``time.monotonic()``, when the request is given up; None: never.
         """
-        if deadline is not None:
-            with self.lock:
-                heapq.heappush(self._due, (deadline, request_id))
         self.watched.add(request_id)
         if self._thread is None:
             with self.lock:
@@ -569,11 +562,9 @@ class WorkerLane:
         self._thread_waiter.put(None)
 
     def call_back(self, request: Any) -> None:
-        """Tells the lane's thread to call the callbacks of an ended request; if the lane has ended, calls them at once."""
+        """Tells the lane's thread to call the callbacks of a request that an answer has ended. The caller reads the socket."""
         self.finished.append(request)
         self._thread_waiter.put(None)
-        if self.ended:
-            self._call_back()
 
     def _call_back(self) -> None:
         with contextlib.suppress(IndexError):
@@ -583,57 +574,37 @@ class WorkerLane:
     def _serve(self) -> None:
         waiter = self._thread_waiter
         while True:
+            # In this order: what came before the end is called back.
+            ended = self.ended
             self._call_back()
-            if self.ended:
+            if ended:
                 return
             if not self.watched:
                 waiter.get()
                 continue
             self.flush()
-            until = self._expire()
             if self.reading.acquire(False):
-                # A request that is watched meanwhile, with an earlier deadline, does not end this wait.
-                soon = time.monotonic() + _NOTICED
                 try:
                     with contextlib.suppress(WaitEnded):
-                        self.read(soon if until is None else min(until, soon))
+                        if not self.ended:
+                            self.read(time.monotonic() + _NOTICED)
                 finally:
                     self.reading.release()
                     self.promote()
                 continue
             self.followers[waiter] = None
             try:
-                if not self.reading.locked():
-                    continue
-                waiter.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                pass
+                if self.reading.locked():
+                    waiter.get()
             finally:
                 self.followers.pop(waiter, None)
 
-    def _expire(self) -> float | None:
-        """Ends the requests given to ``watch`` whose deadline has passed.
-
-        Returns the next deadline in seconds of ``time.monotonic()``; None: there is none.
-        """
-        while True:
-            with self.lock:
-                while self._due and self._due[0][1] not in self.in_flight:
-                    heapq.heappop(self._due)
-                if not self._due:
-                    return None
-                deadline, request_id = self._due[0]
-                if deadline > time.monotonic():
-                    return deadline
-                heapq.heappop(self._due)
-                request: Any = self.in_flight.get(request_id)
-            if request is not None:
-                request.expire()
-
     def attach(self, loop: Any) -> None:
         """Asks an event loop to read this lane's socket when answers come, until the lane ends. Call it in the loop's thread."""
-        if not self.ended:
-            self.socket.attach(loop, self._readable)
+        if loop not in self.socket.loops:
+            with self.lock:
+                if not self.ended:
+                    self.socket.attach(loop, self._readable)
 
     def _readable(self) -> None:
         """Is called by an event loop when the socket is readable: receives datagrams, unless a thread is reading them."""

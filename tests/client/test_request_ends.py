@@ -1,0 +1,258 @@
+"""Every request ends, whatever happens to its worker, its daemon and its caller, and in whatever order.
+
+A request is in one of four states, and in each of them somebody ends it:
+
+    on a lane       whoever reads the lane: the thread that waits, the lane's thread, or the event loop
+    astray          whoever waits for its answer, or a thread of the connection's: it sends the request, or fails it
+    being sent      the thread that sends it
+    over            nobody
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensord_client
+from tensord_client import pending
+from tensord_client.asynchronous import AsyncModel
+from tensord_client.errors import ServingError
+from tensord_client.http import HttpConnection
+from tensord_client.http_channel import Address
+from tensord_client.model import Model
+from tensord_client.results import Description
+
+from tests.client.fake_service import FakeService
+from tests.daemon_process import PATIENCE, wait_until
+from tests.generated import times
+
+#: Seconds after which a request is taken for one that never ends.
+_NEVER = 60.0
+X = {"x": np.array([7], np.int32)}
+#: What happens to the service: ``FakeService`` has a method for each.
+SERVICE = ("gone", "unloaded", "refuses", "stop", "silent", "hangs", "back")
+#: "other": there is a request that nobody waits for yet; "crowd": there are futures without a timeout.
+BEFORE = [*itertools.chain.from_iterable(itertools.product((*SERVICE, "other", "crowd"), repeat=n) for n in range(3))]
+#: "cancel": the caller gives the request up.
+AFTER = [*itertools.chain.from_iterable(itertools.product((*SERVICE, "cancel"), repeat=n) for n in range(3))]
+DESCRIPTION = Description(
+    {
+        "model": "m",
+        "version": 1,
+        "metadata": {"inputs": [{"name": "x", "datatype": "INT32", "shape": [1]}], "outputs": []},
+        "max_batch_size": 0,
+        "streams": False,
+        "sequences": False,
+        "pure": True,
+    }
+)
+WAYS = ("future", "thread", "task", "prepared")
+
+
+class Case:
+    """One interleaving: events, a request, events."""
+
+    def __init__(self, folder: Path, way: str, before: tuple[str, ...], after: tuple[str, ...], timed: bool) -> None:
+        self._told = f"{before} {way}{' with a timeout' if timed else ''} {after}"
+        self._service = FakeService(str(folder / f"{id(self):x}.sock"))
+        # Either ends a request, so each is tried without the other.
+        self._client = tensord_client.connect(self._service.path, patience=10 * PATIENCE if timed else 0.2)
+        self._way, self._before, self._after = way, before, after
+        self._model = self._client.model("m", timeout=0.2 if timed else None)
+        self._patient = self._client.model("m")
+        self._lanes: Any = self._client._connection._lane  # type: ignore[attr-defined]
+        self._loop = asyncio.new_event_loop()
+        self._others: list[Any] = []
+        self._crowd: list[Future[Any]] = []
+        self._cancel: Callable[[], Any] = lambda: None
+
+    def run(self) -> str:
+        """Returns what is wrong; "" if every request has ended."""
+        call = self._model.prepare(X)
+        self._patient(X)
+        runs = threading.Thread(target=self._loop.run_forever)
+        runs.start()
+        try:
+            for event in self._before:
+                self._happens(event)
+            future = self._begun(lambda: self._begin(call))
+            for event in self._after:
+                self._happens(event)
+            if self._model.timeout is None and not {"silent", "hangs"}.isdisjoint((*self._before, *self._after)):
+                self._service.back()  # nothing else ends what a worker has
+            wrong = self._wrong(future)
+            self._service.back()
+        finally:
+            self._client.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            runs.join()
+            self._loop.close()
+            self._service.close()
+        return wrong or next(filter(None, map(self._wrong, self._crowd)), "") or self._left()
+
+    def _happens(self, event: str) -> None:
+        if event == "other":
+            try:
+                self._others.append(self._lanes.ask(self._model.call(X, (), {})))
+            except ServingError:
+                pass
+        elif event == "crowd":
+            self._crowd += [self._begun(lambda: self._patient.submit(X)) for _ in range(3)]
+        elif event == "cancel":
+            self._cancel()
+        else:
+            getattr(self._service, event)()
+
+    @staticmethod
+    def _begun(begin: Callable[[], Future[Any]]) -> Future[Any]:
+        try:
+            return begin()
+        except ServingError as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _begin(self, call: Any) -> Future[Any]:
+        if self._way == "future":
+            future = self._model.submit(X)
+            self._cancel = future.cancel
+            return future
+        future = Future()
+        if self._way == "task":
+            model = AsyncModel(self._model._connection, self._model._description, 0, self._model.timeout)
+
+            async def wait() -> None:
+                task = asyncio.ensure_future(model(X))
+                self._cancel = lambda: self._loop.call_soon_threadsafe(task.cancel)
+                await asyncio.wait([task])
+                if task.cancelled():
+                    future.set_exception(CancelledError())
+                elif (error := task.exception()) is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(task.result())
+
+            asyncio.run_coroutine_threadsafe(wait(), self._loop)
+            return future
+
+        def waits() -> None:
+            try:
+                future.set_result(call() if self._way == "prepared" else self._model(X))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=waits, daemon=True).start()
+        return future
+
+    def _wrong(self, future: Future[Any]) -> str:
+        try:
+            answer = future.result(_NEVER)
+            return "" if answer["y"].tolist() == [7] else f"{self._told}: {answer}"
+        except (ServingError, CancelledError):
+            return ""
+        except TimeoutError:
+            return f"{self._told}: it never ends"
+        except BaseException as error:
+            return f"{self._told}: {error!r}"
+
+    def _left(self) -> str:
+        """Returns what is left of the requests where nobody looks for it."""
+        for other in self._others:
+            other.cancel()
+        wait_until(lambda: not (self._lanes._astray or self._lanes.laneless), f"{self._told}: nothing to be left")
+        return ""
+
+
+def cases(count: int, seed: int = 0) -> list[tuple[str, tuple[str, ...], tuple[str, ...], bool]]:
+    found = [
+        (way, before, after, timed)
+        for way, before, after, timed in itertools.product(WAYS, BEFORE, AFTER, (True, False))
+        # A thread that asks a daemon that hangs waits for it.
+        if way in ("future", "task") or "hangs" not in (*before, *after)
+    ]
+    return random.Random(seed).sample(found, min(count, len(found)))
+
+
+def test_every_request_ends(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("e")
+    with ThreadPoolExecutor(16) as threads:
+        ended = threads.map(lambda case: Case(folder, *case).run(), cases(times(10_000, 600)))
+        assert [each for each in ended if each] == []
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[FakeService]:
+    made = FakeService(str(tmp_path / "s"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("way", ["stream", "asynchronous stream", "asynchronous submit"])
+def test_what_is_dropped_before_it_begins_is_cancelled(service: FakeService, way: str) -> None:
+    """No caller is left who could end it."""
+
+    async def dropped(model: AsyncModel) -> None:
+        if way == "asynchronous submit":
+            model.submit(X).cancel()
+        else:
+            model.stream(X)
+        await asyncio.sleep(0)
+
+    with tensord_client.connect(service.path) as client:
+        model = client.model("m")
+        service.silent()
+        if way == "stream":
+            model.stream(X)
+        else:
+            asyncio.run(dropped(AsyncModel(model._connection, model._description, 0, None)))
+        service.back()
+        assert model(X)["y"].tolist() == [7]
+        wait_until(lambda: service.cancelled == 1, "the cancellation")
+
+
+@pytest.mark.parametrize("way", ["stream", "asynchronous stream", "asynchronous submit"])
+def test_what_is_dropped_before_it_begins_gives_its_connection_back(way: str) -> None:
+    """A pool has 64, and each request over HTTP has one from its beginning."""
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as listening:
+        connection = HttpConnection(Address("", *listening.getsockname()), limit=2)
+
+        async def dropped() -> None:
+            model = AsyncModel(connection, DESCRIPTION, 0, None)
+            for _ in range(3):
+                if way == "asynchronous submit":
+                    model.submit(X).cancel()
+                else:
+                    model.stream(X)
+                await asyncio.sleep(0)
+
+        for _ in range(3):
+            if way == "stream":
+                Model(connection, DESCRIPTION, 0, None).stream(X)
+            else:
+                asyncio.run(dropped())
+        assert (connection._pool._in_use, len(connection._pool._line)) == (0, 0)
+        connection.close()
+
+
+def test_a_future_has_whatever_its_answer_raises(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it end the thread that ends others."""
+    with tensord_client.connect(service.path) as client:
+        model = client.model("m", timeout=PATIENCE)
+
+        def fails(*_: Any) -> Any:
+            raise MemoryError("no memory for the answer")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(pending, "made_answer", fails)
+            with pytest.raises(MemoryError, match="no memory for the answer"):
+                model.submit(X).result(PATIENCE)
+        assert model.submit(X).result(PATIENCE)["y"].tolist() == [7]
