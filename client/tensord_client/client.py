@@ -2,7 +2,7 @@
 
     connect()   tries $TENSORD alone if it is set; else /run/tensord, then the user's own daemon, then localhost:8000
 
-An address is a folder (one with a daemon's sockets, or a repository of models, which this process then serves by itself), the
+An address is a folder (one with a daemon's sockets, or a repository with models, which this process then serves by itself), the
 path of a socket, ``unix:PATH``, ``HOST:PORT`` or ``http://HOST:PORT``.
 """
 
@@ -176,7 +176,7 @@ def _usual() -> Iterator[str]:
 
 
 def _way(address: str, patience: float) -> Connection:
-    """Connects to one address; a folder without sockets is a repository of models, which this process then serves by itself.
+    """Connects to one address; a folder with models and without sockets is a repository, which this process serves by itself.
 
     ``patience``: seconds that later requests wait for a server that has gone away to come back.
 
@@ -199,7 +199,18 @@ def _way(address: str, patience: float) -> Connection:
             return _on_socket(os.path.join(path, name), patience)
     if not os.access(path, os.R_OK | os.X_OK, effective_ids=True):
         raise _unreachable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    if not _holds_a_model(Path(path)):
+        # A daemon that is being started has no sockets in its folder yet.
+        raise Unavailable(f"{path}: it holds neither a daemon's sockets nor a model")
     return LocalConnection(Path(path))
+
+
+def _holds_a_model(repository: Path) -> bool:
+    """Returns whether a folder in ``repository`` is a model: whether it has a configuration, or a version's folder."""
+    return any(
+        path.name == "config.pbtxt" or (path.name.isdecimal() and path.is_dir())
+        for path in (*repository.glob("[!.]*/config.pbtxt"), *repository.glob("[!.]*/[1-9]*"))
+    )
 
 
 def _unreachable(path: str, error: OSError) -> Unavailable:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -267,15 +268,36 @@ def test_a_server_of_others_says_who_may(
     assert not done.stderr
 
 
-def test_waiting_for_a_server(serve: Callable[..., Server], folder: Path) -> None:
+@pytest.mark.parametrize("address", ["http.sock", ""])
+def test_waiting_for_a_server(serve: Callable[..., Server], folder: Path, address: str) -> None:
+    """A folder that is there before the server's socket, as in a pod or a job, is waited for too."""
     made: list[tensord_client.Client] = []
-    waiting = threading.Thread(target=lambda: made.append(tensord_client.connect(folder / "http.sock", wait=PATIENCE)))
+    waiting = threading.Thread(target=lambda: made.append(tensord_client.connect(folder / address, wait=PATIENCE)))
     waiting.start()
     time.sleep(0.2)
     assert not made
-    serve()
+    server = serve()
     waiting.join()
     made[0].close()
+    assert server.connections
+
+
+def test_a_folder_is_a_repository_if_a_model_lies_in_it(folder: Path) -> None:
+    """Else it is one in which a daemon's sockets do not lie yet, which this process must not serve for good."""
+    (folder / "10").mkdir()
+    for name in ("notes/old", "notes/1st", ".git/1", "file/x"):
+        (folder / name).mkdir(parents=True)
+    (folder / "notes/1").touch()
+    with pytest.raises(
+        tensord_client.Unavailable, match=rf"{folder}: it holds neither a daemon's sockets nor a model$"
+    ):
+        tensord_client.connect(folder)
+    for name in ("model/1", "ensemble/config.pbtxt"):
+        (folder / name).parent.mkdir()
+        (folder / name).mkdir() if name.endswith("1") else (folder / name).touch()
+        tensord_client.connect(folder).close()
+        (folder / name).parent.rename(folder / ".gone")
+        shutil.rmtree(folder / ".gone")
 
 
 # ------------------------------------------------------------------------------------------------------------ connections
