@@ -209,6 +209,8 @@ def _print_status(result: Mapping[str, Any]) -> None:
     urls = [" and ".join(result[protocol]) or f"no {protocol}" for protocol in ("http", "grpc")]
     urls.append(result["metrics"] or "no metrics")
     click.echo(f"{result['server_name']}: {result['phase']}, {_readiness(result)}, {', '.join(urls)}")
+    if result["outdated"]:
+        click.echo(f"outdated: {result['outdated']}")
     clients = result["clients"]
     if clients["socket"]:
         counts = f"{clients['connections']} connected, {clients['lanes']} lanes"

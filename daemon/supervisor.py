@@ -334,6 +334,7 @@ class Supervisor:
         """
         self.fronts.publish(record)
         self.lanes.model_changed(record)
+        self.parameters.tell()
         if isinstance(record, Readiness):
             self._bar.draw(
                 record.wanted - record.unserved, record.wanted, record.at
@@ -356,7 +357,12 @@ class Supervisor:
 
     def worker_joined(self, worker: WorkerProcess) -> None:
         """Starts a task that sends a worker, which has just become ready, its regions, lanes (sockets to fronts) and models."""
+        self.child_ready()
         self._tasks.spawn(self._join(worker))
+
+    def child_ready(self) -> None:
+        """Notes that a child process has come up, so that what is installed is of this daemon's version."""
+        self.models.outdated("")
 
     def worker_asked(self, worker: WorkerProcess, call: ControlCall) -> None:
         """Starts a task that carries out an operation which a model in ``worker`` asks for, such as a load, and replies."""
@@ -410,7 +416,7 @@ class Supervisor:
 
         Also arranges for the worker to be replaced.
         """
-        self._slots.look(worker)
+        self._look(worker)
         self._regions.worker_left(worker.incarnation)
         self.lanes.worker_left(worker)
         self.parameters.worker_left(worker.incarnation)
@@ -421,6 +427,12 @@ class Supervisor:
         self._leftovers.end(worker.name, worker.mark)
         self._slots.died(worker, lambda: self.workers.start(worker.name, device), doing)
         self._shutdown.child_died()
+
+    def _look(self, dead: Child) -> None:
+        """Finds out why a child process has died, and makes it known if what is installed is of another version by now."""
+        self._slots.look(dead)
+        if dead.is_of_other_version:
+            self.models.outdated(f"{dead.name} {dead.describe_exit()}")
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
         """Starts the workers that isolated models need, and stops those that are needed no more.
@@ -437,7 +449,7 @@ class Supervisor:
 
     def front_died(self, front: FrontProcess) -> None:
         """Arranges for a front that has died to be replaced, unless the daemon stops."""
-        self._slots.look(front)
+        self._look(front)
         self._slots.died(front, lambda: self.fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
 
@@ -587,7 +599,7 @@ class Supervisor:
             return str(self.phase.value)
         return "drained" if self.drain.phase is DrainPhase.DRAINED else "draining"
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Starts a task on the event loop. An exception in the task stops the daemon."""
         self._tasks.spawn(work)
 
@@ -619,9 +631,9 @@ class Tasks:
 
     def __init__(self, failed: Callable[[], None]) -> None:
         self._failed = failed
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Starts a coroutine as a background task."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -633,7 +645,7 @@ class Tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.critical("a task of the supervisor failed: the daemon stops", exc_info=error)

@@ -241,6 +241,8 @@ class ModelState(Record, frozen=True, tag="model"):
     devices: tuple[str, ...] = ()
     #: Whether a request that is run twice harms nobody: jitted code that gives one answer and keeps nothing.
     pure: bool = False
+    #: Whether it is UNAVAILABLE for now: it is to be served, and its next try or a worker that can use its device is awaited.
+    awaited: bool = False
 
 
 class ModelGone(Record, frozen=True, tag="gone"):

@@ -18,11 +18,16 @@ class Readiness(Record, frozen=True, tag="readiness"):
     at: str = ""
     #: Whether the daemon is being drained: it is not ready then, whatever is served.
     draining: bool = False
+    #: Why processes that die cannot be replaced, other files being installed by now: which process said so; "": they can.
+    outdated: str = ""
 
     def sentence(self) -> str:
-        """Returns a sentence on why the daemon is not ready, such as which models are not served; "" if there is no reason."""
+        """Returns a sentence on why the daemon is not ready, or may not stay ready, such as which models are not served."""
         if self.draining:
             return "the server is draining"
+        return "; ".join(filter(None, (self._unserved(), self.outdated)))
+
+    def _unserved(self) -> str:
         if not self.unserved:
             return ""
         more = f" and {self.unserved - len(self.names)} more" if self.unserved > len(self.names) else ""

@@ -102,15 +102,15 @@ class Endpoints:
         if not self._table.is_ready(model, version):
             return False
         await self._everywhere()
-        if self._table.find(model, version).judges:
+        if self._table.is_ready(model, version) and self._table.find(model, version).judges:
             return bool(msgspec.json.decode(await self.ask(ModelReady(model, version))))
-        return True
+        return self._table.is_ready(model, version)
 
     async def model_metadata(self, model: str, version: int) -> dict[str, Any]:
         """Returns a model's ``name``, ``versions`` (as text, ascending), ``platform``, ``inputs`` and ``outputs``.
 
         ``versions`` are all versions that are served, or only ``version`` if it is not 0.
-        Raises NotFound: the model or version is unknown, or not ready.
+        Raises NotFound: the model or version is unknown; Unavailable: it is being loaded, or cannot be served now.
         """
         metadata = msgspec.json.decode(self._table.find(model, version).metadata)
         await self._everywhere()
@@ -120,12 +120,12 @@ class Endpoints:
     def is_pure(self, model: str, version: int) -> bool:
         """Returns whether a request to a model version harms nobody if it is run twice; version 0 is the newest.
 
-        Raises NotFound: the model or version is unknown, or not ready.
+        Raises NotFound: the model or version is unknown; Unavailable: it is being loaded, or cannot be served now.
         """
         return self._table.find(model, version).pure
 
     async def model_config(self, model: str, version: int) -> bytes:
-        """Returns a model's full ModelConfig as JSON. Raises NotFound: the model or version is unknown, or not ready."""
+        """Returns a model's full ModelConfig as JSON. Raises what ``model_metadata`` raises."""
         config = self._table.find(model, version).config
         await self._everywhere()
         return config

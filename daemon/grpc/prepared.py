@@ -29,7 +29,7 @@ from tensord.daemon.submit.placement import InputContent
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.control_records import ModelState
-from tensord.shm.errors import InvalidArgument, NotFound, ServingError
+from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import Buffer, PreparedAnswer, PreparedRequest
 from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
@@ -118,7 +118,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         decoded = known.decoded
         try:
             known.decoupled = self._table.find(decoded.model, decoded.version).streams
-        except NotFound:
+        except ServingError:
             return False
         if known.numbered is None:
             known.numbered = self._submitter.numbers.number(decoded.prepared)

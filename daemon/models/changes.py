@@ -400,6 +400,11 @@ class Models:
         self._readiness.draining = draining
         self._check_readiness()
 
+    def outdated(self, why: str) -> None:
+        """Sets why processes that die cannot be replaced: what is installed is of another version; "": they can."""
+        self._readiness.outdated = why
+        self._check_readiness()
+
     def _check_readiness(self) -> None:
         self._readiness.check(self._options.strict_readiness)
 
@@ -429,7 +434,7 @@ class Models:
         """
         self._readiness.loads(incarnation, None)
         left = self.lifecycle.worker_left(incarnation, how)
-        self._begin([*left, *self.lifecycle.stranded(usable)])
+        self._begin([*left, *self.lifecycle.stranded(usable, self._readiness.outdated)])
 
     def worker_dismissed(self, incarnation: int) -> None:
         """Marks versions as not served by a worker that was stopped because no model needs it.

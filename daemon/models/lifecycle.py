@@ -153,12 +153,14 @@ class Lifecycle:
         model.repeated += unchanged and again
         model.chosen = found.chosen
         model.bringing = dict.fromkeys(found.chosen, "")
+        out: list[Instruction] = []
         for number, version in model.versions.items():
             if version.given_up and number not in found.chosen:
                 # There is no further try; what is served of it stays until something replaces it.
                 version.wanted = version.state is IndexState.READY
                 version.given_up, version.due, version.postponed = "", False, set()
-        out = self._forget(found.name, model, {*found.versions, *found.chosen})
+                out.append(self._publish(number, version))
+        out += self._forget(found.name, model, {*found.versions, *found.chosen})
         for number in found.chosen:
             load = found.load(number)
             version = model.versions.setdefault(number, VersionEntry(load))
@@ -189,11 +191,12 @@ class Lifecycle:
         A version that failed to load stays in the repository index with its reason, as in Triton.
         """
         version = self.models[name].versions[number]
+        was_awaited = bool(version.given_up)
         version.wanted, version.postponed = False, set()
         version.given_up, version.due = "", False
         forget = Forget(name, number)
         if version.state is not IndexState.READY:
-            return [forget]
+            return [self._publish(number, version), forget] if was_awaited else [forget]
         version.state, version.unloading = IndexState.UNLOADING, set(version.ready)
         out: list[Instruction] = [Send(worker, Unload(name, number)) for worker in sorted(version.ready)]
         version.ready = {}
@@ -446,10 +449,11 @@ class Lifecycle:
                     out += self._after_answer(name)
         return out
 
-    def stranded(self, usable: Collection[str]) -> list[Instruction]:
+    def stranded(self, usable: Collection[str], why: str = "") -> list[Instruction]:
         """Marks versions as given up if no worker can use their devices now; the first worker that joins on one loads them.
 
-        ``usable``: the devices that workers can use. Returns instructions.
+        ``usable``: the devices that workers can use. ``why``: what keeps workers from all devices; "": only these are broken.
+        Returns instructions.
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
@@ -457,7 +461,7 @@ class Lifecycle:
             for number, version in model.versions.items():
                 if not version.wanted or any(version.belongs(device) for device in usable):
                     continue
-                reason = f"no worker can use {', '.join(version.devices) or 'any device'} at present"
+                reason = why or f"no worker can use {', '.join(version.devices) or 'any device'} at present"
                 if version.ready and not version.loading and model.bringing.get(number) == "":
                     # It is still served elsewhere as it was, but its replacement does not come.
                     model.bringing[number] = reason

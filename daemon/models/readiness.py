@@ -118,8 +118,9 @@ class ReadinessCheck:
         #: The readiness that was published last; nothing is published before it is known what is wanted.
         self.readiness = Readiness()
         self._begun = False
-        #: Whether the daemon is being drained.
+        #: Whether the daemon is being drained, and why processes that die cannot be replaced ("": they can).
         self.draining = False
+        self.outdated = ""
         #: Names that were wanted when the daemon started, and still are.
         self._first: set[str] = set()
         #: Names of ``repository.required``: if there are any, only they count.
@@ -163,6 +164,7 @@ class ReadinessCheck:
         found = readiness(standings, strict, counted)
         if found.unserved and self._loading:
             found = msgspec.structs.replace(found, at=str(next(iter(self._loading.values()))))
+        found = msgspec.structs.replace(found, outdated=self.outdated)
         if self.draining:
             found = msgspec.structs.replace(found, ready=False, draining=True)
         if self._begun and found != self.readiness:

@@ -55,8 +55,8 @@ class VersionEntry:
     suspect: bool = False
     #: The number of workers that died while it alone was loading.
     deaths: int = 0
-    #: Why it was given up, after too many deaths; "": it is not. Only the tries that ``Retry`` asks for load it, until one
-    #: is answered.
+    #: Why it was given up, after too many deaths or without a device; "": it is not. Only the tries that ``Retry`` asks for
+    #: load it, and workers that join with its device, until one is answered.
     given_up: str = ""
     #: True if a try is due, and no worker was free for it.
     due: bool = False
@@ -81,7 +81,8 @@ class VersionEntry:
         """Makes the record that tells front processes the state of this version, whose number is ``number``."""
         described = self.described if self.state is IndexState.READY else None
         if described is None:
-            return ModelState(self.load.name, number, self.state.value, self.reason)
+            awaited = self.state is IndexState.UNAVAILABLE and bool(self.given_up)
+            return ModelState(self.load.name, number, self.state.value, self.reason, awaited=awaited)
         return ModelState(
             self.load.name,
             number,

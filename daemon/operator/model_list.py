@@ -78,6 +78,7 @@ def of_models(models: Models) -> dict[str, Any]:
     readiness = models.readiness
     return {
         "ready": readiness.ready,
+        "outdated": readiness.outdated,
         "models": {"wanted": readiness.wanted, "served": readiness.wanted - readiness.unserved},
         "not_served": [
             {"name": model.name, "served": list(model.served), "reason": model.reason}

@@ -96,7 +96,7 @@ class Parameters:
         self._restoring: dict[tuple[int, VersionKey], deque[Loaded]] = {}
         #: Versions that a replaced worker could not be given everything of -> why.
         self._lacking: dict[VersionKey, str] = {}
-        #: Set, and replaced, with every load that is answered and every version that is gone.
+        #: Set, and replaced, by ``tell``.
         self._news = asyncio.Event()
         #: Model and outcome, "pushed", "refused", "overtaken", "reverted" or "dropped" -> how often, ever.
         self.outcomes: Counter[tuple[str, str]] = Counter()
@@ -202,23 +202,32 @@ class Parameters:
             if wanted.set in ("", each)
         ]
         if wanted.model and not found:
-            self._resolved(wanted.model, wanted.version)
+            key = wanted.model, self._resolved(wanted.model, wanted.version)
+            if self._is_loading(key):
+                raise Unavailable(f"model '{key[0]}' version {key[1]} is being loaded")
             raise NotFound(f"model '{wanted.model}' has no parameter set '{wanted.set}'")
         return json.dumps(found).encode()
 
     # ------------------------------------------------------------------------------------------------------------- a push
 
     def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
-        """Returns the number of a version that serves; with ``number`` 0 the newest. Raises NotFound: none serves.
+        """Returns the number of a version that serves or, if none does, is being loaded; with ``number`` 0 the newest.
 
         ``lacking``: also accepts a version that does not serve only because a new worker cannot have its pushed parameters.
+
+        Raises NotFound: there is none; Unavailable: it is to be served, and cannot be now.
         """
-        served = self._models.lifecycle.ready_models().get(model, [])
-        if lacking:
-            served = [*served, *(version for name, version in self._lacking if name == model)]
-        if number in served or (served and not number):
-            return number or max(served)
-        raise NotFound(f"{UNKNOWN_MODEL}'{model}'{f' version {number}' if number else ''} is not ready")
+        models = self._models.lifecycle.models
+        asked = {n: v for n, v in models[model].versions.items() if number in (0, n)} if model in models else {}
+        served = [
+            n for n, v in asked.items() if v.state is IndexState.READY or (lacking and (model, n) in self._lacking)
+        ]
+        if found := served or [n for n, version in asked.items() if version.state is IndexState.LOADING]:
+            return max(found)
+        of = f"'{model}'{f' version {number}' if number else ''}"
+        if reasons := [version.given_up for version in asked.values() if version.given_up]:
+            raise Unavailable(f"model {of} cannot be served now: {'; '.join(reasons)}")
+        raise NotFound(f"{UNKNOWN_MODEL}{of} is not ready")
 
     def _serving(self, key: VersionKey) -> list[WorkerProcess]:
         """Returns the workers that serve a version and are not stopping."""
@@ -231,6 +240,11 @@ class Parameters:
         """Returns whether a worker that serves this version is loading it from its files again."""
         version = self._models.lifecycle.version(*key)
         return version is not None and not version.loading.keys().isdisjoint(version.ready)
+
+    def _is_loading(self, key: VersionKey) -> bool:
+        """Returns whether a version is being loaded and serves nowhere."""
+        version = self._models.lifecycle.version(*key)
+        return version is not None and version.state is IndexState.LOADING
 
     def _claim(self, key: VersionKey, wanted: PushParameters) -> int:
         """Reserves the number of a push, so that no later push can have it, and returns it.
@@ -459,6 +473,8 @@ class Parameters:
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
         """Runs ``change`` of a version's parameters while no other change of its model runs. Repeats it if all workers died.
 
+        A version that is being loaded is waited for, as one whose workers are being replaced.
+
         Raises Unavailable: too many changes are waiting, or no worker serves the version for longer than a request would wait;
         ServingError: the change was refused.
         """
@@ -480,7 +496,8 @@ class Parameters:
                 finally:
                     self._changing.discard(key)
             if loop.time() >= deadline:
-                why = "is being loaded" if self._serving(key) else "has no worker: one is being replaced"
+                loads = self._serving(key) or self._is_loading(key)
+                why = "is being loaded" if loads else "has no worker: one is being replaced"
                 raise Unavailable(f"model '{key[0]}' version {key[1]} {why}")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(deadline - loop.time()):
@@ -514,7 +531,7 @@ class Parameters:
                 version,
                 said,
             )
-        self._tell()
+        self.tell()
 
     def worker_left(self, worker: int) -> None:
         """Forgets the versions for which a dead worker still waited for pushed parameters. ``worker``: its incarnation."""
@@ -605,9 +622,10 @@ class Parameters:
         self._held.discard((worker.incarnation, (answer.name, answer.version)))
         if worker.alive:
             self._models.loaded(worker.incarnation, answer)
-        self._tell()
+        self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Has changes that wait for a version look again: the state of a version has changed, or a load was answered."""
         self._news.set()
         self._news = asyncio.Event()
 

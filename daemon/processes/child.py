@@ -51,6 +51,18 @@ CAUSES = (
     *("memory", "hung", "version", "exit", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGKILL", "SIGSEGV", "SIGTERM"),
     "signal",
 )
+#: Signals that a process's own code brings about; any other one was sent by somebody else.
+_OWN_SIGNALS = frozenset(
+    {
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGSEGV,
+        signal.SIGSYS,
+        signal.SIGTRAP,
+    }
+)
 _RESTART = "restart the daemon (systemctl restart tensord)"
 _log = logging.getLogger(__name__)
 #: Seconds in which a process that is about to be killed may write its stack.
@@ -261,6 +273,16 @@ class Child:
         return self.returncode == -signal.SIGKILL and not self._killed
 
     @property
+    def ended_by_itself(self) -> bool:
+        """Returns whether the process exited, or died of a signal that its own code brought about: nobody killed it."""
+        return self.returncode is not None and (self.returncode >= 0 or -self.returncode in _OWN_SIGNALS)
+
+    @property
+    def is_of_other_version(self) -> bool:
+        """Returns whether the process ended because it is of another version of tensord than this daemon."""
+        return self.returncode == child_process.OTHER_VERSION and not self.ready
+
+    @property
     def cause(self) -> str:
         """Returns why the process died, one of ``CAUSES``.
 
@@ -271,7 +293,7 @@ class Child:
             return "memory"
         if self._killing:
             return "hung"
-        if self.returncode == child_process.OTHER_VERSION and not self.ready:
+        if self.is_of_other_version:
             return "version"
         if (self.returncode or 0) >= 0:
             return "exit"
@@ -280,7 +302,7 @@ class Child:
 
     def describe_exit(self) -> str:
         """Returns how the process ended, to follow the process's name in a sentence, such as "was killed by SIGSEGV"."""
-        if self.returncode == child_process.OTHER_VERSION and not self.ready:
+        if self.is_of_other_version:
             ours = __version__
             return f"is of another version of tensord, installed since this daemon ({ours}) was started: {_RESTART}"
         for_memory = ", for want of memory (its control group's limit, or the host's)" if self.out_of_memory else ""

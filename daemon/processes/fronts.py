@@ -205,6 +205,7 @@ class Fronts:
             case TracesEnded(traces):
                 self._supervisor.traces_ended(traces)
             case ChildReady(missing=missing):
+                self._supervisor.child_ready()
                 self._missing.say(missing)
                 urls = " and ".join(self.urls(front.protocol))
                 _log.info("%s (process %d) is up, serving %s on %s", front.name, front.pid, front.protocol, urls)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tensord.daemon.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
-#: A device is broken when so many workers in a row died before they could use it; one that says so itself is enough.
+#: A device is broken when so many workers in a row ended by themselves before they could use it; one that says so is enough.
 _DEATHS_WITHOUT_USE = 3
 #: Seconds until a process is tried again that there was no room for.
 _AGAIN_SECONDS = 1.0
@@ -83,7 +83,8 @@ class WorkerPool:
     def usable(self) -> list[str]:
         """Returns the devices of all slots except broken ones.
 
-        A device is broken if a worker says so when it starts, or if several workers in a row died before they were ready.
+        A device is broken if a worker says so when it starts, or if several workers in a row ended by themselves before they were
+        ready. One that somebody killed, for want of memory or because it was slow, says nothing about its device.
         """
         return [device for device in self.slots.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
 
@@ -176,8 +177,8 @@ class WorkerPool:
     def _adopt(self, name: str, device: Device, spawned: Spawned) -> None:
         def exited(worker: WorkerProcess) -> None:
             del self.by_incarnation[worker.incarnation]
-            if not worker.ready and not worker.stopping:
-                at_once = worker.returncode == child_process.NO_DEVICE
+            if not worker.ready and not worker.stopping and worker.ended_by_itself:
+                at_once = worker.returncode in (child_process.NO_DEVICE, child_process.OTHER_VERSION)
                 self._without_use[device.name] += _DEATHS_WITHOUT_USE if at_once else 1
             self.lost_sequences[name] += worker.lost_sequences
             self._supervisor.worker_died(worker, device)

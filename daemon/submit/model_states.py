@@ -6,7 +6,7 @@ With this copy a front answers metadata and refuses unknown models without askin
 from __future__ import annotations
 
 from tensord.shm.control_records import ModelGone, ModelState
-from tensord.shm.errors import InvalidArgument, NotFound
+from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound, Unavailable
 from tensord.shm.progress import Readiness
 
 _LIMIT = (1 << 63) - 1
@@ -54,27 +54,30 @@ class ModelStates:
         """Returns the state of a model version that serves requests; ``version`` 0 is the newest.
 
         A version whose workers are being replaced still serves: its requests wait.
-        Raises: NotFound: the model or version is unknown, or not ready.
+        Raises: NotFound: the model or version is unknown, failed to load or is not to be served.  Unavailable: it is to be
+          served, and is being loaded or cannot be now.
         """
         if not version and name in self._newest:
             return self._newest[name]
         versions = self._models.get(name)
         if versions is None:
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if version:
-            state = versions.get(version)
-            if state is None or state.state != "READY":
-                why = "" if state is None else _why(state)
-                raise NotFound(f"Request for unknown model: '{name}' version {version} is not found{why and ': '}{why}")
-            return state
-        why = "; ".join(filter(None, (_why(state) for _, state in sorted(versions.items()))))
-        raise NotFound(f"Request for unknown model: '{name}' has no available versions{why and ': '}{why}")
+            raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
+        asked = [state for number, state in sorted(versions.items()) if version in (0, number)]
+        if version and asked and asked[0].state == "READY":
+            return asked[0]
+        of, why = f"'{name}'{f' version {version}' if version else ''}", "; ".join(filter(None, map(_why, asked)))
+        if any(state.state == "LOADING" for state in asked):
+            raise Unavailable(f"model {of} is being loaded")
+        if any(state.awaited for state in asked):
+            raise Unavailable(f"model {of} cannot be served now: {why}")
+        missing = "is not found" if version else "has no available versions"
+        raise NotFound(f"{UNKNOWN_MODEL}{of} {missing}{why and ': '}{why}")
 
     def expect(self, name: str, version: int = 0) -> ModelState:
         """Returns the state of a model version that serves requests, or that is being loaded: then requests for it must wait.
 
         ``version`` 0: the newest that serves or, if none serves, the newest that is being loaded.
-        Raises NotFound: there is no such version, or it is not ready.
+        Raises what ``find`` raises where there is no such version.
         """
         versions = self._models.get(name, {})
         if version:
@@ -88,7 +91,7 @@ class ModelStates:
         """Returns whether a worker can answer requests for a model version now; ``version`` 0 is the newest."""
         try:
             return bool(self.find(name, version).workers)
-        except NotFound:
+        except (NotFound, Unavailable):
             return False
 
     def ready_versions(self, name: str) -> list[int]:

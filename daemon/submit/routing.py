@@ -16,7 +16,7 @@ from tensord.daemon.submit.in_flight import InFlight, WorkerLink
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.sequences import SequencedModel, SequenceRouting, is_meant_for, lost, nearest
 from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
-from tensord.shm.errors import NotFound, Unavailable
+from tensord.shm.errors import ServingError, Unavailable
 from tensord.shm.messages import PreparedRequest, RegionSlice
 from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
@@ -94,7 +94,7 @@ class Routing:
         """Returns the worker for a request; None: no worker can run it now.
 
         ``state``: the current state of its model; None: it is looked up.
-        Raises: NotFound: there is no such model.  Unavailable: its sequence was lost with its worker.
+        Raises: NotFound: there is no such model.  Unavailable: it cannot be served now, or its sequence was lost with its worker.
         """
         numbered = request.numbered
         sequenced = self._sequenced.get(numbered)
@@ -130,14 +130,14 @@ class Routing:
         return workers[0] if len(workers) == 1 else min(workers, key=load)
 
     def state_of(self, prepared: PreparedRequest) -> ModelState | None:
-        """Returns the state of the model that a request asks for; None: the model is gone."""
-        with contextlib.suppress(NotFound):
+        """Returns the state of the model that a request asks for; None: the model is gone, or cannot be served now."""
+        with contextlib.suppress(ServingError):
             return self._table.expect(prepared.model, prepared.version)
         return None
 
     def is_loading(self, model: str, version: int) -> bool:
         """Returns whether a model version is being loaded and no serving version can answer for it. ``version`` 0: the newest."""
-        with contextlib.suppress(NotFound):
+        with contextlib.suppress(ServingError):
             return self._table.expect(model, version).state == "LOADING"
         return False
 

@@ -349,7 +349,7 @@ def test_one_that_stays_broken(stub: CudaStub, repository: Path) -> None:
         )
         wait_until(lambda: daemon.get("/v2/models/second/ready")[0] == 400, "the model to be gone", daemon)
         status, answer = daemon.infer("second", ONES)
-        assert (status, "'second' has no available versions" in answer["error"]) == (404, True), answer
+        assert (status, "'second' cannot be served now" in answer["error"]) == (503, True), answer
         (entry,) = [one for one in index(daemon) if one["name"] == "second"]
         assert (entry["state"], entry["reason"]) == ("UNAVAILABLE", "no worker can use cuda:1 at present")
         daemon.wait_ready()

@@ -2,8 +2,8 @@
 
 1. The daemon of version 0.1.0 serves from an installation of its own, whose files are then those of another version. It has
    what its first scrape needs already.
-2. A front and the worker are killed. What is started in their place says that it is of another version, and answers nothing; the
-   log says to restart the daemon, and the metrics name the cause.
+2. The worker and a front are killed. What is started in their place says that it is of another version, and answers nothing; the
+   log, the answers to requests, readiness and status say so and to restart the daemon, and the metrics name the cause.
 3. The daemon is restarted: it serves, and is of the new version.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tensord
 from tests import repositories
-from tests.daemon_process import wait_until
+from tests.daemon_process import tensorctl_status, wait_until
 from tests.installation import Installation, made, needs_compiler
 
 pytestmark = needs_compiler
@@ -42,21 +42,32 @@ def test_no_process_of_another_version_joins(tmp_path: Path) -> None:
     metrics_of = installation.packages / "tensord" / "daemon" / "metrics"
     last, scraped = Path(cache_from_source(str(metrics_of / "exchange.py"))), metrics_of / "exposition.py"
     last.unlink(missing_ok=True)
-    with installation.daemon(tmp_path / "served", [repository]) as daemon:
+    daemon, control = installation.daemon(tmp_path / "served", [repository]), tmp_path / "control.sock"
+    daemon.sections["supervisor"]["control_socket"] = str(control)
+    daemon.write_config(daemon.sections)
+    with daemon:
         daemon.wait_ready()
         wait_until(last.exists, "imports of scrapes", daemon)
-        before, content = upgrade(installation), scraped.read_text()
+        before, former = upgrade(installation), scraped.read_text()
         scraped.write_text('raise ImportError("this is of another version")')
         assert daemon.infer("scale", [tensor])[0] == 200
 
         (worker,), (front,) = daemon.workers, daemon.fronts
-        worker.kill()
-        front.kill()
-        for name in ("worker-0", "http-0"):
+        for name, process in (("worker-0", worker), ("http-0", front)):
+            process.kill()
             daemon.wait_log(
                 rf"{name} \(process \d+\) is of another version of tensord, installed since this daemon "
                 rf"\({before}\) was started: restart the daemon \(systemctl restart tensord\); its replacement starts in "
             )
+            why = f"{name} is of another version of tensord, installed since this daemon ({before}) was started"
+            told = tensorctl_status(control)
+            assert (told["ready"], why in told["outdated"]) == (False, True)
+            assert "worker-0 is of another version of tensord" in told["not_served"][0]["reason"]
+            if process is worker:
+                status, answer = daemon.infer("scale", [tensor])
+                assert (status, why in answer["error"]) == (503, True), answer
+                status, content = daemon.get("/v2/health/ready")
+                assert (status, why in content.decode()) == (400, True), content
         said = f"tensord: this process is of version {NEWER}, its daemon of version {before}"
         assert said in daemon.log.splitlines()
         with urllib.request.urlopen(f"http://{daemon.metrics_url}/metrics") as answer:
@@ -69,7 +80,7 @@ def test_no_process_of_another_version_joins(tmp_path: Path) -> None:
                 if line.startswith(f'tensord_process_deaths_total{{cause="version",process="{name}"}}')
             ]
 
-    scraped.write_text(content)
+    scraped.write_text(former)
     (tmp_path / "again").mkdir()
     with installation.daemon(tmp_path / "again", [repository]) as daemon:
         daemon.wait_ready()

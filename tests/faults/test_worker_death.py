@@ -21,6 +21,8 @@ from tests.faults.load import CheckedLoad, VariedLoad
 #: The promise is stated for a minute of kills; a run by hand may ask for it.
 KILLS = int(os.environ.get("TENSORD_TEST_KILLS", "2"))
 
+ONES = [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 1, 1, 1]}]
+
 
 def descriptors(process: psutil.Process) -> int:
     return process.num_fds()
@@ -57,6 +59,26 @@ def test_killed_under_load(start_daemon: Callable[..., DaemonProcess], tmp_path:
     # One more connection or a reply under way may differ; a leak would show as one or more for every kill.
     for process in (psutil.Process(daemon.pid), *daemon.fronts):
         wait_until(lambda p=process: descriptors(p) <= before[p.pid] + 3, "descriptors to be closed", daemon)
+
+
+def test_killed_again_and_again_before_it_is_up(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """
+    1. The only worker is killed, and so are those that come in its place, while they start. 2. One is left alone.
+    Result: what is asked meanwhile waits for that one.
+    """
+    repository = repositories.scale_model(tmp_path / "repository")
+    daemon = start_daemon(repository, workers={"device": "cpu", "pin": False})
+    daemon.wait_ready()
+    with ThreadPoolExecutor() as pool:
+        asked = []
+        for number in range(5):
+            wait_until(lambda: daemon.workers, "a worker", daemon)
+            (victim,) = daemon.workers
+            victim.kill()
+            daemon.wait_log(r"worker-0 \(process \d+\) was killed by SIGKILL.*; its replacement starts in", number + 1)
+            asked.append(pool.submit(daemon.infer, "scale", ONES))
+            assert daemon.get("/v2/models/scale")[0] == 200
+        assert [future.result(PATIENCE)[0] for future in asked] == [200] * len(asked)
 
 
 def test_killed_under_requests_that_differ(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_they_wait_and_are_answered(start_daemon: Callable[..., DaemonProcess], 
         }
         calls = {name: pool.submit(over_grpc, daemon, name) for name in ("one", "many")}
         try:
-            assert daemon.get("/v2/models/one")[0] == 404
+            assert daemon.get("/v2/models/one")[0] == daemon.get("/v2/models/one/config")[0] == 503
             assert daemon.get("/v2/models/one/ready")[0] != 200
             assert not any(future.done() for future in (*ways.values(), *calls.values()))
         finally:

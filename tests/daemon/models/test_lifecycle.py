@@ -439,6 +439,8 @@ class Histories(RuleBasedStateMachine):
         self.devices: dict[int, str] = {}
         self.open: set[int] = set()
         self.retries: list[Retry] = []
+        #: What fronts were told of each version last.
+        self.told: dict[tuple[str, int], ModelState] = {}
 
     def take(self, out: list[Instruction]) -> None:
         for instruction in out:
@@ -450,8 +452,11 @@ class Histories(RuleBasedStateMachine):
                 case Retry():
                     self.retries.append(instruction)
                 case Publish(ModelState() as state):
+                    self.told[state.name, state.version] = state
                     for worker in state.workers:
                         assert (state.name, state.version) in self.has[worker]
+                case Publish(gone):
+                    self.told.pop((gone.name, gone.version), None)
 
     @rule(name=st.sampled_from("ab"), chosen=st.sets(st.integers(1, 3), min_size=1), fingerprint=st.sampled_from("xyz"))
     def load(self, name: str, chosen: set[int], fingerprint: str) -> None:
@@ -532,6 +537,15 @@ class Histories(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if hasattr(self, "lifecycle"):
             self.lifecycle.check_invariants()
+
+    @invariant()
+    def fronts_know_it(self) -> None:
+        """Checks that a front that was there all the time knows what a new one is told."""
+        if hasattr(self, "lifecycle"):
+            known = {(state.name, state.version): state for state in self.lifecycle.states()}
+            for key, told in self.told.items():
+                assert told == known[key]
+            assert all(state.state == "UNKNOWN" for key, state in known.items() if key not in self.told)
 
     def teardown(self) -> None:
         """Checks that everything ends once each device has a living worker, and workers have what is READY there."""

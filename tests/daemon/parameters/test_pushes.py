@@ -349,6 +349,54 @@ async def test_a_replaced_worker_is_held_until_it_has_everything(tmp_path: Path)
         assert sorted(w.lifecycle.models["m"].versions[1].ready) == [1, 3]
 
 
+@pytest.mark.parametrize("version", [0, 1])
+async def test_a_push_waits_while_its_model_is_being_loaded(tmp_path: Path, version: int) -> None:
+    """As inference does: until it is loaded, or has failed, or for as long as a request would wait."""
+    for outcome in ("loaded", "failed", "unloaded", "given up", "nothing"):
+        async with world(tmp_path, wait=0.2 if outcome == "nothing" else 60.0) as w:
+            unloading = [each.worker for each in w.lifecycle.unload("m", 2) if isinstance(each, Send)]
+            for worker in unloading:
+                w.lifecycle.unloaded(worker, "m", 1)
+            with pytest.raises(NotFound, match=r"'m'( version 1)? is not ready"):
+                await w.push(b"comes too late", version=version)
+            w.lifecycle.load(w.found, 3)
+            with pytest.raises(Unavailable, match="is being loaded"):
+                w.listed()
+            pushing = asyncio.create_task(w.push(b"comes too early", version=version))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not pushing.done()
+            match outcome:
+                case "loaded":
+                    for worker in w.workers.values():
+                        w.parameters.loaded(worker, Loaded("m", 1))  # type: ignore[arg-type]
+                    assert (await pushing)["number"] == 1
+                    assert w.held == [(1, b"comes too early")] * 2
+                case "failed":
+                    for worker in w.workers.values():
+                        w.parameters.loaded(worker, Loaded("m", 1, reason="OSError: no"))  # type: ignore[arg-type]
+                    with pytest.raises(NotFound, match="is not ready"):
+                        await pushing
+                case "unloaded":
+                    w.lifecycle.unload("m", 4)
+                    w.parameters.tell()
+                    with pytest.raises(NotFound, match="is not ready"):
+                        await pushing
+                case "given up":
+                    for number in list(w.workers):
+                        w.dies(number)
+                    w.parameters.tell()
+                    with pytest.raises(
+                        Unavailable, match="cannot be served now: 2 worker processes died while loading"
+                    ):
+                        await pushing
+                case _:
+                    with pytest.raises(Unavailable, match="model 'm' version 1 is being loaded"):
+                        await pushing
+            assert not w.parameters._claimed
+            assert not w.parameters._coming_byte_size
+
+
 async def test_fronts_hear_of_a_replacement_when_it_has_said_that_it_serves(tmp_path: Path) -> None:
     """Whatever else the worker and its model go through meanwhile: told is not served, and a worker that dies serves nothing."""
     for outcome in ("serves", "dies", "refuses"):

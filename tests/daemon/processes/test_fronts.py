@@ -39,6 +39,9 @@ class Owner:
         self.last += 1
         return self.last
 
+    def child_ready(self) -> None:
+        pass
+
     def front_asked(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
         raise AssertionError("nobody asks")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import Any, cast
 
 import pytest
@@ -72,17 +74,23 @@ async def test_life_of_two() -> None:
     assert await owner.hear(1) == [("died", "worker-1", "cpu:1")]
     # Its slot counts while nobody is in it, too.
     assert (worker_pool.ready(), worker_pool.missing()) == ([first], ["worker-1"])
-    # Those that die before they are ready cannot use their device; three in a row say that nobody can.
+    # That somebody kills those that are not up yet, however often, says nothing about their device.
+    for number in (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTKFLT):
+        worker_pool.start("worker-1", DEVICES[1])
+        os.kill(max(worker_pool, key=lambda worker: worker.incarnation).pid, number)
+        assert await owner.hear(1) == [("died", "worker-1", "cpu:1")]
+    # Those that end by themselves before they are ready cannot use it; three in a row say that nobody can.
+    worker_pool._program = "tests.no_such_program"
     for _ in range(3):
         assert worker_pool.usable == ["cpu:0", "cpu:1"]
         worker_pool.start("worker-1", DEVICES[1])
-        max(worker_pool, key=lambda worker: worker.incarnation).kill()
         assert await owner.hear(1) == [("died", "worker-1", "cpu:1")]
     assert worker_pool.usable == ["cpu:0"]
+    worker_pool._program = FAKE
     worker_pool.start("worker-1", DEVICES[1])
     assert await owner.hear(1) == [("joined", "worker-1", "cpu:1")]
     assert worker_pool.usable == ["cpu:0", "cpu:1"]
-    assert [worker.incarnation for worker in worker_pool] == [1, 6]
+    assert [worker.incarnation for worker in worker_pool] == [1, 10]
     for worker in worker_pool:
         worker.kill()
     assert len(await owner.hear(2)) == 2

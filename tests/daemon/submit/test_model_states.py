@@ -6,7 +6,7 @@ import pytest
 
 from tensord.daemon.submit.model_states import ModelStates, parse_version
 from tensord.shm.control_records import ModelGone, ModelState
-from tensord.shm.errors import InvalidArgument, NotFound
+from tensord.shm.errors import InvalidArgument, NotFound, Unavailable
 
 
 @pytest.fixture
@@ -36,7 +36,6 @@ def test_the_newest_ready_version_serves(table: ModelStates) -> None:
         ("x", 0, "Request for unknown model: 'x' is not found"),
         ("x", 1, "Request for unknown model: 'x' is not found"),
         ("m", 2, "Request for unknown model: 'm' version 2 is not found"),
-        ("m", 4, "Request for unknown model: 'm' version 4 is not found"),
         ("n", 0, "Request for unknown model: 'n' has no available versions: version 1: failed"),
     ],
 )
@@ -54,14 +53,28 @@ def test_what_is_being_loaded_is_expected(table: ModelStates) -> None:
     assert not table.is_ready("m", 4)
     table.update(ModelState("n", 2, "LOADING"))
     assert table.expect("n").version == 2
-    for version in (0, 2):
-        with pytest.raises(NotFound):
+    for version, of in ((0, "'n'"), (2, "'n' version 2")):
+        with pytest.raises(Unavailable, match=f"^model {of} is being loaded$"):
             table.find("n", version)
     with pytest.raises(NotFound, match="'n' version 1 is not found"):
         table.expect("n", 1)
     table.update(ModelState("n", 2, "UNAVAILABLE", "failed"))
     with pytest.raises(NotFound, match="'n' has no available versions"):
         table.expect("n")
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_what_is_to_be_served_and_cannot_be_now_is_not_unknown(table: ModelStates, version: int) -> None:
+    table.update(ModelState("n", 2, "UNAVAILABLE", "its GPU is broken", awaited=True))
+    for find in (table.find, table.expect):
+        with pytest.raises(
+            Unavailable, match=r"^model 'n'( version 2)? cannot be served now: .*version 2: its GPU is broken$"
+        ):
+            find("n", version)
+    assert not table.is_ready("n", version)
+    table.update(ModelState("n", 2, "UNAVAILABLE", "unloaded"))
+    with pytest.raises(NotFound):
+        table.find("n", version)
 
 
 def test_it_says_why_nothing_serves() -> None:
