@@ -181,7 +181,7 @@ def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
 
     Raises NotFound: a model or version does not exist or cannot be read; InvalidArgument: ensembles contain each other.
     """
-    found: dict[tuple[FoundModel, int], None] = {}
+    found: dict[tuple[str, int], FoundModel] = {}
     under_way: list[str] = []
 
     def add(name: str, version: int) -> None:
@@ -197,10 +197,10 @@ def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
         for member in model.members:
             add(*member)
         under_way.pop()
-        found.setdefault((model, number))
+        found[name, number] = model
 
     add(path.name, version)
-    return list(found)
+    return [(model, number) for (_, number), model in found.items()]
 
 
 def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) -> FoundModel:
