@@ -285,7 +285,7 @@ class Load(Record, frozen=True, tag="load"):
     config: bytes
     #: The number of workers that load it: they share its bounds.
     workers: int = 1
-    #: Digest of its files and configuration except the number of instances: when it is unchanged, only that number has changed.
+    #: Digest of its files except config.pbtxt; "": it is not known.
     content: str = ""
     #: Whether no request may find the version before ServeLoaded: parameters that were pushed are restored first.
     held: bool = False

@@ -57,15 +57,15 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         raise
 
 
-def fingerprints(path: Path, config: bytes, content: bytes) -> tuple[str, str, list[str]]:
+def fingerprints(path: Path, config: bytes) -> tuple[str, str, list[str]]:
     """Computes two digests of the files that can be reached from a model's folder; returns them and the links to nowhere in it.
 
-    The first digest changes with any file and with ``config``, the whole configuration. The second one ignores config.pbtxt, and
-    changes with ``content``, the configuration without the numbers of instances.
+    The first digest changes with any file and with ``config``, the whole configuration. The second one ignores both that and
+    config.pbtxt.
 
     Raises OSError: the folder cannot be read.
     """
-    all_of_it, rest, nowhere = hashlib.sha256(config), hashlib.sha256(content), list[str]()
+    all_of_it, rest, nowhere = hashlib.sha256(config), hashlib.sha256(), list[str]()
     for name, status in itertools.islice(model_folder.walk(path), model_folder.MAX_ENTRIES):
         if status is None:
             nowhere.append(name)
@@ -95,7 +95,7 @@ class FoundModel:
     chosen: tuple[int, ...] = ()
     #: A digest that changes when any file of the model does.
     fingerprint: str = ""
-    #: A digest like ``fingerprint`` that does not change with the number of instances.
+    #: A digest like ``fingerprint`` that does not change with the configuration.
     content: str = ""
     #: The reason why it cannot be polled, for the operator; "" when it can.
     error: str = ""
@@ -268,7 +268,7 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
         message.backend = _guess_backend(path, message, chosen[-1])
     config = message.SerializeToString(deterministic=True)
     without_effect = tuple(model_fields.without_effect(message))
-    fingerprint, content, nowhere = fingerprints(path, config, _without_counts(message))
+    fingerprint, content, nowhere = fingerprints(path, config)
     without_effect += tuple(f"'{name}' is a link to nowhere" for name in nowhere[:_MAX_NAMED])
     members = dict.fromkeys((step.model_name, step.model_version) for step in message.ensemble_scheduling.step)
     return FoundModel(
@@ -283,20 +283,6 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
         others=others,
         members=tuple(members),
     )
-
-
-def _without_counts(message: ModelConfig) -> bytes:
-    """Serialises a configuration without the number of instances of its instance groups.
-
-    A configuration without groups gets an empty group, so that it gives the same bytes as one that only sets a number.
-    """
-    rest = model_config.empty()
-    rest.CopyFrom(message)
-    for group in rest.instance_group:
-        group.ClearField("count")
-    if not rest.instance_group:
-        rest.instance_group.add()
-    return rest.SerializeToString(deterministic=True)
 
 
 def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -38,6 +38,16 @@ class TritonPythonModel:
         self.gone = True
         note("finalize " + self.name)
 """
+COMPLETES = (
+    TRITON
+    + """
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [4]})
+        config.add_output({"name": "y", "data_type": "TYPE_STRING", "dims": [1]})
+        return config
+"""
+)
 CONFIG = """
 backend: "python"
 input [{{ name: "x" data_type: TYPE_FP32 dims: [4] }}]
@@ -173,6 +183,30 @@ def test_triton_instances_when_asked_for(counted: Callable[..., Counted]) -> Non
         **{f"finalize m_0_{number}": 2 for number in range(2)},
         "finalize m_0_2": 1,
     }
+
+
+@pytest.mark.parametrize("source", [TRITON, JAX, COMPLETES])
+def test_with_the_configuration_that_the_server_gives(counted: Callable[..., Counted], source: str) -> None:
+    """Whoever changes the number in what the daemon answers changes the number, also where the model has completed the rest."""
+    model = counted(source, CONFIG.format(1) if source is TRITON else "", control_mode="explicit", load=["m"])
+    before = model.said()
+
+    def load(count: int) -> None:
+        given = json.loads(model.daemon.get("/v2/models/m/config")[1])
+        given["instance_group"][0]["count"] = count
+        body = json.dumps({"parameters": {"config": json.dumps(given)}}).encode()
+        status, answer = model.daemon.request("POST", "/v2/repository/models/m/load", body)
+        assert status == 200, answer
+        assert model.given() == [count]
+
+    for count in (2, 3):
+        load(count)
+    group = "m" if source is COMPLETES else "m_0"
+    begun = [f"initialize {group}_{number}" for number in range(3)]
+    assert model.said() == (before if source is JAX else begun)
+    load(2)
+    wait_until(lambda: len(model.said()) == (len(before) if source is JAX else 4), "an end", model.daemon)
+    assert model.said() == (before if source is JAX else [*begun, f"finalize {group}_2"])
 
 
 def test_one_load_right_behind_another(counted: Callable[..., Counted]) -> None:

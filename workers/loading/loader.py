@@ -355,9 +355,10 @@ class Loader:
         return lambda _: JittedInstance(jitted, self._target.execution.beside())
 
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
-        """Changes how many instances a serving version has; None: more than that has changed, so it has to be loaded.
+        """Changes how many instances a serving version has; None: more than that has changed, or nothing: it has to be loaded.
 
-        Instances that stay are not started again, and nothing is compiled. Returns the version with its new instances.
+        It does not matter whether a configuration is as somebody wrote it or as the model has completed it. Instances that stay
+        are not started again, and nothing is compiled. Returns the version with its new instances.
 
         Args:
           record: the new Load record.
@@ -370,11 +371,15 @@ class Loader:
         if record != msgspec.structs.replace(known, config=record.config):
             return None
         message = model_config.parse_json(former.config.decode(), record.name)
-        groups = [self._completed(message, each, maker).instance_group for each in (known, record)]
-        if list(message.instance_group) != list(groups[0]):
-            return None  # the model itself has set its instance groups
+        before, asked = [self._completed(message, each, maker) for each in (known, record)]
+        same, groups = _without_counts(asked, maker), list(message.instance_group)
+        if same not in (_without_counts(before, maker), _without_counts(message, maker)):
+            return None
+        # The model itself may have set its instance groups.
+        if groups != list(before.instance_group) or groups == list(asked.instance_group):
+            return None
         del message.instance_group[:]
-        message.instance_group.extend(groups[1])
+        message.instance_group.extend(asked.instance_group)
         # Tensors without dims were declared as single numbers when the version was loaded.
         scalars = [tensor.name for tensors in (message.input, message.output) for tensor in tensors if not tensor.dims]
         model_checks.check(message, whole=True, scalars=scalars)
@@ -406,16 +411,28 @@ class Loader:
 
     @staticmethod
     def _completed(message: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns a copy of the configuration that has the instance groups of the Load record, completed with defaults.
+        """Returns the configuration of the Load record, completed with defaults and with the back end of the model.
 
-        ``maker``: says which GPUs the model runs on.
+        ``message``: the configuration as the model has completed it.  ``maker``: says which GPUs the model runs on.
         """
-        given, made = model_config.from_bytes(record.config), model_config.empty(message.name)
-        made.CopyFrom(message)
-        del made.instance_group[:]
-        made.instance_group.extend(given.instance_group)
-        model_config.complete(made, maker.gpus)
-        return made
+        given = model_config.from_bytes(record.config)
+        given.name, given.backend = message.name, given.backend or message.backend
+        model_config.complete(given, maker.gpus)
+        return given
+
+
+def _without_counts(message: ModelConfig, maker: InstanceMaker) -> bytes:
+    """Serialises a completed configuration without numbers of instances, names that nobody gave, and GPUs of other workers."""
+    rest = model_config.empty()
+    rest.CopyFrom(message)
+    for index, group in enumerate(rest.instance_group):
+        if group.name in (rest.name, f"{rest.name}_{index}"):
+            group.ClearField("name")
+        here = [gpu for gpu in group.gpus if gpu in maker.gpus]
+        del group.gpus[:]
+        group.gpus.extend(here)
+        group.ClearField("count")
+    return rest.SerializeToString(deterministic=True)
 
 
 def _folders(record: Load) -> tuple[Path, Path]:
