@@ -68,7 +68,10 @@ class HeldResults:
 
 
 class Lease:
-    """The right to use the worker's memory that an answer's outputs lie in; it ends by ``release`` or garbage collection."""
+    """The right to use the worker's memory that an answer's outputs lie in. It ends with the last array that has it as its base.
+
+    ``release`` ends it before, if nobody has got an array yet.
+    """
 
     __slots__ = ("__array_interface__", "_key", "_memory", "_segment")
 

@@ -53,8 +53,9 @@ class Timing(NamedTuple):
 class Answer(dict):  # type: ignore[type-arg]
     """The answer to a request: output name -> array.
 
-    Large outputs are read-only views of the server's memory, which stays reserved until the arrays are collected. ``with
-    answer:`` and ``release()`` give that memory back at once; the arrays must not be used afterwards.
+    Large outputs are read-only views of the server's memory, which stays reserved until nothing refers to it any more: no array
+    of the answer, no view of one, and no array that another library made of one without a copy. ``with answer:`` and
+    ``release()`` end the answer's own references, so that the memory is given back at once where there are no others.
 
     ``version`` is that of the model that answered, ``parameters`` are those of the model's answer.
     """
@@ -65,7 +66,7 @@ class Answer(dict):  # type: ignore[type-arg]
     parameters: Mapping[str, Parameter] = {}
     #: The fields of ``timing``, as they came: numbers, or MessagePack.
     times: Sequence[int] | bytes | None = None
-    #: Has ``release()``; None where no output lies in the server's memory.
+    #: The right to use the memory that outputs lie in, which ends with the last reference to it; None: they lie elsewhere.
     lease: Any = None
 
     @property
@@ -81,13 +82,12 @@ class Answer(dict):  # type: ignore[type-arg]
         return None if timing is None else timing.copied_bytes
 
     def release(self) -> None:
-        """Gives the memory that outputs lie in back to the server, and removes all outputs from this answer. Idempotent.
+        """Removes all outputs from this answer if they lie in the server's memory, which is given back. Idempotent.
 
-        Does nothing where no output lies in the server's memory.
+        If the program has kept one of the arrays, or made another of it without a copy, that happens when the last has gone.
         """
         if self.lease is not None:
             self.clear()
-            self.lease.release()
             self.lease = None
 
     def __enter__(self) -> Answer:

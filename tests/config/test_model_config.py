@@ -124,6 +124,30 @@ def test_one_entry_may_stand_for_a_list_of_one() -> None:
     assert dict(message.metric_tags) == {"a": "b"}
 
 
+def test_what_is_no_json_and_protobuf_reads() -> None:
+    """Keys without quotes, strings in single ones, a comma behind the last entry; what is in a string stays as it is."""
+    loose = """{max_batch_size : 4, 'backend': 'it\\'s "x"', "instance_group": [{count: 2,}, ],
+        parameters: {$a1: {string_value: "{b: 1,}, 'c' \\" d:"}, nullify: {"string_value": 'true'},}, }"""
+    values = {"$a1": "{b: 1,}, 'c' \" d:", "nullify": "true"}
+    strict = {
+        "max_batch_size": 4,
+        "backend": 'it\'s "x"',
+        "instance_group": [{"count": 2}],
+        "parameters": {name: {"string_value": value} for name, value in values.items()},
+    }
+    assert model_config.parse_json(loose, "m") == model_config.parse_json(json.dumps(strict), "m")
+    for text in ("{max_batch_size 4}", "{'a': 'b}", "{a: b}", '{"name": "\\', "{'\\", "{'name': '\\q'}"):
+        with pytest.raises(InvalidArgument, match=r"JSON is malformed|Input data was truncated"):
+            model_config.parse_json(text, "m")
+
+
+@pytest.mark.parametrize("part", ['"\\"', "'\\'", "a ", "aa", ",  "])
+def test_a_long_text_that_is_no_json_is_gone_through_once(part: str) -> None:
+    """This would not end if each quote, word or comma were looked for up to the end of the text."""
+    with pytest.raises(InvalidArgument):
+        model_config.parse_json((part * (1 << 20))[: 1 << 18], "m")
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
