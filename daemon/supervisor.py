@@ -29,6 +29,7 @@ from tensord.config.layers import ConfigurationError, Configured
 from tensord.config.options import Log, Options
 from tensord.daemon.clients.client_lanes import ClientLanes
 from tensord.daemon.clients.client_socket import ClientSocket
+from tensord.daemon.control import runtime_directory
 from tensord.daemon.control.log_settings import LogSettings
 from tensord.daemon.metrics.agent import Agent
 from tensord.daemon.metrics.collection import Collection
@@ -132,7 +133,7 @@ class Supervisor:
         devices = [device.name for device, _ in spawned]
         self.fronts = Fronts({"http": programs.http, "grpc": programs.grpc}, devices, self)
         self.workers = WorkerPool(programs.worker, self)
-        self.models = Models(options, self)
+        self.models = Models(options, self, runtime_directory.of_service(environment))
         self.parameters = Parameters(options, self, self.models)
         self._served_models = model_list.ServedModels(self.models)
         each = options.workers.devices_per_worker
@@ -220,6 +221,8 @@ class Supervisor:
             self._tasks.spawn(self._become_ready(outcomes))
             await self._shutdown.requested.wait()
             await self._drain()
+            if not self._shutdown.exit_status:
+                self.models.forget_served()
         finally:
             self.phase = DaemonPhase.STOPPING
             await self._bury()

@@ -25,6 +25,7 @@ from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.readiness import ReadinessCheck, Standing
 from tensord.daemon.models.repository import FoundModel, Repositories
 from tensord.daemon.models.retries import Retries
+from tensord.daemon.models.served_before import ServedBefore
 from tensord.shm.control_records import Load, Loaded, ModelGone, ModelState
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import NOT_EXPLICIT, LoadModel
@@ -40,13 +41,15 @@ _log = logging.getLogger(__name__)
 class Models:
     """Owns the lifecycle of all models, and carries out what it decides: sends records to workers, states to fronts."""
 
-    def __init__(self, options: Options, supervisor: Supervisor) -> None:
+    def __init__(self, options: Options, supervisor: Supervisor, kept: Path | None = None) -> None:
+        """Begins without models. ``kept``: a folder that outlives a crash of the daemon; None: there is none."""
         self._supervisor = supervisor
         self._placing = options
         self._options = options.repository
         publish = supervisor.model_changed
         self.lifecycle = Lifecycle()
         self._readiness = ReadinessCheck(self.standings, publish)
+        self._before = ServedBefore(kept)
         #: Names of models that should be served: in the repositories, or asked for by name and not unloaded since.
         self._wanted: set[str] = set()
         #: Names of models that could not even be tried when they were asked for last, with the reason.
@@ -163,6 +166,10 @@ class Models:
     def _gone(self, name: str, _: object) -> None:
         self._given.drop_unused(name, self.lifecycle.folders(name))
 
+    def forget_served(self) -> None:
+        """Removes what the next daemon would be told after a crash, because this one stops in order."""
+        self._before.forget()
+
     def close(self) -> None:
         """Cancels all planned retries of loads and removes the files that clients sent. Call it when no worker runs."""
         self._retries.close()
@@ -216,7 +223,9 @@ class Models:
         self._named.update(wanted)
         self._forget(found)
         self._wanted.update(wanted)
-        self._readiness.begin({*self._wanted, *self._repositories.unreadable}, options.required)
+        # After a crash what had not served before it does not count.
+        first = self._wanted & self._before.names or self._wanted
+        self._readiness.begin({*first, *self._repositories.unreadable}, options.required)
         self._check_readiness()
         return [self._bring_wanted(name, found.get(name)) for name in wanted]
 
@@ -407,6 +416,8 @@ class Models:
 
     def _check_readiness(self) -> None:
         self._readiness.check(self._options.strict_readiness)
+        if self.readiness.ready:
+            self._before.note(self._readiness.served)
 
     @property
     def readiness(self) -> Readiness:

@@ -125,16 +125,16 @@ class ReadinessCheck:
         self._first: set[str] = set()
         #: Names of ``repository.required``: if there are any, only they count.
         self._required: frozenset[str] = frozenset()
-        #: Names of either set that have served.
-        self._served: set[str] = set()
+        #: Names of models that have served, and are wanted or required still.
+        self.served: set[str] = set()
         #: Incarnation of a worker -> what it loads now.
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
         """Sets which models must be served before the daemon is ready, at the start or after a reload.
 
-        ``wanted``: the models that should be served; only those of the first call count. ``required``: the models that the option
-        ``repository.required`` names; if there are any, only they count.
+        ``wanted``: the models that must be served at the start; only those of the first call count. ``required``: the models that
+        the option ``repository.required`` names; if there are any, only they count.
         """
         if not self._begun:
             self._first = set(wanted)
@@ -157,10 +157,10 @@ class ReadinessCheck:
         ``strict``: whether models that failed to load keep the daemon from being ready.
         """
         standings = list(self._standings())
-        self._first &= {model.name for model in standings}
-        self._served &= self._first | self._required
-        self._served |= {model.name for model in standings if model.served} & (self._first | self._required)
-        counted = (self._required or self._first) - self._served
+        names = {model.name for model in standings}
+        self._first &= names
+        self.served = (self.served | {model.name for model in standings if model.served}) & names
+        counted = (self._required or self._first) - self.served
         found = readiness(standings, strict, counted)
         if found.unserved and self._loading:
             found = msgspec.structs.replace(found, at=str(next(iter(self._loading.values()))))

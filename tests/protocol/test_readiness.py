@@ -114,6 +114,37 @@ def test_a_bad_new_version_takes_no_host_out(start_daemon: Start, tmp_path: Path
     assert daemon.get("/v2/health/ready") == (200, b'{"ready":true}')
 
 
+def test_a_refused_model_takes_no_host_out_after_a_crash(tmp_path: Path) -> None:
+    """
+    1. Beside a model that is served comes one that cannot be loaded. 2. The daemon is killed and started again, twice.
+    3. It is stopped and started again.
+    Result: it is ready but for the last start, which waits for all that is wanted.
+    """
+    models, kept = tmp_path / "models", {"RUNTIME_DIRECTORY": str(tmp_path)}
+    scale_model(models)
+
+    def started(name: str) -> DaemonProcess:
+        (tmp_path / name).mkdir()
+        return DaemonProcess(tmp_path / name, [models], environment=kept)
+
+    with started("first") as daemon:
+        daemon.wait_ready()
+        write_model(models, "refused", "inputs = outputs = {'x': 'FP32[4]'}\n" + BROKEN)
+        daemon.signal(signal.SIGHUP)
+        daemon.wait_log("model 'refused' version 1 failed to load")
+        assert daemon.get("/v2/health/ready")[0] == 200
+        daemon.signal(signal.SIGKILL)
+    for name in ("second", "third"):
+        with started(name) as daemon:
+            daemon.wait_log("model 'refused' version 1 failed to load")
+            daemon.wait_ready()
+            if name == "second":
+                daemon.signal(signal.SIGKILL)
+    with started("fourth") as daemon:
+        daemon.wait_log("not ready: 1 models .*; 1 of 2 models are not served: refused")
+        assert daemon.get("/v2/health/ready")[0] == 400
+
+
 def test_a_new_name_takes_no_host_out(start_daemon: Start, tmp_path: Path) -> None:
     """
     1. A daemon that serves polls its folder; a model comes that loads for as long as it may, and one that cannot be loaded.
