@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -25,6 +27,14 @@ ModelTensor: TypeAlias = model_config_pb2.ModelInput | model_config_pb2.ModelOut
 MAX_BYTE_SIZE = 1 << 20
 #: How long a sequence may be idle when its model does not say: Triton's default.
 _SEQUENCE_IDLE_US = 1_000_000
+#: What protobuf's reader, which Triton uses, takes besides JSON: strings in single quotes, keys without any, a comma behind the
+#: last entry. Whatever begins a match is matched to its end, so that no text is looked at more than once.
+_LOOSE = re.compile(
+    r"""(?P<string>"(?:[^"\\]|\\.?)*+(?:"|\Z))|'(?P<single>(?:[^'\\]|\\.?)*+)(?:'|\Z)|"""
+    r"""(?P<word>[A-Za-z_$][\w$]*+)(?P<colon>\s*+:)?|,(?=\s*+[}\]])""",
+    re.DOTALL | re.ASCII,
+)
+_IN_SINGLE_QUOTES = re.compile(r"""\\.|\"""", re.DOTALL)
 
 
 def empty(model_name: str = "") -> ModelConfig:
@@ -54,9 +64,10 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
-    """Parses a model configuration in JSON, as a load request carries it. A single value may stand for a list of one.
+    """Parses a model configuration in JSON, as a load request carries it, or what protobuf's reader takes for it.
 
-    Raises: InvalidArgument: not such a configuration; the message names the model, and what is wrong where.
+    A single value may stand for a list of one. Raises: InvalidArgument: not such a configuration; the message names the model,
+    and what is wrong where.
     """
     # The import comes late: only processes that take overrides pay for it.
     from google.protobuf import json_format
@@ -67,7 +78,7 @@ def parse_json(text: str, model_name: str) -> ModelConfig:
     message = empty()
     described: Any = message.DESCRIPTOR
     try:
-        given = msgspec.json.decode(text)
+        given = _decoded(text)
         # Protobuf takes lists for objects, objects for lists and so on, and fails in its own code.
         json_format.ParseDict(_shaped(what, given, described), message)
     except (json_format.ParseError, msgspec.DecodeError) as error:
@@ -77,6 +88,26 @@ def parse_json(text: str, model_name: str) -> ModelConfig:
     except UnicodeError:
         raise InvalidArgument(f"{what}: a string in it is not UTF-8") from None
     return message
+
+
+def _decoded(text: str) -> Any:
+    """Decodes JSON, or what protobuf's reader takes for it. Raises msgspec.DecodeError: it is neither; as said of JSON."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(_LOOSE.sub(_as_json, text))
+        raise
+
+
+def _as_json(found: re.Match[str]) -> str:
+    string, single, word, colon = found.group("string", "single", "word", "colon")
+    if single is not None:
+        escaped = {"\\'": "'", '"': '\\"'}
+        return '"' + _IN_SINGLE_QUOTES.sub(lambda one: escaped.get(one[0], one[0]), single) + '"'
+    if word is not None:
+        return word if colon is None else f'"{word}"{colon}'
+    return string or ""
 
 
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:

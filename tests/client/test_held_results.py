@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tensord_client.answer_memory import AnswerMemory, HeldResults
 from tensord_client.errors import DeadlineExceeded, ResultsHeld
 from tensord_client.lane import LaneConnection
+from tensord_client.results import Array
 
 from tests.client.test_lane import identity
+from tests.daemon_process import wait_until
 
 _PATIENCE = 120.0
 
@@ -35,6 +39,51 @@ def test_held_results_are_bounded_and_given_back(connect: Callable[..., LaneConn
     gc.collect()
     with fresh:
         connection.ask(identity(values)).result(_PATIENCE).release()
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda output: output,
+        lambda output: output[100:],
+        memoryview,
+        np.from_dlpack,
+        lambda output: np.frombuffer(output, np.int32),
+        jax.device_put,
+        jax.numpy.asarray,
+        lambda output: jax.device_put({"a": [output]}),
+    ],
+    ids=["output", "view", "buffer", "dlpack", "frombuffer", "device_put", "asarray", "tree"],
+)
+def test_what_refers_to_an_answer_at_the_end_of_its_block_keeps_it(
+    connect: Callable[..., LaneConnection], keep: Callable[[Array], Any]
+) -> None:
+    """JAX on a processor takes aligned memory as it is, as other libraries do: the numbers must not become later answers'."""
+    connection = connect(max_results=2)
+    values = np.arange(5000, dtype=np.float32)
+    for n in range(3):
+        with connection.ask(identity(values + n)).result(_PATIENCE) as answer:
+            kept, expected = keep(answer["OUTPUT0"]), np.array(answer["OUTPUT0"])
+        assert not answer
+        for later in range(20):
+            with connection.ask(identity(values - later)).result(_PATIENCE):
+                pass
+        (found,) = jax.tree.leaves(kept)
+        found = np.asarray(found).view(np.float32)
+        np.testing.assert_array_equal(found, expected[-found.size :])
+        del kept, found
+        # JAX drops its references to others' memory when it is next asked for something.
+        wait_until(lambda: jax.device_put(0) is not None and two_fit(connection), "the memory to be given back")
+
+
+def two_fit(connection: LaneConnection) -> bool:
+    """Returns whether the program may hold two more answers."""
+    values = np.zeros(5000, np.float32)
+    try:
+        held = [connection.ask(identity(values)).result(_PATIENCE) for _ in range(2)]
+    except ResultsHeld:
+        return False
+    return len(held) == 2
 
 
 def test_results_that_fill_the_servers_memory_are_named(connection: LaneConnection) -> None:
