@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensord_client
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
 from tests.daemon_process import DaemonProcess
-from tests.repositories import write_model
+from tests.repositories import ensemble, write_model
 from tests.scrapes import scrape
 
 #: Counts its executions: whoever is answered again gets the number of the first time. Negative input fails.
@@ -60,12 +63,40 @@ SCALE = """
     def create(path, config, device):
         return (lambda params, inputs: {"y": 2 * inputs["x"]}), {}
 """
+#: Multiplies by a parameter, and adds what its version says.
+FACTOR = """
+    import jax.numpy as jnp
+
+    inputs = {"x": "FP32[1]"}
+    outputs = {"y": "FP32[1]"}
+    max_batch_size = 8
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"y": params["factor"] * inputs["x"] + ADDED}), {"factor": jnp.ones(1)}
+"""
+#: Asks that model, and would have its answers kept.
+ASKS = """
+    import tensord.models
+
+    inputs = {"x": "FP32[1]"}
+    outputs = {"y": "FP32[1]"}
+    max_batch_size = 8
+    host = True
+    response_cache = True
+
+    def create(path, config, device):
+        return (lambda params, inputs: tensord.models.call("factor", {"x": inputs["x"]})), None
+"""
 REFUSED = """
     backend: "python"
     input { name: "x" data_type: TYPE_INT32 dims: [ -1 ] }
     output { name: "y" data_type: TYPE_INT32 dims: [ -1 ] }
     response_cache { enable: true }
 """
+
+
+#: Models with a response cache whose answers depend on others: by steps, steps of steps, calls, and calls of a step.
+DEPENDENT = ("whole", "outer", "asks", "around")
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +106,15 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     for name in ("counts", "counted", "told", "left"):
         write_model(models, name, COUNTS, CONFIG)
     write_model(models, "scale", SCALE)
+    write_model(models, "factor", FACTOR.replace("ADDED", "0"))
+    write_model(models, "asks", ASKS)
+    cached = "response_cache { enable: true }"
+    for name, member in (("whole", "factor"), ("outer", "whole"), ("around", "asks")):
+        ensemble(models, name, ["x FP32 1"], ["y FP32 1"], [(member, {"x": "x"}, {"y": "y"})], 8, cached)
     write_model(models, "uncached", COUNTS, CONFIG.replace("true", "false"))
     write_model(models, "sequences", COUNTS, REFUSED + "sequence_batching { }")
     write_model(models, "decoupled", COUNTS, REFUSED + "model_transaction_policy { decoupled: true }")
-    loaded = [f"--load-model={name}" for name in ("counts", "counted", "told", "left", "scale", "uncached")]
+    loaded = [f"--load-model={name}" for name in ("counts", "counted", "told", "left", "scale", "uncached", *DEPENDENT)]
     arguments = ["--model-control-mode=explicit", "--cache-config", "local,size=4194304", *loaded]
     with DaemonProcess(folder, [models], None, arguments) as running:
         running.wait_ready()
@@ -150,6 +186,53 @@ def test_a_new_load_answers_anew(daemon: DaemonProcess) -> None:
     path.write_text(path.read_text().replace("calls = 0", "calls = 100"))
     assert daemon.request("POST", "/v2/repository/models/left/load", b"{}")[0] == 200
     assert ask(daemon, "left", [2])["calls"] == [101]
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_what_an_answer_depends_on_is_seen_at_once(daemon: DaemonProcess, name: str) -> None:
+    """Pushes into a model that another one uses, a roll-back, and another version of it; answers say which numbers they are of.
+
+    Each is asked twice: where answers are kept, the second one is.
+    """
+    says = name not in ("asks", "around")
+    with tensord_client.connect(daemon.url) as client:
+        factor = client.model("factor", timeout=60)
+
+        def both() -> set[tuple[float, Any]]:
+            found = set()
+            for _ in range(2):
+                fields = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1]}]}
+                status, answer = daemon.infer(name, **fields, parameters={"tensord_parameters": True})
+                assert status == 200, answer
+                told = answer.get("parameters", {}).get("parameter_version.factor")
+                found.add((answer["outputs"][0]["data"][0], told))
+                # Whoever does not ask gets the same answer, and is not told.
+                status, answer = daemon.infer(name, **fields)
+                assert (status, answer["outputs"][0]["data"][0] in [value for value, _ in found]) == (200, True)
+                assert "parameter_version.factor" not in answer.get("parameters", {})
+            return found
+
+        def hits() -> int:
+            return counts(daemon, name)["cache_hit"]
+
+        before = hits()
+        for value in (1, 2, 3):
+            number = factor.parameters.update({"factor": np.array([value], np.float32)})
+            assert both() == {(value, number if says else None)}
+        assert factor.parameters.roll_back() == number - 1
+        assert both() == {(2, number - 1 if says else None)}
+        # Of a model that calls others nothing is kept.
+        assert hits() - before == (12 if says else 0)
+        second = Path(daemon.sections["repository"]["paths"][0], "factor", "2", "model.py")
+        second.parent.mkdir()
+        try:
+            second.write_text(textwrap.dedent(FACTOR).replace("ADDED", "100"))
+            assert daemon.request("POST", "/v2/repository/models/factor/load", b"{}")[0] == 200
+            assert both() == {(101, 0 if says else None)}
+        finally:
+            shutil.rmtree(second.parent)
+            assert daemon.request("POST", "/v2/repository/models/factor/load", b"{}")[0] == 200
+        assert {value for value, _ in both()} == {1}
 
 
 @pytest.mark.parametrize("elements", [4, 40_000])

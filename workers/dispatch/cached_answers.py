@@ -5,7 +5,9 @@ Only the thread of the worker's loop calls these functions.
     request ─▶ its inputs, where a client could still write to them, are copied ─▶ known: answered at once
                                                                              └▶ not known: queued, run, kept, answered
 
-An answer is stored before it is sent, so a client that repeats an answered request always gets it. Errors are not stored.
+An answer is stored before it is sent, so a client that repeats an answered request always gets it. Errors are not stored, nor is
+what was made with calls of other models. An answer of an ensemble depends on the models of its steps: their loads, and the
+parameter sets that the request chooses in them, are parts of its question.
 """
 
 from __future__ import annotations
@@ -16,13 +18,18 @@ from collections.abc import Callable
 import numpy as np
 
 from tensord.shm.errors import ServingError
+from tensord.shm.messages import TELLING_PARAMETER
+from tensord.workers.dispatch.ensembles import members_of, told_by
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
+from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
+from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.regions.region_table import check_intact
 from tensord.workers.requests.request import Request, named
 from tensord.workers.requests.response_cache import Insertion, Question, ResponseCache
+from tensord.workers.scheduling.ensemble_graph import EnsembleGraph
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +37,8 @@ _log = logging.getLogger(__name__)
 class CachedAnswers:
     """Answers requests from the response cache of a worker, and stores answers there."""
 
-    def __init__(self, outbox: Outbox, clock: Callable[[], int]) -> None:
+    def __init__(self, models: ModelTable, outbox: Outbox, clock: Callable[[], int]) -> None:
+        self._models = models
         self._outbox = outbox
         self._clock = clock
 
@@ -50,18 +58,23 @@ class CachedAnswers:
                 self._outbox.fail(request, error.with_traceback(None))
                 return True
         wanted = tuple(request.outputs) if version.loaded.sees_outputs else ()
-        stamp, sets = None, version.sets
-        if sets is not None:
-            try:
-                stamp = sets.chosen_by([request]).stamp
-            except ServingError as error:
-                self._outbox.fail(request, error.with_traceback(None))
-                return True
-        question = Question.of(version, wanted, request.arrays, stamp)
+        try:
+            parameters = self._parameters_of(version, request)
+        except ServingError as error:
+            if version.loaded.ensemble is not None:
+                # One of its models is gone: the step says so.
+                request.asked = None
+                return False
+            self._outbox.fail(request, error.with_traceback(None))
+            return True
+        question = Question.of(version, wanted, request.arrays, parameters)
         found = cache.find(question)
         if found is None:
             request.asked = question, self._clock() - began_ns
             return False
+        if version.loaded.ensemble is not None and request.prepared.parameters.get(TELLING_PARAMETER) is True:
+            for member, chosen in self._chosen(version.loaded.ensemble, request):
+                request.told = told_by(request.told, member.name, False, chosen.said())
         if isinstance(self._outbox.answer(request, found, began_ns), ServingError):
             version.statistics.failed(self._clock() - request.arrived_ns, Failure.OTHER)
         else:
@@ -76,11 +89,12 @@ class CachedAnswers:
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):
                 continue
+            if request.asked is None:
+                continue  # its model called others
             question, looked_ns = request.asked
             began_ns = self._clock()
-            ran = execution.parameters_of(request)
-            if ran is not None and question.parameters is not ran.stamp:
-                continue  # other parameters were put into use while it waited
+            if not self._still_holds(question, version, request, execution.parameters_of(request)):
+                continue  # other parameters were put into use while it waited, or an ensemble's models changed
             try:
                 kept = cache.insert(question, result)
             except (
@@ -97,3 +111,37 @@ class CachedAnswers:
                 )
             if kept is not Insertion.KNOWN:
                 version.statistics.cache_miss.add(looked_ns + self._clock() - began_ns)
+
+    def _parameters_of(self, version: ModelVersion, request: Request) -> tuple[object, ...]:
+        """Returns what stands for the parameters that a request would be answered with now; an ensemble's are its models'.
+
+        Raises: NotFound: there is no such parameter set, or no such model; InvalidArgument: a model takes no requests.
+        """
+        graph = version.loaded.ensemble
+        if graph is not None:
+            # Every load and unload counts, so no other one can have been there in between.
+            return self._models.changes, *[chosen.stamp for _, chosen in self._chosen(graph, request)]
+        return () if version.sets is None else (version.sets.chosen_by([request]).stamp,)
+
+    def _chosen(self, graph: EnsembleGraph, request: Request) -> list[tuple[ModelVersion, ParameterSet]]:
+        """Returns the models of an ensemble's steps that have parameters, each with the set that a request chooses in it."""
+        name = request.own.parameter_set
+        found: list[tuple[ModelVersion, ParameterSet]] = []
+        for member in members_of(self._models, graph, request.outputs):
+            if member.sets is not None:
+                # Where a model has no such set it is another step's.
+                found.append((member, (member.sets.newest(name) if name else None) or member.sets.main))
+        return found
+
+    def _still_holds(
+        self, question: Question, version: ModelVersion, request: Request, ran: ParameterSet | None
+    ) -> bool:
+        """Returns whether an answer was computed with what its question says. ``ran``: the model's own set, if it has one."""
+        if ran is not None:
+            return question.parameters == (ran.stamp,)
+        if version.loaded.ensemble is None:
+            return True
+        try:
+            return question.parameters == self._parameters_of(version, request)
+        except ServingError:
+            return False  # a model has gone

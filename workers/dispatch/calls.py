@@ -25,7 +25,7 @@ from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import AgendaPart, ModelVersion
 from tensord.workers.models.rate_limiter import RateLimiter
-from tensord.workers.requests.inner_request import InnerRequest
+from tensord.workers.requests.inner_request import InnerRequest, not_kept
 from tensord.workers.requests.prepared import validate_inner
 from tensord.workers.requests.request import Moments, Request, controls_of
 from tensord.workers.requests.result import Response, Result
@@ -151,6 +151,8 @@ class Calls:
         call.caller.in_flight += 1
         for request in call.requests:
             self._of.setdefault(request, {})[call] = None
+            # Nobody knows before which models will be called, in which version and with which parameters.
+            not_kept(request)
         try:
             version = inner.version
             self._enter(version, inner, now_ns)

@@ -99,7 +99,7 @@ class Dispatcher:
         self.agenda: Agenda[AgendaPart] = Agenda()
         self._outbox = Outbox(options.arenas, self.agenda)
         self.lane_answers = self._outbox.lane_answers
-        self._cached = CachedAnswers(self._outbox, clock)
+        self._cached = CachedAnswers(models, self._outbox, clock)
         self.responses = Responses(options.arenas, self._outbox, post, clock, options.expert.max_ahead, self.agenda)
         self.took = self.responses.took
         self.limiter = RateLimiter(rate_limits.limits(options.rate_limit, gpu) or {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, NotFound, ServingError, from_code
@@ -285,7 +285,8 @@ class EnsembleRuns:
             # An error as well comes after what was answered before.
             run.untaken.append((start, inner, result))
         if inner.told and not isinstance(result, ServingError):
-            run.request.told = _told(run.request.told, inner)
+            member = inner.version
+            run.request.told = told_by(run.request.told, member.name, member.loaded.ensemble is not None, inner.told)
         if final:
             timeline = run.request.timeline
             if timeline is not None and inner.timeline is not None:
@@ -412,7 +413,23 @@ class EnsembleRuns:
         return f"<EnsembleRuns {len(self._runs)} under way>"
 
 
-def _told(before: Mapping[str, Parameter], inner: InnerRequest) -> dict[str, Parameter]:
+def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str] = ()) -> Iterator[ModelVersion]:
+    """Yields the versions that the steps for some outputs of an ensemble run on now, and those of the ensembles among them.
+
+    ``outputs``: empty: all.
+    Raises: NotFound, InvalidArgument: a model takes no requests.
+    """
+    for number in graph.needed(outputs).numbers:
+        step = graph.steps[number]
+        member = models.find(step.model, step.version)
+        yield member
+        if member.loaded.ensemble is not None:
+            yield from members_of(models, member.loaded.ensemble)
+
+
+def told_by(
+    before: Mapping[str, Parameter], name: str, ensemble: bool, told: Mapping[str, Parameter]
+) -> dict[str, Parameter]:
     """Returns what an ensemble's answer says about the parameter sets of its steps, with one more step added.
 
     Each key ends with the name of the step's model. If a model ran several times with different versions of its parameters, the
@@ -420,11 +437,12 @@ def _told(before: Mapping[str, Parameter], inner: InnerRequest) -> dict[str, Par
 
     Args:
       before: what the answer says about the steps before.
-      inner: the request of the added step.
+      name: the model of the added step.
+      ensemble: whether that is an ensemble, whose answer names its models itself.
+      told: what the added step's answer says.
     """
     said = dict(before)
-    ensemble, name = inner.version.loaded.ensemble is not None, inner.version.name
-    for key, value in inner.told.items():
+    for key, value in told.items():
         key = key if ensemble else f"{key}.{name}"
         known = said.get(key)
         said[key] = min(known, value) if type(known) is int and type(value) is int else value

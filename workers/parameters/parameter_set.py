@@ -124,7 +124,7 @@ class ParameterSet:
         self._trees = [tree, _ABSENT]
         #: The number of its last use, which grows with each use of any set of the worker.
         self.used = 0
-        #: Identifies the set in the response cache, which does not hold the set itself.
+        #: Identifies the set, for as long as it is in use, in the response cache, which does not hold the set itself.
         self.stamp = object()
 
     def on(self, placement: int) -> Any:
@@ -416,6 +416,7 @@ class ParameterSets:
         ``stays``: whether the version before stays on the device, because requests that have begun continue with it.
         """
         former = self.newest(parameters.name)
+        parameters.stamp = object()
         if parameters.name == MAIN_SET:
             self.main = parameters
             if self.stack is not None:

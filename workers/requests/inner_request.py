@@ -78,6 +78,13 @@ class InnerRequest(Request):
         return f"<InnerRequest of {self.request_id} for {self.prepared.model!r}, {self.rows} rows>"
 
 
+def not_kept(request: Request | None) -> None:
+    """Has no response cache keep the answer to a request, nor to those that it was made for: what they depend on is not known."""
+    while request is not None:
+        request.asked = None
+        request = request.origin if isinstance(request, InnerRequest) else None
+
+
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
     """Passes a response to the sink (the function that receives responses) of a request that was made inside the worker.
 

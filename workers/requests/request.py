@@ -62,8 +62,9 @@ class Request(Sequenced):
 
     #: Who takes what becomes of it, where that is not its submitter (``tensord.workers.requests.inner_request``).
     sink: Sink | None = None
-    #: Of a version with a response cache: what was looked up there, and for how long, in ns. Others do without.
-    asked: tuple[Question, int]
+    #: Of a version with a response cache: what was looked up there, and for how long, in ns; None: the answer is not kept. Others
+    #: do without.
+    asked: tuple[Question, int] | None
     #: Of a request that asked for its timing and has run: nanoseconds in the queue and in its run, and bytes gathered for it.
     #: Others do without.
     ran: tuple[int, int, int]

@@ -49,8 +49,8 @@ class Question(NamedTuple):
     digest: bytes
     #: Stands for the load of the model version that is asked: another load may answer differently.
     load: object
-    #: Stands for the parameter set that it is asked with; None: the model has none.
-    parameters: object
+    #: Stands for the parameters that it is asked with, of a model or of an ensemble's models, and for the loads of these.
+    parameters: tuple[object, ...]
     #: The outputs that the model was asked for, sorted; empty: all, or the model does not see them.
     outputs: tuple[str, ...]
     #: Sorted by name.
@@ -58,7 +58,7 @@ class Question(NamedTuple):
 
     @classmethod
     def of(
-        cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: object = None
+        cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: tuple[object, ...] = ()
     ) -> Question:
         """Returns the question for a request with these input tensors to one load (one loading) of a model version.
 
@@ -67,10 +67,10 @@ class Question(NamedTuple):
         Args:
           load: stands for the load by its identity.
           outputs: names of the outputs that the model is asked for; empty: all, or the model does not see them.
-          parameters: stands for the parameter set by its identity; None: the model has none.
+          parameters: stands for the parameters that the answer depends on; equal where they are the same.
         """
         wanted = tuple(sorted(outputs))
-        digest = hashlib.blake2b(repr((id(load), id(parameters), wanted)).encode(), digest_size=_DIGEST_BYTE_SIZE)
+        digest = hashlib.blake2b(repr((id(load), hash(parameters), wanted)).encode(), digest_size=_DIGEST_BYTE_SIZE)
         inputs: list[Input] = []
         for name in sorted(arrays):
             array = arrays[name]
@@ -82,7 +82,7 @@ class Question(NamedTuple):
 
     def same(self, other: Question) -> bool:
         """Returns whether two questions have the same answer: their load, parameter set, wanted outputs and inputs are equal."""
-        if self.load is not other.load or self.parameters is not other.parameters:
+        if self.load is not other.load or self.parameters != other.parameters:
             return False
         if self.outputs != other.outputs or len(self.inputs) != len(other.inputs):
             return False
