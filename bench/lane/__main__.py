@@ -38,8 +38,7 @@ from pathlib import Path
 
 from bench.helper import helper
 from bench.lane.rows import ROWS, Row
-from bench.server import ROOT, children, serving
-from bench.steps import processor_us
+from bench.server import ROOT, Usage, children, serving
 
 _HTTP, _GRPC, _PEER = "127.0.0.1:18170", "127.0.0.1:18171", "127.0.0.1:18000"
 _MANY = 16
@@ -69,7 +68,7 @@ class Server:
         """Returns the processor time of the server's processes since they started: name -> microseconds."""
         found: dict[str, float] = {}
         for pid, name in {self._pid: "supervisor", **children(self._pid)}.items():
-            found[name] = found.get(name, 0.0) + processor_us(pid)
+            found[name] = found.get(name, 0.0) + Usage.of(pid).busy_us
         return found
 
 
@@ -288,13 +287,13 @@ def idle(server: Server, clients: str, seconds: float) -> str:
                 assert client.stdout is not None
                 client.stdout.readline()
                 time.sleep(0.5)
-                own = processor_us(client.pid)
+                own = Usage.of(client.pid).busy_us
             before = server.used_us()
             time.sleep(seconds)
             after = server.used_us()
             used.append({name: (now - before[name]) / seconds for name, now in after.items() if name in before})
             if connects:
-                used[-1]["client"] = (processor_us(client.pid) - own) / seconds
+                used[-1]["client"] = (Usage.of(client.pid).busy_us - own) / seconds
     said = ", ".join(f"{name} {now:.1f} (without {used[0].get(name, 0.0):.1f})" for name, now in used[1].items())
     return f"\nan idle lane, processor us a second: {said}"
 

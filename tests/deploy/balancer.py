@@ -10,8 +10,8 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench import fleet
 from tests.daemon_process import PATIENCE, wait_until
+from tests.deploy import haproxy_configuration
 from tests.deploy.hosts import Host, free_ports
 
 HAPROXY = shutil.which("haproxy") or shutil.which("/usr/sbin/haproxy")
@@ -24,9 +24,11 @@ class Balancer:
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         self._socket = folder / "admin.sock"
         self._file = folder / "haproxy.cfg"
-        daemons = [fleet.Daemon(host.http_port, host.grpc_port, host.agent_port) for host in hosts.values()]
-        listens = fleet.Balancer(self.http_port, self.grpc_port, self.metrics_port, self._socket)
-        self._file.write_text(fleet.configuration(daemons, listens))
+        daemons = [
+            haproxy_configuration.Daemon(host.http_port, host.grpc_port, host.agent_port) for host in hosts.values()
+        ]
+        listens = haproxy_configuration.Balancer(self.http_port, self.grpc_port, self.metrics_port, self._socket)
+        self._file.write_text(haproxy_configuration.configuration(daemons, listens))
         self._log: list[str] = []
 
     def __enter__(self) -> Balancer:

@@ -26,9 +26,9 @@ import tritonclient.http as httpclient
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from bench.fleet import CONFIGURATION
 from tests.daemon_process import PATIENCE, wait_until
 from tests.deploy.balancer import HAPROXY, Balancer
+from tests.deploy.haproxy_configuration import CONFIGURATION
 from tests.deploy.hosts import Host
 from tests.deploy.load import Load
 

@@ -17,8 +17,8 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from bench import sequences
 from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
+from tests.faults import sequence_clients
 from tests.protocol import sequence_models
 from tests.scrapes import scrape
 
@@ -35,7 +35,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     repository = tmp_path_factory.mktemp("repository")
     sequence_models.python_model(repository, "many", "oldest { max_candidate_sequences: 64 }", rows=4)
     sequence_models.python_model(repository, "single", "")
-    shutil.copytree(ROOT / "bench" / "models" / sequences.MODEL, repository / sequences.MODEL)
+    shutil.copytree(ROOT / "bench" / "models" / sequence_clients.MODEL, repository / sequence_clients.MODEL)
     options = {
         "requests": {"max_sequences": 200, "worker_wait": PATIENCE},
         "repository": {"control_mode": "explicit", "load": ["*"]},
@@ -254,8 +254,8 @@ def test_ids_that_come_and_go(daemon: DaemonProcess, http: Steps, grpc: Steps) -
 
 
 def test_many_sequences_while_workers_are_killed(daemon: DaemonProcess) -> None:
-    """Each sum is right, or the sequence says that it was lost until a START; a run for minutes: python -m bench.sequences."""
-    with sequences.Clients(daemon.url, daemon.grpc_url, 60, 6) as clients:
+    """Each sum is right, or the sequence says that it was lost until a START."""
+    with sequence_clients.Clients(daemon.url, daemon.grpc_url, 60, 6) as clients:
         for number in range(3):
             wait_until(lambda: len(daemon.workers) == 2, "both workers", daemon)
             right = clients.seen["right"]

@@ -1,4 +1,4 @@
-"""Streams of responses, some cancelled, some read slowly, while their worker is killed again and again (``bench.streams``)."""
+"""Streams of responses, some cancelled, some read slowly, while their worker is killed again and again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.streams import GENERATORS, STEPPED, StreamClient, told
 from tests.daemon_process import PATIENCE, DaemonProcess, nothing_left_behind, wait_until
+from tests.faults.stream_clients import GENERATORS, STEPPED, StreamClient, told
 
 _CLIENTS = 16
 _KILLS = 2

@@ -1,25 +1,16 @@
-"""Runs sequences while workers are killed, and compares every answer: ``python -m bench.sequences SECONDS``.
+"""Clients that send steps of many sequences through fronts chosen at random, and compare every sum.
 
-A daemon has two workers, an HTTP and a gRPC front, and a Triton Python model that sums each sequence up. A thousand sequences
-live at a time, and each of their steps goes through a front chosen at random. Every few seconds a worker is killed. A sum that is
-wrong was computed from a fresh state or from another sequence's. A step may be answered with the error that the sequence was lost
-with its worker, and then each further step must be, until a START begins the sequence again.
-Exit status 1: a sum was wrong, a step failed otherwise, or a lost sequence answered.
+A sum that is wrong was computed from a fresh state or from another sequence's. A step may be answered with the error that the
+sequence was lost with its worker, and then each further step must be, until a START begins the sequence again.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
 import random
-import signal
-import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +18,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from bench.server import children, serving
-
-_HTTP, _GRPC = "127.0.0.1:18180", "127.0.0.1:18181"
+#: The Triton Python model of bench/models that sums each sequence up.
 MODEL = "sums"
 _PATIENCE = 300.0
 #: One in so many steps is the last of its sequence, and one in so many of a lost one asks before it begins anew.
@@ -122,54 +111,3 @@ def step(front: Front, sequence: Sequence, chance: random.Random) -> str:
     right = total == (0 if start else sequence.sum or 0) + x
     sequence.sum, sequence.lost = (None if end else total), False
     return "right" if right else "a sum is wrong"
-
-
-def kill_worker(supervisor: int, chance: random.Random) -> bool:
-    """Kills a random worker with SIGKILL. Returns whether there was one."""
-    workers = [pid for pid, kind in children(supervisor).items() if kind == "workers"]
-    if workers:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(chance.choice(workers), signal.SIGKILL)
-    return bool(workers)
-
-
-def main() -> int:
-    """Parses the command line, runs and prints the outcomes."""
-    parser = argparse.ArgumentParser(
-        prog="bench.sequences", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("seconds", type=float, help="how long")
-    parser.add_argument("--sequences", type=int, default=1000, help="how many live at a time")
-    parser.add_argument("--clients", type=int, default=16, help="threads, each with a connection of each protocol")
-    parser.add_argument("--kill-pause", type=float, default=5.0, help="seconds between two kills; 0: none is killed")
-    parser.add_argument(
-        "--log", type=Path, default=Path("/tmp/bench-sequences.log"), help="where the daemon's log goes"
-    )
-    arguments = parser.parse_args()
-    if arguments.seconds <= 0 or not 1 <= arguments.clients <= arguments.sequences or arguments.kill_pause < 0:
-        parser.error(
-            "seconds and --clients must be more than 0, --sequences no fewer than clients, --kill-pause no less than 0"
-        )
-    command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml", "--allow-metrics=false"]
-    command += [f"--http-port={_HTTP.rpartition(':')[2]}", f"--grpc-port={_GRPC.rpartition(':')[2]}"]
-    command += ["--model-control-mode=explicit", f"--load-model={MODEL}"]
-    os.environ["TENSORD_WORKERS_CPU"] = "2"
-    chance, killed = random.Random(), 0
-    with serving(command, _HTTP, arguments.log) as pid:
-        end = time.monotonic() + arguments.seconds
-        with Clients(_HTTP, _GRPC, arguments.sequences, arguments.clients) as clients:
-            while (left := end - time.monotonic()) > 0:
-                time.sleep(min(left, arguments.kill_pause or left))
-                if arguments.kill_pause and time.monotonic() < end:
-                    killed += kill_worker(pid, chance)
-    print(f"{killed} workers killed; right: {clients.seen['right']}, lost with their worker: {clients.seen['lost']}")
-    for what, count in clients.failures.items():
-        print(f"{count} x {what}")
-    tracebacks = arguments.log.read_text(errors="replace").count("Traceback")
-    if tracebacks:
-        print(f"{tracebacks} tracebacks in {arguments.log}")
-    return int(bool(clients.failures) or tracebacks > 0 or not clients.seen["right"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
