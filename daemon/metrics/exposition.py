@@ -510,6 +510,8 @@ def _own(own: OwnFamily) -> Family:
             family.add(names, values, metric.value)
         else:
             within = itertools.accumulate(metric.counts)
-            buckets = zip((*map(str, metric.buckets), "+Inf"), within, strict=True)
+            # As Triton's library writes them: 1, and not 1.0; so dashboards find them.
+            bounds = [f"{bound:.16g}" for bound in metric.buckets]
+            buckets = zip((*bounds, "+Inf"), within, strict=True)
             histogram.observe(names, values, buckets, metric.value)
     return family

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from prometheus_client.openmetrics import parser as openmetrics
 from tensord.daemon.metrics import exposition
 from tensord.daemon.metrics.exposition import render
 from tensord.daemon.metrics.ledger import Total
+from tensord.daemon.metrics.own_metrics import OwnFamily
 from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, ParameterTotals, RegionTotals, WorkerSlot
 from tensord.daemon.processes.gpu_watch import GpuState
 from tensord.shm.control_records import Footprint
-from tensord.shm.figures import Compiles, Counts
+from tensord.shm.figures import Compiles, Counts, MetricFigures
 from tensord.shm.progress import Loading
 from tensord.shm.refusals import Refusal
 
@@ -247,6 +249,14 @@ def test_both_formats_say_the_same(accept: str, read: object, content_type: str)
     assert samples["nv_inference_request_success", ("model", "m"), ("version", "3")] == 10
     assert samples["tensord_copied_bytes", ("model", "m"), ("version", "3")] == 1 << 40
     assert samples["tensord_region_bytes_max",] == 1 << 44
+
+
+def test_bounds_of_models_own_histograms_are_written_as_tritons() -> None:
+    """A whole number has no point, so that what selects a bucket by its text selects it here, too."""
+    bounds = (0.1, 1.0, 2.5, 1000000.0, 1e16)
+    own = OwnFamily("m_rows", "Rows", "histogram", {(): MetricFigures((), 7.0, bounds, (1,) * 6)})
+    shown = exposition.families(dataclasses.replace(SNAPSHOT, own=[own]), False).decode()
+    assert re.findall(r'm_rows_bucket{le="(.*)"} ', shown) == ["0.1", "1", "2.5", "1000000", "1e+16", "+Inf"]
 
 
 class Read:
