@@ -36,14 +36,18 @@ class Forwarding:
         return known
 
     def parameters(self, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-        """Returns the headers to forward as parameters, named as they were sent. Raises InvalidArgument: a name is reserved."""
+        """Returns the headers to forward as parameters, named as they were sent, without blanks around their values.
+
+        Raises InvalidArgument: a name is reserved.
+        """
         found: dict[str, str] = {}
         for name, value in headers:
             if self.wants(name):
                 text = _text(name)
                 if text in _RESERVED or text.startswith("triton_"):
                     raise InvalidArgument(f"Header '{text}' is reserved for Triton usage and cannot be forwarded.")
-                found[text] = _text(value)
+                # RFC 9110 has them belong to no value; a protocol's parser may have left them.
+                found[text] = _text(value.strip(b" \t"))
         return found
 
 

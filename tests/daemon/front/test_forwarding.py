@@ -16,8 +16,11 @@ def test_what_matches_by_the_name_it_was_sent_with() -> None:
         (b"x-fwd-b", "ä".encode()),
         (b"x-fwd-c", b"\xff"),
         (b"x-fwd-b", b"2"),
+        (b"x-fwd-d", b" \t a  b\t "),
+        (b"x-fwd-e", b" "),
     ]
-    assert forwarding.parameters(headers) == {"X-FWD-A": "1", "x-fwd-b": "2", "x-fwd-c": "ÿ"}
+    expected = {"X-FWD-A": "1", "x-fwd-b": "2", "x-fwd-c": "ÿ", "x-fwd-d": "a  b", "x-fwd-e": ""}
+    assert forwarding.parameters(headers) == expected
     assert forwarding.parameters([]) == {}
 
 

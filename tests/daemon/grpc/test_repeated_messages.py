@@ -141,11 +141,12 @@ def test_headers_are_parameters_of_their_request_alone() -> None:
     """With headers that are forwarded something is added to each message, however known it is."""
     with serving(grpc={"header_forward_pattern": "x-fwd-.*"}) as (front, (worker,)), front.frames() as client:
         worker.numbered = True
-        for value in ("1", "1", "1", "2", "2", "", "", "1"):
+        for value in ("1", "1", "1", " \t2  2 \t", "2", "", "", "1"):
             headers = {"x_fwd_a": value} if value else {}
             for path in (INFER, STREAM):
                 (_, _, parameters, _, _), answer = ask(client, worker, path, message(b"abcd"), b"ab", **headers)
-                assert parameters == ({"x-fwd-a": value} if value else {})
+                # As over HTTP, without the blanks around it.
+                assert parameters == ({"x-fwd-a": value.strip()} if value else {})
                 assert list(inner_of(path, answer).raw_output_contents) == [b"ab", b"", b""]
 
 
