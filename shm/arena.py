@@ -97,11 +97,20 @@ class Budget:
         #: Counts leases that came back to any of them.
         self.returned = 0
 
-    def take(self, byte_size: int) -> bool:
-        """Reserves ``byte_size`` bytes for a new segment. Returns False if the limit leaves no room, even after ``reclaim``."""
-        while self.used + byte_size > self.max_byte_size:
-            if not self.reclaim():
+    @property
+    def share(self) -> int:
+        """Returns how many bytes an arena may have although the others leave it no room. This base class says: none."""
+        return 0
+
+    def take(self, byte_size: int, held: int = 0) -> bool:
+        """Reserves bytes for a new segment. Returns False if the limit leaves no room, even after ``reclaim``.
+
+        ``held``: what the segments of its arena have already.
+        """
+        while self.used + byte_size > self.max_byte_size and not self.reclaim():
+            if held + byte_size > self.share:
                 return False
+            break
         self.used += byte_size
         return True
 
@@ -274,6 +283,11 @@ class Arena:
         self._leases.clear()
         self._free_large.clear()
 
+    @property
+    def held_byte_size(self) -> int:
+        """Returns how many bytes the open segments have."""
+        return sum(segment.byte_size for segment in self._segments.values())
+
     def _leased_byte_size(self) -> int:
         """Returns how many bytes the blocks of all outstanding leases occupy."""
         return sum(lease.block_size for lease in self._leases.values())
@@ -321,7 +335,7 @@ class Arena:
 
         Raises Unavailable: the host has no memory left.
         """
-        if self._budget is not None and not self._budget.take(byte_size):
+        if self._budget is not None and not self._budget.take(byte_size, self.held_byte_size):
             return False
         try:
             segment = self._segments[number] = Segment.create(byte_size)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import tritonclient.http as httpclient
 
 from bench.attackers.target import Target
 from tensord.shm.messages import (
@@ -40,6 +41,10 @@ _RECEIVE, _FDS = 2 << 20, 64
 #: Floats of a tensor that travels in its record and is answered in the worker's memory.
 _LARGE = 15_000
 _SMALL = PreparedRequest("addsub", 0, tuple(PreparedTensor(f"INPUT{i}", "FP32", (1, 16)) for i in (0, 1)))
+_SLOW = PreparedRequest("slow", 0, (PreparedTensor("INPUT0", "FP32", (1,)),))
+_ONE = np.ones(1, np.float32)
+#: As many requests as may be in flight on a lane by default.
+_IN_FLIGHT = 256
 _IDENTITY = PreparedRequest("identity", 0, (PreparedTensor("INPUT0", "FP32", (_LARGE,)),))
 
 
@@ -174,6 +179,24 @@ def flood(target: Target) -> None:
                     target.count("refused" if answer.code else "answers")
 
 
+def fills_queue(target: Target) -> None:
+    """Keeps a slow model's queue full on seventeen lanes, and asks it over HTTP as another user, who is to be answered."""
+    flights: dict[Lane, int] = {}
+    with contextlib.ExitStack() as stack:
+        while target.going_on():
+            with target.refusals():
+                if len(flights) < 17:
+                    flights[stack.enter_context(_lane(target, "slow"))] = 0
+                    continue
+                for lane, count in flights.items():
+                    count -= len(list(lane.answers()))
+                    lane.ask(*[_SLOW] * (_IN_FLIGHT - count), contents=(bytes(4),))
+                    flights[lane] = _IN_FLIGHT
+                with httpclient.InferenceServerClient(target.http, network_timeout=60) as client:
+                    client.infer("slow", [httpclient.InferInput("INPUT0", [1], "FP32").set_data_from_numpy(_ONE)])
+                target.count("others' answers")
+
+
 def forged(target: Target) -> None:
     """Sends false records: leases never granted, unknown numbers, ranges outside of a segment, wrong sizes, random bytes."""
     chance = random.Random(0)
@@ -238,6 +261,7 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "lanes-never-read": never_reads,
     "lanes-hold-leases": holds_leases,
     "lanes-flood": flood,
+    "lanes-fill-queue": fills_queue,
     "lanes-forged": forged,
     "lanes-connect-and-end": connects_and_ends,
     "lanes-growing-segments": growing_segments,

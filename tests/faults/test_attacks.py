@@ -36,8 +36,12 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     options = {
         "arenas": {"byte_size": 32 << 20, "keep_byte_size": 0},
         "repository": {"control_mode": "explicit", "load": ["addsub", "identity", "slow"]},
-        # Twenty clients hold as much as they may.
-        "clients": {"socket": str(folder / "clients.sock"), "response_byte_size": 32 << 20},
+        # Twenty clients hold as much as they may, and few of them all that their user may.
+        "clients": {
+            "socket": str(folder / "clients.sock"),
+            "response_byte_size": 32 << 20,
+            "max_owner_response_byte_size": 64 << 20,
+        },
     }
     models = [ROOT / "bench" / "models", ROOT / "bench" / "attackers" / "models"]
     with (

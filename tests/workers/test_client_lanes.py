@@ -46,12 +46,13 @@ from tensord.workers.native import extensions
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.executable import Content
 from tensord.workers.programs.grouped_program import GroupedProgram
+from tensord.workers.scheduling.queue import QueueRules
 from tests.daemon_process import ROOT, descriptors
 from tests.raw_lane import SEALS, RawLane, addsub, memory, packed
 from tests.records import Tensor
 from tests.repositories import write_model
 from tests.work.counter import ROOMS
-from tests.workers.worker_loop import LIMITS, WorkerLoop
+from tests.workers.worker_loop import LIMITS, WorkerLoop, ever_queued
 
 CLIENT = 1000
 MODELS = ("addsub", "identity", "repeat")
@@ -577,6 +578,55 @@ def test_answers_to_all_lanes_of_a_user_are_bounded(loop: WorkerLoop) -> None:
     assert sorted(loop.closed()) == [CLIENT, CLIENT + 1, CLIENT + 2]
 
 
+def test_a_lane_that_holds_little_is_served_whatever_its_user_s_others_hold(loop: WorkerLoop) -> None:
+    """It has its share of the user's bound, small answers and large ones, and no more."""
+    most, rows = 2 << 20, 1 << 13
+    limits = replace(LIMITS, max_owner_response_byte_size=most)
+    full, other = [loop.open_client(CLIENT + n, limits) for n in range(2)]
+    places = (RegionSlice("@0", 0, rows * 64),) * 2
+    for lane in (full, full, other):
+        if not lane.segments:
+            lane.open_segment(0, rows * 64)
+        lane.ask(addsub(rows, places))
+        (answer,) = loop.client_answers(lane, 1)
+        assert answer.lease is not None, answer.message
+    for lane in (full, other):
+        lane.ask(addsub(), vector(1), vector(2))
+        (refused,) = loop.client_answers(lane, 1)
+        assert (refused.code, refused.message.split(" of answers")[0]) == ("UNAVAILABLE", f"{3 << 20} bytes")
+    third = loop.open_client(CLIENT + 2, limits)
+    add(loop, third)
+    for lane in (full, other, third):
+        lane.close()
+    while len(loop.worker._clients):
+        loop.worker.iterate()
+    assert sorted(loop.closed()) == [CLIENT, CLIENT + 1, CLIENT + 2]
+
+
+def test_users_have_their_shares_of_a_queue(loop: WorkerLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who fills it is refused, and nobody else: on lanes the kernel says who it is; all that fronts send is of one user."""
+    (version,) = [version for version in loop.worker._models if version.name == "addsub"]
+    monkeypatch.setattr(version.queue, "_rules", QueueRules(8))
+    many = [loop.open_client(CLIENT + n, uid=77) for n in range(3)]
+    few = loop.open_client(CLIENT + 3, uid=78)
+    loop.worker.iterate()
+    for lane in many:
+        for _ in range(LIMITS.in_flight):
+            lane.ask(addsub(), vector(3), vector(1))
+    for _ in range(2):
+        few.ask(addsub(), vector(3), vector(1))
+        loop.submit("addsub", [Tensor(f"INPUT{n}", "FP32", (1, 16), vector(1)) for n in (0, 1)])
+    assert [answer.code for answer in loop.answers(2)] == ["", ""]
+    assert [answer.code for answer in loop.client_answers(few, 2)] == ["", ""]
+    answers = [answer for lane in many for answer in loop.client_answers(lane, LIMITS.in_flight)]
+    assert {answer.message for answer in answers} == {"", "[request id: <id_unknown>] Exceeds maximum queue size"}
+    for lane in (*many, few):
+        lane.close()
+    while len(loop.worker._clients):
+        loop.worker.iterate()
+    assert sorted(loop.closed()) == list(range(CLIENT, CLIENT + 4))
+
+
 def test_a_sequence_ends_with_the_lane_that_asked_for_it(loop: WorkerLoop, total: ModelVersion) -> None:
     """In C and in Python. A front's goes on, and so does one that somebody else has asked for since."""
     step = PreparedRequest("total", 0, (PreparedTensor("x", "FP32", (1, 1)),))
@@ -738,7 +788,7 @@ def calls_of(loop: WorkerLoop) -> list[str]:
 
 def queued_in_python(loop: WorkerLoop) -> int:
     (version,) = [version for version in loop.worker._models if version.name == "addsub"]
-    return int(version.queue._sequence)
+    return ever_queued(version.queue)
 
 
 # --------------------------------------------------------------------------------------------------------- what ends a lane

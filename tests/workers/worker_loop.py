@@ -32,6 +32,7 @@ from tensord.shm.operations import Peer
 from tensord.shm.prepared import Numbers
 from tensord.shm.record import Record, decoder
 from tensord.workers.devices.device import DeviceName
+from tensord.workers.scheduling.queue import RequestQueue
 from tensord.workers.worker import Worker
 from tests import run_folder
 from tests.fakes import whole_answers
@@ -46,6 +47,11 @@ LIMITS = LaneLimits(in_flight=16, segments=4, segment_byte_size=64 << 20, respon
 #: As a worker opens it, which decides how programs run here: before any test does it in another way.
 DEVICE_NAME = DeviceName("cpu", 0)
 DEVICE = DEVICE_NAME.open()
+
+
+def ever_queued(queue: RequestQueue[Any]) -> int:
+    """Returns how many requests of one user have ever waited in a queue, where no other user had any."""
+    return sum(queue._last.values())
 
 
 class WorkerLoop:

@@ -190,7 +190,7 @@ class Dispatcher:
             return
         if submitter.owner is not None:
             try:
-                submitter.owner.check()
+                submitter.owner.check(submitter)
             except Unavailable as refused:
                 self._outbox.reject(submitter, record, refused)
                 return

@@ -28,7 +28,7 @@ from tensord.workers.programs.grouped_calls import GroupedCalls
 from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, compile_error
 from tensord.workers.requests.request import Request
-from tensord.workers.scheduling.queue import ParkedRequests, Replacement
+from tensord.workers.scheduling.queue import ParkedRequests, Replacement, in_turns
 from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class ShapeCompiler:
     def _compiled(self, version: ModelVersion, key: Hashable) -> Callable[[Executable | Exception], None]:
         def compiled(outcome: Executable | Exception) -> None:
             self._under_way -= 1
-            requests = version.compiling.pop(key).requests
+            requests = in_turns(version.compiling.pop(key).requests)
             if isinstance(outcome, Exception) or version.jitted is None:
                 failed = outcome if isinstance(outcome, Exception) else Internal("no executable")
                 error = compile_error(failed, requests, version.version)

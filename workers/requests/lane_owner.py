@@ -34,10 +34,21 @@ class LaneOwner(Budget):
         self.submitters.discard(submitter)
         return not self.submitters
 
-    def check(self) -> None:
-        """Checks that the user may send a further request. Raises Unavailable: answers to the user hold all bytes they may."""
+    @property
+    def share(self) -> int:
+        """Returns how many bytes of answers a lane may hold although the user's other lanes hold all that they may together.
+
+        It is an equal part, for each lane, of what is left of twice as much.
+        """
+        return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
+
+    def check(self, submitter: SubmitterLink[Any]) -> None:
+        """Checks that a lane of the user may send a further request.
+
+        Raises Unavailable: answers to the user hold all bytes they may, and those to this lane its share.
+        """
         held = self.used + self.waiting_byte_size
-        if held > self.max_byte_size:
+        if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(
                 f"{held} bytes of answers to clients of this user are held, at most {self.max_byte_size} may be "
                 "(clients.max_owner_response_byte_size)"

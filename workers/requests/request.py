@@ -110,6 +110,7 @@ class Request(Sequenced):
         self.arrived_ns = own.received_ns or now_ns
         self.line = -1
         self.sequence = 0
+        self.owner = submitter.owner
         self.version = version
         self.submitter = submitter
         self.request_id = own.request_id

@@ -132,6 +132,11 @@ class SubmitterLink(Generic[R]):
         """How many leases (pieces of the response arena) were given back so far; for a client, by all clients of its user."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
+    @property
+    def answers_byte_size(self) -> int:
+        """Returns how many bytes answers to this client hold: in response memory, blocked, or not read."""
+        return self.lane.arena.held_byte_size + self._waiting_byte_size
+
     def count_waiting(self) -> None:
         """Updates, in the account of this client's user (``owner``), the bytes of answers that wait for the client.
 

@@ -3,10 +3,15 @@
 Pure: the queue knows shapes only as an opaque compatibility key, sizes as rows, and time as an argument. Owned by the model
 version; one thread uses it.
 
-    line 2 * (level - 1)        requests of that priority level, on time         each line: key -> requests, oldest first
+    line 2 * (level - 1)        requests of that priority level, on time         each line: key -> owner -> requests, oldest first
     line 2 * (level - 1) + 1    requests of that level whose timeout passed and that may be delayed
 
 A line exists only while a request waits in it: a model may have more levels than any memory could hold.
+
+Owners, which are users, take turns: a request's ``sequence`` is one more than that of the last request of its owner, or, where
+that is more, of the one that was served last. So the first request of who has just come stands beside the first of who has
+thousands (start-time fair queueing). One owner's requests are in the order of their arrival. In a full queue an owner that has
+less than its share of the places gets one nevertheless (``Shares``), so of several owners twice as many requests may wait.
 
 At most one request of each replace key waits: a newer one takes the older one's place in the line, and the time since when it has
 been due, so a client that replaces its requests often is served neither earlier nor later than others.
@@ -15,6 +20,7 @@ been due, so a client that replaces its requests often is served neither earlier
 from __future__ import annotations
 
 import bisect
+import collections
 import heapq
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
@@ -48,6 +54,8 @@ class Waiting:
     #: Set by the queue: the line in which the request waits (-1: none), and its place in the order of arrival.
     line: int = -1
     sequence: int = 0
+    #: Whose it is, of those who take turns.
+    owner: Hashable = None
 
     def __post_init__(self) -> None:
         self.since_ns = self.arrived_ns
@@ -66,6 +74,8 @@ def shapes_of(key: Hashable) -> Hashable:
 
 
 W = TypeVar("W", bound=Waiting)
+#: Owner -> its requests by their ``sequence``, of one line and key.
+_Waiters = dict[Hashable, OrderedDict[int, W]]
 
 
 class Replacement(NamedTuple, Generic[W]):
@@ -127,16 +137,53 @@ class QueueRules:
         return self.policies.get(level, self.default_policy)
 
 
+class Shares(dict[Hashable, int]):
+    """Counts the waiting requests of each owner (user), of those of whom any waits."""
+
+    __slots__ = ()
+
+    def enter(self, owner: Hashable) -> None:
+        """Counts one more request of an owner."""
+        self[owner] = self.get(owner, 0) + 1
+
+    def leave(self, owner: Hashable, count: int = 1) -> None:
+        """Counts ``count`` requests of an owner less."""
+        left = self[owner] - count
+        if left:
+            self[owner] = left
+        else:
+            del self[owner]
+
+    def below(self, owner: Hashable, waiting: int, most: int) -> bool:
+        """Returns whether an owner gets a place although ``waiting`` requests have all ``most`` places; False if all are its own.
+
+        It does while it has less than its share, which is an equal part of the places that are left of twice as many.
+        """
+        others = len(self) - (owner in self)
+        return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))
+
+
+def in_turns(requests: list[W]) -> list[W]:
+    """Returns requests in an order in which their owners take turns; those of each owner stay in their order."""
+    shares, turns = Shares(), list[int]()
+    for request in requests:
+        turns.append(shares.get(request.owner, 0))
+        shares.enter(request.owner)
+    if len(shares) < 2:
+        return requests
+    return [requests[at] for at in sorted(range(len(requests)), key=turns.__getitem__)]
+
+
 class RequestQueue(Generic[W]):
-    """The waiting requests of one model version: level 1 before level 2, and first come, first served within a priority level."""
+    """The waiting requests of one model version: level 1 before level 2; in a level owners take turns, each of them in order."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
         #: The line of all requests without a deadline; -1: the rules know several lines, or timeouts.
         self._line = 0 if rules.single_line else -1
         #: Number -> line. The first one stays when it is empty: most queues never have another.
-        #: The requests of a key by their ``sequence``, so that one is replaced or removed without a look at the others.
-        self._lines: dict[int, dict[Hashable, OrderedDict[int, W]]] = {0: {}}
+        #: The requests of a key and owner by their ``sequence``, so that one is replaced or removed without a look at the others.
+        self._lines: dict[int, dict[Hashable, _Waiters[W]]] = {0: {}}
         #: The numbers of the lines, ascending.
         self._order = [0]
         self._rows: dict[Hashable, int] = {}
@@ -146,7 +193,10 @@ class RequestQueue(Generic[W]):
         self.size = 0
         #: Requests that left the queue for a thread, and wait there: they take their place of ``max_size`` as if they were here.
         self.ahead = 0
-        self._sequence = 0
+        #: Whose requests wait; the highest ``sequence`` of an owner's requests; and that of the request that was served last.
+        self._shares = Shares()
+        self._last: dict[Hashable, int] = {}
+        self._served = 0
         #: Counts down for requests that are restored and never waited before.
         self._before = 0
         #: Replace key -> the request of that key that waits.
@@ -182,22 +232,30 @@ class RequestQueue(Generic[W]):
             if waiting is not None:
                 return self._push_newer(request, waiting)
         if self._line >= 0 and not request.deadline_ns and self.size + self.ahead < self._rules.max_size:
-            self._sequence += 1
-            request.sequence = self._sequence
-            self._insert(request, self._line)
+            self._append(request, self._line)
             return None
-        level = self._rules.level(request.priority)
+        level, most = self._rules.level(request.priority), self._rules.max_size
         policy = self._rules.policy(level)
-        if self.size + self.ahead >= self._rules.max_size or self._is_full(level, policy):
+        held = self.size + self.ahead
+        full = held >= most and not self._shares.below(request.owner, held, most)
+        if full or self._is_full(level, policy, request.owner):
             raise Unavailable("Exceeds maximum queue size")
-        self._sequence += 1
-        request.sequence = self._sequence
-        self._insert(request, 2 * (level - 1))
+        self._append(request, 2 * (level - 1))
         self._watch(request, policy)
         return None
 
-    def _is_full(self, level: int, policy: QueuePolicy) -> bool:
-        return 0 < policy.max_size <= self._level_sizes.get(level - 1, 0)
+    def _is_full(self, level: int, policy: QueuePolicy, owner: Hashable) -> bool:
+        most, waiting = policy.max_size, self._level_sizes.get(level - 1, 0)
+        return 0 < most <= waiting and not self._shares.below(owner, waiting, most)
+
+    def _append(self, request: W, number: int) -> None:
+        """Inserts a request into a line (requests of one level) as the last of its owner."""
+        last, owner = self._last, request.owner
+        if owner not in last and len(last) > 2 * len(self._shares) + 64:
+            # Who has nothing waiting and is not ahead of the others begins like one that was never there.
+            last = self._last = {one: at for one, at in last.items() if at > self._served or one in self._shares}
+        request.sequence = last[owner] = max(last.get(owner, 0), self._served) + 1
+        self._insert(request, number)
 
     def _push_newer(self, request: W, waiting: W) -> Replacement[W]:
         if request.arrived_ns < waiting.arrived_ns:
@@ -205,11 +263,11 @@ class RequestQueue(Generic[W]):
             return Replacement(request, waiting)
         level = self._rules.level(request.priority)
         policy, number, former = self._rules.policy(level), 2 * (level - 1), waiting.line
-        if number // 2 != former // 2 and self._is_full(level, policy):
+        if number // 2 != former // 2 and self._is_full(level, policy, request.owner):
             raise Unavailable("Exceeds maximum queue size")
         self._take_place(request, waiting)
-        if number == former and request.key == waiting.key:
-            self._lines[number][request.key][request.sequence] = request
+        if number == former and request.key == waiting.key and request.owner is waiting.owner:
+            self._lines[number][request.key][request.owner][request.sequence] = request
             self._rows[request.key] += request.rows - waiting.rows
             request.line, waiting.line = number, -1
             self._replaceable[request.replace_key] = request
@@ -226,12 +284,13 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Inserts a request into a line (requests of one level), before those of its batching key with a higher ``sequence``.
+        """Inserts a request into a line (requests of one level), before those of its key and owner with a higher ``sequence``.
 
         ``number``: of the line: 2 * (level - 1) for a level's requests that are on time, one more for its late ones.
         """
         self._insert(request, number)
-        waiting = self._lines[number][request.key]
+        self._last[request.owner] = max(self._last.get(request.owner, 0), request.sequence)
+        waiting = self._lines[number][request.key][request.owner]
         for sequence in [each for each in waiting if each > request.sequence]:
             waiting.move_to_end(sequence)
 
@@ -294,9 +353,9 @@ class RequestQueue(Generic[W]):
             line = self._lines[number]
             if line:
                 if len(line) == 1:
-                    (waiting,) = line.values()
-                    return _first(waiting)
-                return min(map(_first, line.values()), key=_sequence)
+                    (owners,) = line.values()
+                    return _next_of(owners)
+                return min(map(_next_of, line.values()), key=_sequence)
         return None
 
     def waiting(self, key: Hashable) -> Iterator[W]:
@@ -305,16 +364,17 @@ class RequestQueue(Generic[W]):
         The queue must not change meanwhile.
         """
         for number in self._order:
-            waiting = self._lines[number].get(key)
-            if waiting is not None:
-                yield from waiting.values()
+            owners = self._lines[number].get(key)
+            if owners is not None:
+                yield from _in_order(owners)
 
     def oldest_ns(self, key: Hashable) -> int:
         """Returns the earliest time (ns) since which a request with this batching key, or one that it replaced, has waited.
 
         At least one such request must wait.
         """
-        return min(_first(line[key]).since_ns for line in self._lines.values() if key in line)
+        found = [line[key] for line in self._lines.values() if key in line]
+        return min(_first(waiting).since_ns for owners in found for waiting in owners.values())
 
     def take(self, key: Hashable, max_rows: int) -> list[W]:
         """Removes and returns the first requests with this batching key, of up to ``max_rows`` rows, or one larger request.
@@ -325,24 +385,24 @@ class RequestQueue(Generic[W]):
         rows = 0
         for number in self._order.copy():
             line = self._lines[number]
-            if not line or (waiting := line.get(key)) is None:
+            if not line or (owners := line.get(key)) is None:
                 continue
             before = len(taken)
-            while waiting:
-                request = next(iter(waiting.values()))
+            for request in _in_order(owners):
                 if taken and rows + request.rows > max_rows:
                     break
-                del waiting[request.sequence]
-                request.line = -1
                 rows += request.rows
                 taken.append(request)
+            for request in taken[before:]:
+                self._withdraw(request, owners)
                 if self._replaceable:
                     self._forget(request)
             self._level_sizes[number // 2] -= len(taken) - before
-            if waiting:
+            if owners:
                 break
             self._end(number, line, key)
         if taken:
+            self._served = max(self._served, taken[0].sequence)
             self.size -= len(taken)
             self._less(key, rows)
             if self.expiries:
@@ -353,19 +413,29 @@ class RequestQueue(Generic[W]):
         """Removes a request from the queue. Returns whether it was there."""
         if request.line < 0:
             return False
-        line = self._lines[request.line]
-        waiting = line[request.key]
-        del waiting[request.sequence]
+        number = request.line
+        line = self._lines[number]
+        owners = line[request.key]
+        self._withdraw(request, owners)
         self._forget(request)
-        self._level_sizes[request.line // 2] -= 1
-        if not waiting:
-            self._end(request.line, line, request.key)
+        self._level_sizes[number // 2] -= 1
+        if not owners:
+            self._end(number, line, request.key)
         self.size -= 1
-        request.line = -1
         self._less(request.key, request.rows)
         if self.expiries:
             self._forget_taken()
         return True
+
+    def _withdraw(self, request: W, owners: _Waiters[W]) -> None:
+        """Removes a request from those of its line and key (``owners``), and from what is known of its owner."""
+        owner = request.owner
+        waiting = owners[owner]
+        del waiting[request.sequence]
+        request.line = -1
+        if not waiting:
+            del owners[owner]
+        self._shares.leave(owner)
 
     def _forget_taken(self) -> None:
         """Removes requests that no longer wait from the front of the heap of expiries, so that their memory is freed."""
@@ -393,7 +463,8 @@ class RequestQueue(Generic[W]):
 
     def requests(self) -> list[W]:
         """Returns all waiting requests, in no particular order."""
-        return [request for line in self._lines.values() for waiting in line.values() for request in waiting.values()]
+        owners = [owners for line in self._lines.values() for owners in line.values()]
+        return [request for each in owners for waiting in each.values() for request in waiting.values()]
 
     def _forget(self, request: W) -> None:
         """Removes a request that has left the queue from the table of replace keys, so that no later request replaces it."""
@@ -414,14 +485,19 @@ class RequestQueue(Generic[W]):
             self.changed.add(request.key)
         if request.replace_key or self._rules.replaces:
             self._replaceable[request.replace_key] = request
-        waiting = line.get(request.key)
+        owner = request.owner
+        self._shares.enter(owner)
+        owners = line.get(request.key)
+        if owners is None:
+            owners = line[request.key] = {}
+        waiting = owners.get(owner)
         if waiting is None:
-            waiting = line[request.key] = OrderedDict()
+            waiting = owners[owner] = OrderedDict()
         waiting[request.sequence] = request
         if first:
             waiting.move_to_end(request.sequence, last=False)
 
-    def _end(self, number: int, line: dict[Hashable, OrderedDict[int, W]], key: Hashable) -> None:
+    def _end(self, number: int, line: dict[Hashable, _Waiters[W]], key: Hashable) -> None:
         """Removes a batching key without requests from a line (requests of one level), and the line if empty and not line 0.
 
         ``number``: of the line (``line``): 2 * (level - 1) for a level's requests that are on time, one more for its late ones.
@@ -448,11 +524,13 @@ class RequestQueue(Generic[W]):
         assert len(requests) == self.size
         assert self._order == sorted(self._lines)
         assert all(line for number, line in self._lines.items() if number)
-        assert all(waiting for line in self._lines.values() for waiting in line.values())
         for number, line in self._lines.items():
-            for key, waiting in line.items():
-                assert all(request.line == number and request.key == key for request in waiting.values())
-                assert all(request.sequence == sequence for sequence, request in waiting.items())
+            for key, owners in line.items():
+                assert owners
+                for owner, waiting in owners.items():
+                    assert waiting
+                    assert all((each.line, each.key, each.owner) == (number, key, owner) for each in waiting.values())
+                    assert all(request.sequence == sequence for sequence, request in waiting.items())
         rows: dict[Hashable, int] = {}
         sizes = dict.fromkeys([0, *(number // 2 for number in self._order)], 0)
         for request in requests:
@@ -463,6 +541,7 @@ class RequestQueue(Generic[W]):
         assert len(keyed) == len(self._replaceable)
         assert rows == self._rows
         assert sizes == self._level_sizes
+        assert self._shares == collections.Counter(request.owner for request in requests)
 
     def __repr__(self) -> str:
         return f"<RequestQueue {self.size} waiting, {len(self._rows)} keys>"
@@ -506,6 +585,22 @@ def _first(waiting: OrderedDict[int, W]) -> W:
     return next(iter(waiting.values()))
 
 
+def _in_order(owners: _Waiters[W]) -> Iterable[W]:
+    """Iterates over the requests of one line and key in the order in which they run. They must not change meanwhile."""
+    if len(owners) == 1:
+        (waiting,) = owners.values()
+        return waiting.values()
+    return heapq.merge(*[waiting.values() for waiting in owners.values()], key=_sequence)
+
+
+def _next_of(owners: _Waiters[W]) -> W:
+    """Returns the request of one line and key that runs first."""
+    if len(owners) == 1:
+        (waiting,) = owners.values()
+        return _first(waiting)
+    return min(map(_first, owners.values()), key=_sequence)
+
+
 def _sequence(request: Waiting) -> int:
     return request.sequence
 
@@ -518,8 +613,9 @@ class ParkedRequests(Generic[W]):
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
-        #: In the order in which they are queued again.
+        #: In the order of their arrival.
         self.requests: list[W] = []
+        self._shares = Shares()
         #: Replace key -> where the request of that key is.
         self._at: dict[str, int] = {}
 
@@ -536,7 +632,8 @@ class ParkedRequests(Generic[W]):
         at = self._at.get(request.replace_key)
         if at is not None:
             return self._replace(at, request)
-        if len(self.requests) >= self._rules.max_size:
+        most, waiting = self._rules.max_size, len(self.requests)
+        if waiting >= most and not self._shares.below(request.owner, waiting, most):
             raise Unavailable("Exceeds maximum queue size")
         self._append(request)
         return None
@@ -555,6 +652,7 @@ class ParkedRequests(Generic[W]):
     def _append(self, request: W) -> None:
         if request.replace_key or self._rules.replaces:
             self._at[request.replace_key] = len(self.requests)
+        self._shares.enter(request.owner)
         self.requests.append(request)
 
     def _replace(self, at: int, request: W) -> Replacement[W]:
@@ -562,6 +660,8 @@ class ParkedRequests(Generic[W]):
         if request.arrived_ns < former.arrived_ns:
             return Replacement(request, former)
         request.since_ns = former.since_ns
+        self._shares.leave(former.owner)
+        self._shares.enter(request.owner)
         self.requests[at] = request
         return Replacement(former, request)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
 from tensord.shm.errors import DeadlineExceeded, InvalidArgument, ServingError, Unavailable
+from tensord.workers.scheduling.queue import Shares
 from tensord.workers.scheduling.sequence import Asked, LiveSequence, S, Slot, state_lost
 
 if TYPE_CHECKING:
@@ -162,6 +163,8 @@ class SequenceTable(Generic[S]):
         self._idle: dict[LiveSequence[S], int] = {}
         self.expiries: Expiries[S] = Expiries()
         self._waiting = 0
+        #: Whose requests wait.
+        self._shares = Shares()
         #: Ids whose state went with a run that failed -> since when; kept until a client was told, or the idle time is over.
         self._lost: dict[int | str, int] = {}
         #: Sequences that go on with parameters that are not the newest of main.
@@ -229,7 +232,8 @@ class SequenceTable(Generic[S]):
                 f"inference request for sequence {correlation_id} to model '{self.model}' must specify the START flag "
                 "on the first request of the sequence"
             )
-        if self._waiting >= self._rules.max_waiting:
+        most = self._rules.max_waiting
+        if self._waiting >= most and not self._shares.below(request.owner, self._waiting, most):
             raise Unavailable(_FULL)
         if live is None:
             live = self._begin(correlation_id)
@@ -238,6 +242,7 @@ class SequenceTable(Generic[S]):
         request.live = live
         request.line = 0
         self._waiting += 1
+        self._shares.enter(request.owner)
         self.expiries.watch(request, self._waiting)
         if end or self._rules.iterative:
             self._forget(live)
@@ -320,6 +325,7 @@ class SequenceTable(Generic[S]):
         request.slot = live.slot
         live.running = True
         self._waiting -= 1
+        self._shares.leave(request.owner)
         if not live.begun:
             live.begun = True
             self._events.begun(live.correlation_id, live.generation)
@@ -352,6 +358,7 @@ class SequenceTable(Generic[S]):
         live.waiting.appendleft(request)
         request.line = 0
         self._waiting += 1
+        self._shares.enter(request.owner)
         self.expiries.watch(request, self._waiting)
         return live
 
@@ -404,6 +411,7 @@ class SequenceTable(Generic[S]):
         self._waiting -= len(refused)
         for request in refused:
             request.line = -1
+            self._shares.leave(request.owner)
         self._idle.pop(live, None)
         if live.slot is None:
             del self._backlog[live]

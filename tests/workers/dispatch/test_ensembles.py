@@ -15,7 +15,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
 from tests.records import Tensor, WholeAnswer
 from tests.repositories import ensemble, scale_model, write_model
-from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
+from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop, ever_queued
 
 in_c = pytest.mark.skipif(not available, reason="the C extension was not built")
 #: Another size of batches than the first one has, and what it makes is as long.
@@ -86,7 +86,7 @@ def ask(loop: WorkerLoop, values: Sequence[float], *outputs: str, **more: Any) -
 
 def queued(loop: WorkerLoop) -> int:
     """Returns how many requests were ever queued in Python; those that C answers are not."""
-    return sum(int(each.queue._sequence) for each in loop.worker._models)
+    return sum(ever_queued(each.queue) for each in loop.worker._models)
 
 
 def known(loop: WorkerLoop, once: Callable[[], object]) -> None:
@@ -226,6 +226,6 @@ def test_a_model_that_waits_for_company_is_no_link(loop: WorkerLoop, tmp_path: P
     steps = [("scale", {"x": "x"}, {"y": "scaled"}), ("square", {"x": "scaled"}, {"y": "y"})]
     ensemble(tmp_path, "chain", ["x FP32 4"], ["y FP32 4"], steps, 8)
     load(loop, tmp_path, "scale", "square", "chain")
-    before = int(version(loop, "square").queue._sequence)
+    before = ever_queued(version(loop, "square").queue)
     assert ask(loop, [1, 2]) == {"y": [16, 49]}
-    assert int(version(loop, "square").queue._sequence) == before + 2
+    assert ever_queued(version(loop, "square").queue) == before + 2

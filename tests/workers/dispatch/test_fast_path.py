@@ -49,7 +49,7 @@ from tensord.workers.requests.timeline import timeline_end
 from tests.daemon_process import ROOT
 from tests.records import Tensor, WholeAnswer
 from tests.repositories import write_model
-from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
+from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop, ever_queued
 
 pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
 if available:
@@ -178,7 +178,7 @@ def test_requests_that_came_together_share_runs(native: Native) -> None:
     assert native.runs == [b"".join(contents[:4]), b"".join(contents[4:]) + bytes(16)]
 
 
-@pytest.mark.parametrize(("share", "datagrams"), [(0.0, 4), (1 / 8, 5), (math.inf, 6)])
+@pytest.mark.parametrize(("share", "datagrams"), [(0.0, 4), (1 / 8, 5), (1 / 2, 6)])
 def test_runs_with_little_to_do_share_a_datagram_where_many_wait(native: Native, share: float, datagrams: int) -> None:
     """Six runs; the last ones leave at once because fewer than four requests wait behind them."""
     native.learn(share=share, by_rows=(0,))
@@ -193,6 +193,16 @@ def test_runs_with_little_to_do_share_a_datagram_where_many_wait(native: Native,
         came += 1
     assert len(native.runs) == 6
     assert came == datagrams
+
+
+@pytest.mark.parametrize(("share", "runs"), [(1 / 4, 16), (math.inf, 1)])
+def test_after_a_long_run_or_many_the_rest_is_python_s(native: Native, share: float, runs: int) -> None:
+    """So nobody's requests wait for all that somebody has sent, and the queue lets users take turns."""
+    native.learn(share=share, by_rows=(0,))
+    native.send(*[request(number) for number in range(1, 601)])
+    _, ((_, (rest, _, _)),), _ = native.fast.wait(0, True)
+    assert [record.request_id for record in decoder(ToWorker).decode(rest[1:])] == list(range(runs + 1, 601))
+    assert len(native.runs) == runs
 
 
 def test_requests_of_one_parameter_set_share_runs_whatever_comes_between_them(native: Native) -> None:
@@ -991,7 +1001,7 @@ def firsts(answers: list[WholeAnswer]) -> list[tuple[float, float]]:
 def served(loop: WorkerLoop) -> int:
     """Returns how many requests were ever queued in Python; those that C answers are not."""
     (version,) = [version for version in loop.worker._models if version.name == "addsub"]
-    return int(version.queue._sequence)
+    return ever_queued(version.queue)
 
 
 def compiled(loop: WorkerLoop) -> bool:
@@ -1101,10 +1111,10 @@ def test_a_batch_is_one_execution(loop: WorkerLoop) -> None:
     first = twice()
     for _ in range(5):
         twice()
-    before, queued = mlp.statistics.to_dict(), mlp.queue._sequence
+    before, queued = mlp.statistics.to_dict(), ever_queued(mlp.queue)
     again = twice()
     after = mlp.statistics.to_dict()
-    assert mlp.queue._sequence == queued
+    assert ever_queued(mlp.queue) == queued
     assert [answer.outputs for answer in again] == [answer.outputs for answer in first]
     assert after["inference_count"] == before["inference_count"] + 2
     assert after["execution_count"] == before["execution_count"] + 1
@@ -1130,12 +1140,12 @@ def test_requests_that_wait_for_others_do_so_in_c(loop: WorkerLoop, tmp_path: Pa
     first = together(2)
     for _ in range(5):
         together(2)
-    before, queued = mlp.statistics.to_dict(), mlp.queue._sequence
+    before, queued = mlp.statistics.to_dict(), ever_queued(mlp.queue)
     assert [answer.outputs for answer in together(2)] == [answer.outputs for answer in first]
-    assert mlp.queue._sequence == queued
+    assert ever_queued(mlp.queue) == queued
     (alone,) = together(1)
     after = mlp.statistics.to_dict()
-    assert mlp.queue._sequence == queued + 1
+    assert ever_queued(mlp.queue) == queued + 1
     assert alone.outputs[0].shape == first[0].outputs[0].shape
     assert after["inference_count"] == before["inference_count"] + 3
     assert after["execution_count"] == before["execution_count"] + 2

@@ -16,7 +16,7 @@ from tensord.workers.processor.host_executable import HostExecutable
 from tensord.workers.programs.grouped_program import GroupedProgram
 from tests.records import Tensor
 from tests.repositories import write_model
-from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
+from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop, ever_queued
 
 MODEL = """
     inputs = {"x": "FP32[DIM]"}
@@ -85,10 +85,10 @@ def way(loop: WorkerLoop, calls: list[str]) -> Way:
     (version,) = loop.worker._models
     found: Way = []
     for count in GROUPS:
-        before = int(version.queue._sequence)
+        before = ever_queued(version.queue)
         calls.clear()
         ask(loop, count)
-        found.append((int(version.queue._sequence) - before, tuple(calls)))
+        found.append((ever_queued(version.queue) - before, tuple(calls)))
     assert version.statistics.inference_count >= sum(GROUPS)
     return found
 

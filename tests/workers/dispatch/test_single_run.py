@@ -23,7 +23,7 @@ from tensord.workers.requests.timeline import timeline_end
 from tests.records import Tensor, WholeAnswer
 from tests.repositories import write_model
 from tests.workers.dispatch.test_fast_path import MOMENTS, Native, native, request
-from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
+from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop, ever_queued
 
 __all__ = ["native"]  # a fixture
 
@@ -395,7 +395,7 @@ class Asker:
     @property
     def queued(self) -> int:
         """Returns how many requests were ever queued in Python."""
-        return int(self.version.queue._sequence)
+        return ever_queued(self.version.queue)
 
     def known(self) -> None:
         """Asks until nothing of it is Python's affair any more."""

@@ -24,7 +24,7 @@ from tests.records import Tensor
 from tests.repositories import write_model
 from tests.workers.parameters.made_sets import unaligned
 from tests.workers.parameters.pushing import PushingLoop, numbered, said, value, write_numbered
-from tests.workers.worker_loop import OPTIONS
+from tests.workers.worker_loop import OPTIONS, ever_queued
 
 BATCHES, GROUPED = "max_batch_size: 8", ""
 #: As the model of ``write_numbered``, whose batches mix sets.
@@ -109,13 +109,13 @@ def test_requests_of_many_sets_have_one_number_and_are_answered_in_c(
         loop.push("m", numbered(number), number, f"c{number}")
     settled = 0
     while settled < 20:
-        queued = version.queue._sequence
+        queued = ever_queued(version.queue)
         for together in (1, 2, 8):
             for _ in range(together):
                 loop.submit_value("m", 0.0)
             loop.answers(together)
-        settled = settled + 1 if version.queue._sequence == queued else 0
-    numbers, queued = loop.numbers.assigned, version.queue._sequence
+        settled = settled + 1 if ever_queued(version.queue) == queued else 0
+    numbers, queued = loop.numbers.assigned, ever_queued(version.queue)
     for number in range(11, 21):
         loop.push("m", numbered(number), number, f"c{number}")
     before = version.statistics.counts().execution
@@ -128,7 +128,7 @@ def test_requests_of_many_sets_have_one_number_and_are_answered_in_c(
         assert value(answer) == asked[answer.request_id]
     assert version.statistics.counts().execution - before == (8 if more is None else 2)
     if native_is_there:
-        assert version.queue._sequence == queued
+        assert ever_queued(version.queue) == queued
     assert loop.numbers.assigned == numbers
 
 

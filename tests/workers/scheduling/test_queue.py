@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.shm.errors import Unavailable
-from tensord.workers.scheduling.queue import ParkedRequests, QueuePolicy, QueueRules, Replacement, RequestQueue, Waiting
+from tensord.workers.scheduling.queue import (
+    ParkedRequests,
+    QueuePolicy,
+    QueueRules,
+    Replacement,
+    RequestQueue,
+    Waiting,
+    in_turns,
+)
 
 
 def request(key: str = "a", rows: int = 1, arrived_ns: int = 0, **fields: Any) -> Waiting:
@@ -87,6 +96,98 @@ def test_full() -> None:
         queue.push(request())
     queue.take("a", 1)
     queue.push(request())
+
+
+def test_who_has_less_than_a_share_finds_a_place_that_others_have_filled() -> None:
+    """One owner alone may have all places; with others it gets no more before it has less than its share."""
+    queue = queue_of(*[request(owner="many") for _ in range(8)], rules=QueueRules(8))
+    for _ in range(3):
+        queue.push(request(owner="few"))
+    queue.check_invariants()
+    for owner in ("many", "few"):
+        with pytest.raises(Unavailable, match="Exceeds maximum queue size"):
+            queue.push(request(owner=owner))
+    assert len(queue.take("a", 6)) == 6
+    assert len(queue) == 5
+    queue.push(request(owner="many"))
+
+
+def test_who_has_less_than_a_share_finds_a_place_in_a_full_level_and_beside_a_compilation() -> None:
+    rules = QueueRules(100, policies={1: QueuePolicy(max_size=2)}, levels=2, default_level=2)
+    queue = queue_of(request(priority=1), request(priority=1), rules=rules)
+    queue.push(request(priority=1, owner="other"))
+    with pytest.raises(Unavailable):
+        queue.push(request(priority=1, owner="other"))
+    parked: ParkedRequests[Waiting] = ParkedRequests(QueueRules(2))
+    for owner in ("many", "many", "few"):
+        parked.add(request(owner=owner))
+    for owner in ("many", "few"):
+        with pytest.raises(Unavailable):
+            parked.add(request(owner=owner))
+    assert [each.owner for each in in_turns(parked.requests)] == ["many", "few", "many"]
+
+
+def test_what_is_known_of_owners_that_are_gone_is_bounded() -> None:
+    queue = queue_of(rules=QueueRules(9))
+    for owner in range(1000):
+        queue.push(request(owner=owner))
+        queue.take("a", 1)
+    assert len(queue._last) < 100
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("push"), st.integers(0, 3), st.sampled_from("ab")),
+            st.tuples(st.just("many"), st.integers(0, 3), st.sampled_from("ab")),
+            st.tuples(st.just("take"), st.just(0), st.just("")),
+        ),
+        max_size=80,
+    )
+)
+def test_owners_take_turns(events: list[tuple[str, int, str]]) -> None:
+    """While a request waits, of no other owner are more served than of its own, but for two; an owner's first comes first."""
+    queue = queue_of(rules=QueueRules(24))
+    waiting: list[Waiting] = []
+    #: Of each waiting request: how many of its owner were before it, and whose were served since.
+    before: dict[Waiting, int] = {}
+    served: dict[Waiting, Counter[object]] = {}
+    for what, owner, key in [*events, *[("take", 0, "")] * 100]:
+        for _ in range({"push": 1, "many": 10, "take": 0}[what]):
+            made, owners = request(key, owner=owner), {each.owner for each in waiting}
+            own = sum(each.owner == owner for each in waiting)
+            try:
+                queue.push(made)
+            except Unavailable:
+                assert len(waiting) >= 24
+                assert own >= (48 - len(waiting)) // len({*owners, owner})
+                continue
+            before[made], served[made] = own, Counter()
+            waiting.append(made)
+            assert len(waiting) <= 48
+            assert len(waiting) <= 24 or {each.owner for each in waiting} != {owner}
+        if what == "take" and (head := queue.head()) is not None:
+            assert queue.take(head.key, 1) == [head]
+            assert head is next(each for each in waiting if (each.owner, each.key) == (head.owner, head.key))
+            waiting.remove(head)
+            for each in waiting:
+                served[each][head.owner] += 1
+            others = [count for owner, count in served[head].items() if owner != head.owner]
+            assert max(others, default=0) <= before[head] + 2
+        queue.check_invariants()
+    assert not waiting
+
+
+def test_a_batch_takes_of_all_owners_in_turn() -> None:
+    many = [request(owner="many") for _ in range(6)]
+    queue = queue_of(*many)
+    assert queue.take("a", 2) == many[:2]
+    few = [request(owner="few") for _ in range(2)]
+    for each in few:
+        queue.push(each)
+    assert list(queue.waiting("a")) == [few[0], many[2], few[1], *many[3:]]
+    assert queue.take("a", 3) == [few[0], many[2], few[1]]
+    queue.check_invariants()
 
 
 def test_a_level_of_its_own_size() -> None:
