@@ -139,6 +139,17 @@ class Answer(dict[str, Array]):
         self.release()
 
 
+@contextlib.contextmanager
+def _in_plain_words() -> Iterator[None]:
+    """Takes out of the messages of errors in its block what the protocol adds: the id of a request without one, a note."""
+    try:
+        yield
+    except ServingError as error:
+        error.message = error.message.removeprefix("[request id: <id_unknown>] ").partition(" NOTE: ")[0].rstrip()
+        error.args = (error.message,)
+        raise
+
+
 def load(
     folder: str | os.PathLike[str],
     version: int = 0,
@@ -279,7 +290,7 @@ class Model:
         answers, _ = self._ask(inputs, outputs, own, streams=True)
 
         def taken() -> Iterator[Answer]:
-            with contextlib.closing(answers):
+            with contextlib.closing(answers), _in_plain_words():
                 for result in answers:
                     answer = self._answer(result)
                     for name in answer.keys() - set(outputs or answer):
@@ -355,7 +366,8 @@ class Model:
         if "version" in own:
             raise TypeError("a request to a loaded model has no version")
         prepared, record = records(next(self._worker.numbers), self.name, {**own, "version": self.version})
-        answers = self._worker.ask(prepared, record, arrays, outputs)
+        with _in_plain_words():
+            answers = self._worker.ask(prepared, record, arrays, outputs)
         # What is infinite is no time that a wait can have.
         answers.timeout = self.timeout if self.timeout is not None and self.timeout < threading.TIMEOUT_MAX else None
         return answers, sum(array.nbytes for array in arrays.values())
@@ -365,7 +377,7 @@ class Model:
 
         ``copied``: how many bytes of the request's inputs were copied, for the answer's ``timing``.
         """
-        with contextlib.closing(answers):
+        with contextlib.closing(answers), _in_plain_words():
             answer = self._answer(next(answers))
         if answers.moments is not None and answers.request is not None:
             began, _, computed = answers.moments
@@ -390,6 +402,9 @@ class Prepared:
     def __init__(
         self, model: Model, inputs: Mapping[str, Any], out: Mapping[str, Array], outputs: Sequence[str], own: Own
     ) -> None:
+        for name, place in out.items():
+            if not (isinstance(place, np.ndarray) and place.flags.writeable):
+                raise InvalidArgument(f"the place of output '{name}' is no array that can be written to")
         self._model = model
         self._inputs = inputs
         self._out = out
@@ -424,16 +439,24 @@ class ModelSequence:
         self.sequence_id = sequence_id
         self._begun = False
         self._ended = False
+        #: Whether the last step was answered.
+        self._over = False
 
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
         """Runs the next request of the sequence and returns its outputs. ``end``: whether the request is the last.
 
         ``own``: further fields of the request, such as ``priority``. Raises: ServingError: the error that a client would get.
         """
+        if self._over:
+            raise InvalidArgument(
+                f"sequence {self.sequence_id!r} ended with an earlier step: sequence() begins another"
+            )
         start, self._begun = not self._begun, True
         self._ended = end
         own["sequence_id"], own["sequence_start"], own["sequence_end"] = self.sequence_id, start, end
-        return self._model(inputs, **own)
+        answer = self._model(inputs, **own)
+        self._over = end
+        return answer
 
     def __enter__(self) -> ModelSequence:
         return self
@@ -450,14 +473,14 @@ def _tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
 
 
 def _flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Flattens nested mappings of inputs: keys are joined by "/", or by "." where ``known`` has an input of that name.
+    """Flattens nested mappings and sequences: keys are joined by "/", or by "." where ``known`` has an input of that name.
 
     ``known``: the model's inputs, name -> datatype. Raises: InvalidArgument: two inputs get the same name.
     """
     if not isinstance(inputs, Mapping):
         raise InvalidArgument(f"inputs are {type(inputs).__name__}, a mapping of names to arrays is expected")
     found: dict[str, Any] = {}
-    for path, value in _leaves(inputs, ()):
+    for path, value in _leaves(inputs.items(), (), known):
         name = "/".join(path)
         if len(path) > 1 and name not in known and ".".join(path) in known:
             name = ".".join(path)
@@ -467,12 +490,17 @@ def _flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]
     return found
 
 
-def _leaves(inputs: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for key, value in inputs.items():
+def _leaves(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields (path, value) of each input. Sequences are walked if ``known`` has inputs below them; others are lists of values."""
+    for key, value in node:
+        inner = (*path, str(key))
+        below = ("/".join(inner) + "/", ".".join(inner) + ".")
         if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, str(key)))
+            yield from _leaves(value.items(), inner, known)
+        elif isinstance(value, tuple | list) and any(name.startswith(below) for name in known):
+            yield from _leaves(zip(getattr(value, "_fields", range(len(value))), value, strict=True), inner, known)
         else:
-            yield (*path, str(key)), value
+            yield inner, value
 
 
 def _foreign(name: str, value: Any) -> Array:

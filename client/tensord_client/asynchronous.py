@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tensord_client.call import Call, Own, SequenceId, named
 from tensord_client.client import Client, Place, connection
 from tensord_client.connection import Connection
-from tensord_client.errors import DeadlineExceeded
+from tensord_client.errors import DeadlineExceeded, InvalidArgument
 from tensord_client.latest import Newest
 from tensord_client.model import Calls
 from tensord_client.parameters import ModelParameters
@@ -269,16 +269,24 @@ class AsyncModelSequence:
         self.sequence_id = sequence_id
         self._begun = False
         self._ended = False
+        #: Whether the last step was answered.
+        self._over = False
 
     async def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
         """Sends the sequence's next request, awaits its answer and returns it. ``end``: this request is the last one.
 
         ``own``: the request's other fields, such as ``priority``. Raises: ServingError: the answer is an error.
         """
+        if self._over:
+            raise InvalidArgument(
+                f"sequence {self.sequence_id!r} ended with an earlier step: sequence() begins another"
+            )
         start, self._begun = not self._begun, True
         self._ended = end
         own["sequence_id"], own["sequence_start"], own["sequence_end"] = self.sequence_id, start, end
-        return await self._model(inputs, **own)
+        answer = await self._model(inputs, **own)
+        self._over = end
+        return answer
 
     async def __aenter__(self) -> AsyncModelSequence:
         return self

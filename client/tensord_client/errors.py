@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 #: The message of errors raised by a client that was closed.
@@ -111,6 +112,9 @@ def too_many_waiting(count: int, most: int) -> Unavailable:
     return Unavailable(f"{count} requests wait in this process to be sent, at most {most} may: wait for answers first")
 
 
+#: How a message about a request without an id begins, and one about an output that is larger than its place.
+_NO_ID = "[request id: <id_unknown>] "
+_TOO_SMALL = re.compile(r"specified with the request for output '(.*)' \((\d+) bytes\) should be at least (\d+) bytes")
 _BY_CODE: dict[str, type[ServingError]] = {
     kind.code: kind
     for kind in (
@@ -132,9 +136,20 @@ _BY_STATUS = {403: Unavailable, 404: NotFound, 409: Replaced, 501: Unsupported, 
 
 def from_code(code: str, message: str) -> ServingError:
     """Makes the exception for an error code of the server, such as "NOT_FOUND"; for an unknown code an ``Unknown``."""
-    return _BY_CODE.get(code, Unknown)(message)
+    return _in_plain_words(_BY_CODE.get(code, Unknown), message)
 
 
 def from_status(status: int, message: str) -> ServingError:
     """Makes the exception for an HTTP status that is no success."""
-    return _BY_STATUS.get(status, Internal if status >= 500 else InvalidArgument)(message)
+    return _in_plain_words(_BY_STATUS.get(status, Internal if status >= 500 else InvalidArgument), message)
+
+
+def _in_plain_words(kind: type[ServingError], message: str) -> ServingError:
+    """Makes the exception without what the protocol adds to the message: the id of a request that has none, a note.
+
+    A place that is too small is the caller's mistake, and Triton's Internal.
+    """
+    if found := _TOO_SMALL.search(message):
+        return InvalidArgument("output '{}' takes {} bytes, and its place has {}".format(*found.group(1, 3, 2)))
+    start = len(_NO_ID) if message.startswith(_NO_ID) else 0
+    return kind(message[start:].partition(" NOTE: ")[0].rstrip())

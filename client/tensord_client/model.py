@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tensord_client import tensors
 from tensord_client.call import Call, Own, SequenceId, checked, seconds
 from tensord_client.errors import InvalidArgument, Unavailable
@@ -77,7 +79,7 @@ class Calls:
           streams: whether the caller accepts any number of responses.
           detached: whether the caller goes on before the answer has come, and may write to the input arrays meanwhile.
 
-        Raises: InvalidArgument: an input cannot be an array, a field of ``own`` has a wrong value, the parameter
+        Raises: InvalidArgument: an input cannot be an array, a place is none, a field of ``own`` has a wrong value, the parameter
           ``parameter_set`` is no name of a set, or the model gives several responses and ``streams`` is False.
           TypeError: ``own`` has a key that ``Own`` lacks.  Unavailable: ``close`` was called on this model.
         """
@@ -95,6 +97,9 @@ class Calls:
             if not isinstance(parameter_set, str) or not parameter_set:
                 raise InvalidArgument(f"parameter 'parameter_set' is {parameter_set!r}, the name of a set is expected")
             own = {**own, "parameters": {name: value for name, value in parameters.items() if name != "parameter_set"}}
+        for name, place in (places or {}).items():
+            if not (place.flags.writeable if isinstance(place, np.ndarray) else hasattr(place, "place")):
+                raise InvalidArgument(f"the place of output '{name}' is no array that can be written to")
         datatypes = self._datatypes
         arrays = {
             name: tensors.array(name, value, datatypes.get(name))
@@ -186,8 +191,8 @@ class Model(Calls):
 
         Args:
           inputs: input name -> array; keep the arrays and write new values into them.
-          out: output name -> the array that each answer's output is written to, of the output's shape and dtype. With a daemon on
-            this host it must be an array of ``Client.empty``.
+          out: output name -> the array that each answer's output is written to, of the output's shape and dtype. An array of
+            ``Client.empty`` is written by the server where that is possible; others are copied to.
           outputs: names of the outputs to return; empty: those of ``out``, or all if ``out`` is empty too.
           own: the request's other fields, such as ``parameters`` or ``priority``.
 
@@ -262,16 +267,24 @@ class ModelSequence:
         self.sequence_id = sequence_id
         self._begun = False
         self._ended = False
+        #: Whether the last step was answered.
+        self._over = False
 
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
         """Sends the sequence's next request and returns its answer. ``end``: this request is the last one.
 
         ``own``: the request's other fields, such as ``priority``. Raises: ServingError: the answer is an error.
         """
+        if self._over:
+            raise InvalidArgument(
+                f"sequence {self.sequence_id!r} ended with an earlier step: sequence() begins another"
+            )
         start, self._begun = not self._begun, True
         self._ended = end
         own["sequence_id"], own["sequence_start"], own["sequence_end"] = self.sequence_id, start, end
-        return self._model(inputs, **own)
+        answer = self._model(inputs, **own)
+        self._over = end
+        return answer
 
     def __enter__(self) -> ModelSequence:
         return self

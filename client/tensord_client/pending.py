@@ -33,7 +33,7 @@ from tensord_client.errors import (
 )
 from tensord_client.lane_socket import WaitEnded
 from tensord_client.placement import Placed, own_fields
-from tensord_client.results import Answer, Array, check_place
+from tensord_client.results import Answer, Array, check_place, written
 from tensord_client.wire import AnswerRecord, OutputTensor
 from tensord_client.worker_lane import WorkerLane
 
@@ -492,7 +492,7 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
 
     Args:
       lease: the lease of the worker's memory, which the answer then holds; None: there is none.
-      places: output name -> the array that the request named as the output's place.
+      places: output name -> the array that the output is in, or is copied to here where workers do not reach it.
 
     Raises: ValueError, LookupError, TypeError: the record is malformed.  InvalidArgument: an output differs from its place.
     """
@@ -504,7 +504,7 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
     answer.times = record.timing
     if prepared.plan is None:
         prepared.plan = _plan(prepared.outputs)
-    if prepared.plan and arrays(answer, prepared.plan, record.contents):
+    if prepared.plan and not places and arrays(answer, prepared.plan, record.contents):
         return answer
     contents = iter(record.contents)
     views: list[Array] = []
@@ -525,7 +525,9 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
             name, viewed = typestr(dtype)
             array = lease.view(content, output.shape, name, dtype)
             answer[output.name] = array.view(dtype) if viewed else array
-            views.append(array)
+            if output.name not in places:
+                views.append(array)
+    written(answer, places)
     if views and lease is not None:
         lease.hold(sum([array.nbytes for array in views]))
         answer.lease = lease

@@ -263,20 +263,16 @@ class Placement:
     def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
         """Returns (name, place to write it to) of each output that the request wants; place None: it comes with the answer.
 
-        The result is empty if the request wants all outputs, without places.
+        The result is empty if the request wants all outputs, without places. An output whose array does not lie in shared memory
+        comes with the answer, and is copied into the array then.
 
-        Raises: InvalidArgument: the array for an output was not made by ``empty``, is not contiguous, has another datatype, or
-          belongs to no wanted output.
+        Raises: InvalidArgument: the array for an output has another datatype, or belongs to no wanted output.
         """
         if not call.places:
             return tuple([(name, None) for name in call.outputs])
         wanted: dict[str, Place | None] = dict.fromkeys(call.outputs or model.outputs)
         for name, array in call.places.items():
             place = self.memory.locate(array)
-            if place is None:
-                raise InvalidArgument(
-                    f"the place of output '{name}' is no contiguous array that empty() of this connection made in this process"
-                )
             if name not in wanted:
                 raise InvalidArgument(f"output '{name}' has a place, and is none of {', '.join(wanted)}")
             declared = model.outputs.get(name)

@@ -19,7 +19,7 @@ _HOST = (1, 3, 11)
 
 
 def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Flattens nested mappings of inputs: keys are joined by "/", or by "." where only the name with "." is an input's.
+    """Flattens nested mappings and sequences: keys are joined by "/", or by "." where only the name with "." is an input's.
 
     Args:
       known: the model's inputs, name -> datatype.
@@ -33,7 +33,7 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
         return inputs
     if not isinstance(inputs, Mapping):
         raise InvalidArgument(f"inputs are {type(inputs).__name__}, a mapping of names to arrays is expected")
-    for path, value in _leaves(inputs, ()):
+    for path, value in _leaves(inputs.items(), (), known):
         name = "/".join(path)
         if len(path) > 1 and name not in known and ".".join(path) in known:
             name = ".".join(path)
@@ -43,12 +43,17 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _leaves(inputs: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for key, value in inputs.items():
+def _leaves(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields (path, value) of each input. Sequences are walked if ``known`` has inputs below them; others are lists of values."""
+    for key, value in node:
+        inner = (*path, str(key))
+        below = ("/".join(inner) + "/", ".".join(inner) + ".")
         if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, str(key)))
+            yield from _leaves(value.items(), inner, known)
+        elif isinstance(value, (tuple, list)) and any(name.startswith(below) for name in known):
+            yield from _leaves(zip(getattr(value, "_fields", range(len(value))), value), inner, known)
         else:
-            yield (*path, str(key)), value
+            yield inner, value
 
 
 def array(name: str, value: Any, datatype: str | None) -> Array:

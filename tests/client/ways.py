@@ -43,6 +43,23 @@ def models(repository: Path) -> Path:
     )
     write_model(
         repository,
+        "tree",
+        """
+        import typing
+
+        Hand = typing.NamedTuple("Hand", [("force", str), ("torque", str)])
+        inputs = {"goal": ("FP32[2]", "FP32[2]"), "hand": Hand("FP32[1]", "FP32[1]"), "rest": "FP32[2]"}
+        outputs = {"y": "FP32[2]"}
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                return {"y": sum(inputs["goal"]) + sum(inputs["hand"]) + inputs["rest"]}
+
+            return apply, {}
+        """,
+    )
+    write_model(
+        repository,
         "waits",
         """
         import pathlib, time
