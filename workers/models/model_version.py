@@ -212,41 +212,47 @@ class ModelVersion:
     def commit(self, parameters: ParameterSet, moves: bool) -> Replaced:
         """Puts parameters that were staged (checked, and placed on the device) into use. Returns what they have replaced.
 
-        ``moves``: begun sequences and begun requests of a stepped model use them too, instead of those that they began with.
+        ``moves``: begun sequences and begun requests of a stepped model use them too, whichever version they began with.
         """
         assert self.sets is not None
         former = self.sets.newest(parameters.name)
         now = None if parameters.name == MAIN_SET else parameters
         held = False
-        if former is not None and former is not parameters:
-            held = self._hold_sequences(former, now, moves) | self._hold_steps(former, parameters, now, moves)
+        if former is not parameters:
+            held = self._hold_sequences(former, parameters, now, moves) | self._hold_steps(
+                former, parameters, now, moves
+            )
         return self.sets.commit(parameters, stays=held)
 
-    def _hold_sequences(self, former: ParameterSet, now: ParameterSet | None, moves: bool) -> bool:
-        """Decides which parameters sequences that have begun with ``former`` go on with: ``now`` if ``moves``, else ``former``.
+    def _hold_sequences(
+        self, former: ParameterSet | None, new: ParameterSet, now: ParameterSet | None, moves: bool
+    ) -> bool:
+        """Decides which parameters begun sequences go on with: ``now`` if ``moves``, else those of ``former`` with ``former``.
 
-        ``now``: None: the newest of the parameter set ``main``. Returns whether any sequence goes on with ``former``.
+        Args:
+          former: the version of the set that was in use; None: there was none.
+          new: the version that is put into use.
+          now: it, or None, which is always the newest of the parameter set ``main``.
+        Returns: whether any sequence goes on with ``former``.
         """
         if self.sequences is None:
             return False
         table, held = self.sequences.table, False
         for live in table.sequences():
-            if live.begun and (live.parameters is former or (live.parameters is None and former.name == MAIN_SET)):
+            if live.begun and _concerned(live.parameters, former, new, moves):
                 table.hold(live, now if moves else former)
                 held = not moves
         return held
 
-    def _hold_steps(self, former: ParameterSet, new: ParameterSet, now: ParameterSet | None, moves: bool) -> bool:
-        """Decides which parameters a stepped model's requests that have begun with ``former`` go on with.
-
-        It is ``now`` (None: the newest of the parameter set ``main``) if ``moves``, else ``former``. ``new``: the parameters
-        named in the answers to requests that change over. Returns whether any request goes on with ``former``.
-        """
+    def _hold_steps(
+        self, former: ParameterSet | None, new: ParameterSet, now: ParameterSet | None, moves: bool
+    ) -> bool:
+        """Decides which parameters a stepped model's begun requests go on with, as ``_hold_sequences`` does for sequences."""
         if self.steps is None:
             return False
         held = False
         for request in self.steps.with_slots():
-            if request.chosen is former or (request.chosen is None and former.name == MAIN_SET):
+            if _concerned(request.chosen, former, new, moves):
                 request.chosen = now if moves else former
                 held = not moves
                 if moves and request.tells:
@@ -395,3 +401,17 @@ def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
         version = request.version
         found.setdefault(version, []).append(request)
     return found
+
+
+def _concerned(began: object | None, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
+    """Returns whether what began with a set goes on with another version, or has to keep the version that was in use.
+
+    Args:
+      began: the parameters that it goes on with until now; None: always the newest of the parameter set ``main``.
+      former: the version of the set that was in use; None: there was none.
+      new: the version that is put into use.
+      moves: whether all that began with any version of the set goes on with the new one.
+    """
+    if began is None:
+        return new.name == MAIN_SET
+    return began is former or (moves and isinstance(began, ParameterSet) and began.name == new.name)

@@ -50,9 +50,12 @@ def step(loop: PushingLoop, id: int, start: bool = False, end: bool = False, set
 
 
 @pytest.mark.parametrize("config", [DIRECT % "", OLDEST, INSTANCES], ids=["direct", "oldest", "instances"])
-@pytest.mark.parametrize("moves", [False, True], ids=["keep", "move"])
-def test_sequences(loop: PushingLoop, tmp_path: Path, config: str, moves: bool) -> None:
-    """Steps of several sequences wait together, in Python and in C, while parameters are exchanged."""
+@pytest.mark.parametrize("moves", [0, 1, 0.5], ids=["keep", "move", "some"])
+def test_sequences(loop: PushingLoop, tmp_path: Path, config: str, moves: float) -> None:
+    """Steps of several sequences wait together, in Python and in C, while parameters are exchanged.
+
+    ``moves``: the part of the pushes that take along what has begun, whenever that was.
+    """
     write_model(tmp_path, "m", STATEFUL, f'name: "m" {config}')
     loop.load(tmp_path / "m")
     chance = random.Random(3)
@@ -82,8 +85,12 @@ def test_sequences(loop: PushingLoop, tmp_path: Path, config: str, moves: bool) 
         if turn % 3 == 0:
             name = chance.choice(["main", "a"])
             newest[name] = turn
-            loop.push("m", numbered(turn), turn, name, move_sequences=moves)
-            for id in live if moves else ():
+            all_move = chance.random() < moves
+            if name == "a" and all_move and chance.random() < 0.3 and "a" in sets.values():
+                # Those that go on with it do not know that it is another one.
+                loop.drop("m", "a")
+            loop.push("m", numbered(turn), turn, name, move_sequences=all_move)
+            for id in live if all_move else ():
                 if sets[id] == name:
                     live[id][0] = turn
 
@@ -177,6 +184,23 @@ def test_stepped_requests(loop: PushingLoop, tmp_path: Path, moves: bool) -> Non
         else:
             assert len(set(values)) == 1
     assert (mixed > 0) == moves
+
+
+def test_a_stepped_request_of_any_version_is_moved(loop: PushingLoop, tmp_path: Path) -> None:
+    """Requests begin with the first, the second and the third set; the fourth push takes all of them along."""
+    write_model(tmp_path, "m", STEPPED, 'name: "m"')
+    loop.load(tmp_path / "m")
+    found: dict[int, list[float]] = {}
+    for number in range(4):
+        loop.submit("m", [Tensor("count", "INT32", (1,), np.array([60], np.int32).tobytes())])
+        streams(loop.answers(1), found)
+        loop.push("m", numbered(number + 1), number + 1, move_sequences=number == 3)
+    ended = 0
+    while ended < 4:
+        ended += streams(loop.answers(1), found)
+    for number, values in enumerate(found.values()):
+        assert (values[0], values[-1]) == (number, 4)
+        assert set(values) == {number, 4}
 
 
 def test_a_generator_keeps_what_it_began_with(loop: PushingLoop, tmp_path: Path) -> None:
