@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import time
@@ -216,17 +217,28 @@ class AsyncPrepared:
 
 
 class AsyncLatest(Newest):
-    """Sends inputs to a model by ``put``, which does not wait; ``await get()`` returns the newest answer. For one event loop.
+    """Sends inputs to a model by ``put``, which does not wait; ``await get()`` returns the newest answer.
 
-    While two requests are in flight, ``put`` keeps only the newest inputs, to be sent next.
+    While two requests are in flight, ``put`` keeps only the newest inputs, to be sent next. Requests end with their event loop.
     """
 
-    #: Set when an answer has come, or ``close`` was called; cleared before each wait.
-    _came_or_closed: asyncio.Event | None = None
+    def forget(self) -> None:
+        """Begins without inputs and answers, and without tasks that wait."""
+        super().forget()
+        #: Futures of the tasks that wait in ``get``.
+        self._waits: list[asyncio.Future[None]] = []
+
+    def put(self, inputs: Mapping[str, Any]) -> None:
+        """Sends the inputs to the model, or keeps a copy, as ``Latest.put`` does. Raises: as ``Latest.put``."""
+        for number, task in list(self._under_way.items()):
+            if task.get_loop().is_closed():
+                del self._under_way[number]
+        super().put(inputs)
 
     def _notify(self) -> None:
-        if self._came_or_closed is not None:
-            self._came_or_closed.set()
+        for waits in self._waits:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                waits.get_loop().call_soon_threadsafe(_end_wait, waits)
 
     async def get(self, timeout: float | None = None) -> Answer:
         """Waits until there is an answer newer than the last one that ``get`` returned, and returns the newest.
@@ -236,13 +248,14 @@ class AsyncLatest(Newest):
         """
         until = None if timeout is None else time.monotonic() + timeout
         while not self._has_newer():
-            self._came_or_closed = self._came_or_closed or asyncio.Event()
-            self._came_or_closed.clear()
+            waits: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waits.append(waits)
             try:
-                left = None if until is None else max(0.0, until - time.monotonic())
-                await asyncio.wait_for(self._came_or_closed.wait(), left)
+                await asyncio.wait_for(waits, None if until is None else max(0.0, until - time.monotonic()))
             except asyncio.TimeoutError:
                 raise DeadlineExceeded from None
+            finally:
+                self._waits.remove(waits)
         return self._take()
 
     async def close(self) -> None:
@@ -256,6 +269,11 @@ class AsyncLatest(Newest):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _end_wait(waits: asyncio.Future[None]) -> None:
+    if not waits.done():
+        waits.set_result(None)
 
 
 class AsyncModelSequence:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-#: The message of errors raised by a client that was closed.
-CLOSED = "the client was closed"
+#: The message of errors raised by a client that was closed, and of requests that a process has from the one it was forked from.
+CLOSED, FORKED = "the client was closed", "the request is one of the process that this one was forked from"
 
 
 class ServingError(Exception):

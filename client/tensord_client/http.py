@@ -10,11 +10,9 @@ Source: Open Inference Protocol, REST; Triton docs/protocol/extension_binary_dat
 from __future__ import annotations
 
 import json
-import os
 import struct
 import threading
 import time
-import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,6 +32,7 @@ from tensord_client.errors import (
     from_code,
     from_status,
 )
+from tensord_client.forks import forgotten_by_children
 from tensord_client.http_channel import Address, Buffer, Response
 from tensord_client.http_pending import Exchange, HttpPending, Pool, Unreached, Waiter
 from tensord_client.results import Answer, Array, Description, Parameter, Timing, check_place, written
@@ -50,9 +49,6 @@ _SMALL = 8192
 #: Seconds to wait for a server's first answer, when connecting.
 _LONGEST = 10.0
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")
-
-#: Connections that begin anew in a process that is forked off.
-_connections: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
 
 
 class Pending(HttpPending):
@@ -125,7 +121,7 @@ class HttpConnection:
         #: Arrays on GPUs; None: there were none so far.
         self._on_devices: DeviceMemory | None = None
         self._begin()
-        _connections.add(self)
+        forgotten_by_children(self)
 
     def _begin(self) -> None:
         self._pool = Pool(self.address, self._limit, self._max_waiting)
@@ -133,7 +129,7 @@ class HttpConnection:
         self._lock = threading.Lock()
         self._fields = b" HTTP/1.1\r\nHost: " + self.address.authority.encode() + b"\r\n"
 
-    def begin_anew(self) -> None:
+    def forget(self) -> None:
         """Makes a new pool of connections after a fork, and closes this process's copies of the parent's sockets."""
         pool, waiting = self._pool, self._waiting
         self._begin()
@@ -534,11 +530,3 @@ def reached(address: Address, patience: float) -> HttpConnection:
     except ServingError:
         pass  # whoever refuses is there
     return connection
-
-
-def _in_a_child() -> None:
-    for connection in list(_connections):
-        connection.begin_anew()
-
-
-os.register_at_fork(after_in_child=_in_a_child)

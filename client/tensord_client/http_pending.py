@@ -22,6 +22,7 @@ from typing import Any
 from tensord_client.call import MAX_WAITING
 from tensord_client.errors import (
     CLOSED,
+    FORKED,
     Cancelled,
     DeadlineExceeded,
     ServingError,
@@ -136,9 +137,11 @@ class Pool:
             pending.interrupt()
 
     def abandon(self) -> None:
-        """Closes this process's copies of the idle channels after a fork; the parent process goes on using its own."""
+        """Closes this process's copies of the channels after a fork; the parent process goes on using its own."""
         for channel, _ in self._idle:
             channel.close()
+        for pending in [*self._granted, *self._line]:
+            pending.forget()
 
 
 class Exchange:
@@ -472,6 +475,14 @@ class HttpPending:
             self._driver.cancel(self)
         elif not self._over:
             self._end(Cancelled("the request was cancelled"))
+
+    def forget(self) -> None:
+        """Ends this request in a process that was forked off: nobody is called back; who waits for the answer gets an error."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        self._driver, self._wake, self._result = None, _nothing, None
+        self._error, self._over = Unavailable(FORKED), True
 
 
 def _nothing() -> None:

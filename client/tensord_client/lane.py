@@ -36,6 +36,7 @@ from tensord_client.errors import (
     Unsupported,
     too_many_waiting,
 )
+from tensord_client.forks import forgotten_by_children
 from tensord_client.http_channel import Buffer
 from tensord_client.lane_socket import LaneEnded, WaitEnded
 from tensord_client.memory import Memory
@@ -59,7 +60,6 @@ _WAIT, _PAUSE = 0.5, 0.05
 _REFUSED_AFTER, _COMING_AFTER = 0.25, 1.0
 #: A worker that has unloaded the model, as one that stops does, refuses a request with an error that begins so.
 _GONE = "Request for unknown model: "
-_connections: weakref.WeakSet[LaneConnection] = weakref.WeakSet()
 
 
 class LaneConnection:
@@ -100,7 +100,7 @@ class LaneConnection:
         self._socket: ClientsSocket | None = None
         self._begin()
         self._socket = self._connect()
-        _connections.add(self)
+        forgotten_by_children(self)
 
     def _begin(self) -> None:
         """Sets all attributes that belong to one process and one daemon to their initial values."""
@@ -124,6 +124,8 @@ class LaneConnection:
         #: who compares their number with the limit: a garbage collection, which may begin in there, may give a request up.
         self.laneless: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._laneless_lock = threading.Lock()
+        #: Those that a thread is sending again.
+        self.claimed: set[Pending] = set()
         self.deadlines = Deadlines()
         self._prepared: weakref.WeakSet[PreparedCall] = weakref.WeakSet()
 
@@ -551,6 +553,8 @@ class LaneConnection:
             if self.is_closed:
                 raise Cancelled(CLOSED) from None
             raise
+        finally:
+            self.claimed.discard(pending)
 
     def _send_claimed(self, pending: Pending, until: float | None) -> None:
         """Sends a request again that this thread has claimed, as soon as there is a lane (socket to a worker) for it.
@@ -618,13 +622,15 @@ class LaneConnection:
     def forget(self) -> None:
         """Resets the connection in a process that was forked off, and closes this process's copies of the parent's sockets."""
         lanes, sock = [*self._lanes.values(), *self._former], self._socket
-        prepared = list(self._prepared)
+        prepared, requests = list(self._prepared), [*self.laneless, *self.claimed]
         self.placement.slots.forget()
         self._begin()
         if sock is not None:
             sock.close()
         for lane in lanes:
-            lane.forget()
+            requests += lane.forget()
+        for request in requests:
+            request.forget()
         for call in prepared:
             call.forget()
             self._prepared.add(call)
@@ -688,11 +694,3 @@ def _running_loop() -> Any:
     """Returns the event loop that runs in this thread; None: there is none. Does not import asyncio."""
     asyncio = sys.modules.get("asyncio")
     return None if asyncio is None else asyncio._get_running_loop()
-
-
-def _forked() -> None:
-    for connection in list(_connections):
-        connection.forget()
-
-
-os.register_at_fork(after_in_child=_forked)

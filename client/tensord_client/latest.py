@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tensord_client.errors import Cancelled, DeadlineExceeded, ServingError
+from tensord_client.forks import forgotten_by_children
 from tensord_client.results import Answer
 
 #: One request is executed while the next waits at the server: so the model never waits for the next inputs.
@@ -29,17 +30,23 @@ class Newest:
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
         """Sends nothing yet. ``submit``: sends a request with the inputs that it is given, and returns a future of the answer."""
         self._submit = submit
-        self._lock = threading.RLock()
-        #: Futures of the requests in flight, by number.
-        self._under_way: dict[int, Any] = {}
-        self._waiting: tuple[int, Mapping[str, Any]] | None = None
         self._put = 0
         #: The number of the newest answer, and of the newest one that ``get`` has returned.
         self._came = self._taken = 0
-        self._newest: Answer | ServingError | None = None
         self._closed = False
         #: How many inputs were put but never sent, because newer ones replaced them.
         self.replaced = 0
+        self.forget()
+        forgotten_by_children(self)
+
+    def forget(self) -> None:
+        """Begins without inputs and answers, also in a process that was forked off, where the others are the parent's."""
+        self._changed = threading.Condition()
+        #: Futures of the requests in flight, by number.
+        self._under_way: dict[int, Any] = {}
+        self._waiting: tuple[int, Mapping[str, Any]] | None = None
+        self._newest: Answer | ServingError | None = None
+        self._taken = self._came
 
     def put(self, inputs: Mapping[str, Any]) -> None:
         """Sends the inputs to the model; if two requests are in flight, keeps a copy, which is sent when one is answered.
@@ -48,15 +55,15 @@ class Newest:
 
         Raises: InvalidArgument: an input cannot be an array.  Cancelled: ``close`` was called.
         """
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise Cancelled("it was closed")
-            self._put += 1
+            self._put = number = self._put + 1
+            self.replaced += self._waiting is not None
             if len(self._under_way) >= _UNDER_WAY:
-                self.replaced += self._waiting is not None
-                self._waiting = self._put, _copied(inputs)
+                self._waiting = number, _copied(inputs)
                 return
-            number = self._put
+            self._waiting = None
             self._under_way[number] = future = self._submit(inputs)
         self._watch(number, future)
 
@@ -69,13 +76,14 @@ class Newest:
         Also sends the inputs that ``put`` kept, if any. ``future``: of the request.
         """
         asked: Any = None
-        with self._lock:
+        with self._changed:
             del self._under_way[number]
             if not future.cancelled() and number > self._came:
                 error = future.exception()
                 self._came = number
                 self._newest = error if isinstance(error, ServingError) else future.result()
-            if self._waiting is not None and not self._closed:
+            # One that is cancelled ends with its event loop.
+            if self._waiting is not None and not (self._closed or future.cancelled()):
                 number, inputs = self._waiting
                 self._waiting = None
                 try:
@@ -114,14 +122,14 @@ class Newest:
 
         Inputs that newer ones replaced do not count.
         """
-        with self._lock:
+        with self._changed:
             return len([number for number in self._under_way if number > self._taken]) + (
                 (self._waiting is not None) + (self._came > self._taken)
             )
 
     def _end(self) -> None:
         """Cancels the requests in flight, and drops the newest inputs if they were not sent yet. Idempotent."""
-        with self._lock:
+        with self._changed:
             self._closed = True
             self._waiting = None
             under_way = list(self._under_way.values())
@@ -132,10 +140,6 @@ class Newest:
 
 class Latest(Newest):
     """Sends inputs to a model by ``put``, only the newest while two requests are in flight; ``get`` returns the newest answer."""
-
-    def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
-        super().__init__(submit)
-        self._changed = threading.Condition(self._lock)
 
     def _notify(self) -> None:
         self._changed.notify_all()

@@ -24,6 +24,7 @@ from tensord_client.call import Call, begun, begun_async
 from tensord_client.datatypes import decode_strings, dtype_of, typestr
 from tensord_client.errors import (
     CLOSED,
+    FORKED,
     Cancelled,
     DeadlineExceeded,
     Internal,
@@ -181,6 +182,7 @@ class Pending:
         with self._lock:
             astray, self.astray = self.astray, False
         if astray:
+            self._connection.claimed.add(self)
             self._connection.laneless.discard(self)
         return astray
 
@@ -477,6 +479,13 @@ class Pending:
                 if timer is not None:
                     timer.cancel()
                 self._awaited = None
+
+    def forget(self) -> None:
+        """Ends the request in a process that was forked off: nobody is called back, and who asks for its answer gets an error."""
+        self._lock = threading.RLock()
+        self._callbacks, self._awaited, self.waiter = (), None, None
+        self.astray = self.waiting = False
+        self._arrived, self._ended = deque((Unavailable(FORKED),)), True
 
     def __repr__(self) -> str:
         return f"<Pending {self.call.model} {self.request_id}{' done' if self.done() else ''}>"

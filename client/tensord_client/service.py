@@ -12,6 +12,7 @@ from typing import Any
 from tensord_client.call import Call
 from tensord_client.connection import Connection, Pending, PreparedCall
 from tensord_client.errors import ServingError, Unsupported
+from tensord_client.forks import forgotten_by_children
 from tensord_client.http_channel import Buffer
 from tensord_client.lane import LaneConnection
 from tensord_client.results import Array, Description
@@ -40,6 +41,11 @@ class ServiceConnection:
         self._http: Connection | None = None
         #: Models that are asked over HTTP, with their versions.
         self._apart: set[tuple[str, int]] = set()
+        forgotten_by_children(self)
+
+    def forget(self) -> None:
+        """Makes a new lock in a process that was forked off; the connections begin anew by themselves."""
+        self._lock = threading.Lock()
 
     def http(self) -> Connection:
         """Returns the connection over HTTP, which is made at the first use.

@@ -653,16 +653,11 @@ class WorkerLane:
         with self.reading:
             self.end(error)
 
-    def forget(self) -> None:
-        """Closes a forked process's copy of the socket.
-
-        Requests that were in flight are the parent's, and end with Unavailable here.
-        """
+    def forget(self) -> list[Any]:
+        """Closes a forked process's copy of the socket. Returns the requests that were in flight, which are the parent's."""
         self.ended = True
         self.socket.forget()
         self.lock, self.reading = self.socket.lock, threading.Lock()
         lost, self.in_flight = self.in_flight, {}
         self.queued.clear()
-        for request in lost.values():
-            request.waiter = None
-            request.lane_ended(True, Unavailable("the request is one of the process that this one was forked from"))
+        return list(lost.values())

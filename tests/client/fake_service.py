@@ -94,6 +94,10 @@ class FakeService:
         """The worker receives and does not answer."""
         self._do(lambda: setattr(self, "_works", False))
 
+    def hears(self) -> None:
+        """The worker answers what it receives from now on."""
+        self._do(lambda: setattr(self, "_works", True))
+
     def hangs(self) -> None:
         """The daemon does not answer."""
         self._do(lambda: setattr(self, "_answers", False))

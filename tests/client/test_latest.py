@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensord_client
+from tensord_client.asynchronous import AsyncLatest
 
 from tensord import testing
 from tests.daemon_process import PATIENCE
@@ -111,3 +113,45 @@ def test_who_waits_is_woken(library: Any) -> None:
     assert model.asked[1][1].cancelled()
     with pytest.raises(library.Cancelled):
         live.put({"x": [7]})
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "dropped"])
+def test_a_second_event_loop(ending: str) -> None:
+    """The first ends with two requests under way, one that waits, and a task in ``get``; in the second all goes on."""
+    asked: list[int] = []
+
+    def submit(inputs: Mapping[str, Any]) -> asyncio.Future[Any]:
+        async def answer() -> Any:
+            asked.append(number := int(inputs["x"][0]))
+            if number < 4:
+                await asyncio.get_running_loop().create_future()
+            return {"x": [number]}
+
+        return asyncio.ensure_future(answer())
+
+    async def first() -> None:
+        for number in (1, 2, 3):
+            live.put({"x": [number]})
+        tasks.append(asyncio.ensure_future(live.get()))
+        await asyncio.sleep(0.01)
+
+    async def second() -> None:
+        for number in (4, 5):
+            live.put({"x": [number]})
+        while live.behind:
+            assert (await live.get(PATIENCE))["x"] in ([4], [5])
+        live.put({"x": [6]})
+        assert (await live.get(PATIENCE))["x"] == [6]
+        await live.close()
+
+    live = AsyncLatest(submit)
+    tasks: list[Any] = []
+    if ending == "cancelled":
+        asyncio.run(first())
+    else:
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(lambda *_: None)  # which is told of the tasks that are left
+        loop.run_until_complete(first())
+        loop.close()
+    asyncio.run(second())
+    assert (asked, live.replaced) == ([1, 2, 4, 5, 6], 1)
