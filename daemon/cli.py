@@ -54,7 +54,10 @@ class _Commands(CommandGroup):
 
 
 _config_file = click.option(
-    "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
+    "--config",
+    type=click.Path(readable=False, path_type=Path),
+    envvar=layers.CONFIG_VARIABLE,
+    help="Configuration file (TOML).",
 )
 
 
@@ -142,7 +145,7 @@ def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
     metavar="NAME",
     help="Run as this user.  [default, for root: the user of tensord.service, where it is installed]",
 )
-@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.argument("file", type=click.Path(readable=False, path_type=Path), required=False)
 @click.pass_context
 def check(
     ctx: click.Context,
@@ -157,8 +160,8 @@ def check(
     """Check a configuration FILE, and that the models in its repositories load, without serving anything.
 
     Each model is loaded and compiled as by a worker, in a process that only checks, on the first of the devices that would serve
-    it. That runs the models' code as the user who calls this. If root does, it runs as the user of tensord.service, in the
-    service's working directory and with its cache, where the service finds what was compiled when it starts.
+    it. That runs the models' code as the user who calls this. If root does, it runs in tensord.service's sandbox, as its user
+    and with its cache, where the service finds what was compiled when it starts.
 
     Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
     """
@@ -169,13 +172,15 @@ def check(
     from tensord.daemon.progress_bar import ProgressBar
     from tensord.shm.control_records import Footprint
 
-    read, asked_in = file or config, Path.cwd()
-    if _became(user) and read is not None:
+    read, asked_in = file or config, _checked_from(user)
+    if asked_in is not None and read is not None:
         read = asked_in / read
     options = layers.load(read, os.environ, flags.settings(ctx))
     _require_repository(options)
-    if wrong := start_checks.foreseen(options):
+    if wrong := start_checks.foreseen(options, as_service=asked_in is not None):
         _fail("\n         ".join(wrong))
+    if sentence := start_checks.without_cache(options):
+        click.echo(sentence, err=True)
     try:
         paths = [Path(path) for path in options.repository.paths]
         found, others = repository.scan(paths), repository.others(paths)
@@ -219,29 +224,33 @@ def _require_repository(options: Options) -> None:
         )
 
 
-def _became(name: str | None) -> bool:
-    """Switches this process, if it runs as root, to another user; exits if that user is unusable. Returns whether it switched.
+def _checked_from(name: str | None) -> Path | None:
+    """Runs the check as the installed service and exits, or switches to another user and returns, if root calls.
+
+    Returns the caller's working directory if this process is already the one that runs as the service; None: it is not.
 
     Args:
       name: the user's name, which must be the caller's own unless root calls; None: the user of the installed service, if any.
     """
+    from tensord.daemon import service_user
+
+    if (asked_in := os.environ.pop(service_user.INSIDE, None)) is not None:
+        return Path(asked_in)
     if os.geteuid() != 0:
         if name is not None and name not in (str(os.geteuid()), os.environ.get("USER")):
             _fail(f"--user={name}: only root can run as another user")
-        return False
-    from tensord.daemon import service_user
-
+        return None
     service = service_user.installed()
-    if name is not None and (service is None or service.user != name):
-        service = service_user.Service(name)
-    if service is None:
-        return False
     try:
-        service_user.become(service)
-    except service_user.UnknownUser as error:
+        if service is not None and name in (None, service.user):
+            click.echo(f"as user {service.user}, in {service.folder or '/'}", err=True)
+            sys.exit(service_user.check_inside(service, sys.argv[2:], os.environ))
+        if name is not None:
+            service_user.become(name)
+            click.echo(f"as user {name}, in {os.getcwd()}", err=True)
+    except service_user.Unusable as error:
         _fail(str(error))
-    click.echo(f"as user {service.user}, in {os.getcwd()}", err=True)
-    return True
+    return None
 
 
 def _takes(footprint: Footprint) -> str:

@@ -6,6 +6,7 @@ tensord check            ─▶ foreseen   all that would end a start, told with
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -34,22 +35,33 @@ def check(options: Options) -> None:
         raise ConfigurationError(sentence)
 
 
-def foreseen(options: Options) -> list[str]:
+def foreseen(options: Options, as_service: bool) -> list[str]:
     """Returns a sentence for each problem on this host that would end the daemon's start; empty: none is known.
 
     Ports are not tried: the daemon that this configuration is for may have them now.
+    ``as_service``: this process runs in the service's sandbox, where the service manager has made the service's folders.
     """
+    made_at_start = () if as_service else _MADE_AT_START
     found = [*_unusable_certificates(options), *_unresolved_names(options)]
     for key, path in (("log.file", options.log.file), ("trace.file", options.trace.file)):
-        if path and (reason := _unwritable(Path(path))):
+        if path and (reason := _unwritable(Path(path), made_at_start)):
             found.append(f"{key}: '{path}' cannot be written: {reason}")
     for key, path in _sockets(options):
         folder = Path(os.path.abspath(path)).parent
-        if reason := _unwritable_folder(folder):
+        if reason := _unwritable_folder(folder, made_at_start):
             found.append(f"{key}: '{path}' cannot be made: {reason}")
     if options.trace.otlp and not span_exporter.installed():
         found.append(span_exporter.NOT_INSTALLED)
     return found
+
+
+def without_cache(options: Options) -> str:
+    """Returns a sentence if nothing compiled can be kept where the configuration says, which no start fails of; "": it can."""
+    path = Path(options.executables.cache_directory).absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not options.executables.cache_directory or not (reason := _unwritable_folder(there, ())):
+        return ""
+    return f"executables.cache_directory: '{path}': {reason}: each start compiles all models"
 
 
 def _unusable_certificates(options: Options) -> Iterator[str]:
@@ -86,19 +98,27 @@ def _sockets(options: Options) -> Iterator[tuple[str, str]]:
         yield "supervisor.control_socket", options.supervisor.control_socket
 
 
-def _unwritable(path: Path) -> str:
-    """Returns why this user cannot write a file, or create it; "": it can."""
+def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
+    """Returns why this user cannot write a file, or create it; "": it can. ``made_at_start``: as of ``_unwritable_folder``."""
     if path.is_dir():
         return "Is a directory"
     if not path.exists():
-        return _unwritable_folder(path.absolute().parent)
-    return "" if os.access(path, os.W_OK) else "Permission denied"
+        return _unwritable_folder(path.absolute().parent, made_at_start)
+    return "" if os.access(path, os.W_OK) else _denial(path)
 
 
-def _unwritable_folder(folder: Path) -> str:
-    """Returns why this user cannot create a file in a folder; "": it can, or the service manager may still create the folder."""
-    if not folder.exists() and f"{folder}/".startswith(_MADE_AT_START):
+def _unwritable_folder(folder: Path, made_at_start: tuple[str, ...]) -> str:
+    """Returns why this user cannot create a file in a folder; "": it can, or the service manager may still create the folder.
+
+    ``made_at_start``: where the service manager may do that.
+    """
+    if not folder.exists() and f"{folder}/".startswith(made_at_start):
         return ""
     if not folder.is_dir():
         return f"there is no folder '{folder}'"
-    return "" if os.access(folder, os.W_OK | os.X_OK) else f"folder '{folder}': Permission denied"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"folder '{folder}': {_denial(folder)}"
+
+
+def _denial(path: Path) -> str:
+    """Returns why a path that is there cannot be written: its file system is read-only, as in a sandbox, or it is closed."""
+    return os.strerror(errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES)

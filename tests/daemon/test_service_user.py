@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -17,34 +18,37 @@ from tensord.daemon import service_user
 from tests import repositories
 from tests.daemon_process import ROOT
 
-SHOWN = """LoadState=loaded
+UNIT = """[Unit]
+StartLimitBurst=10
+[Service]
+Type=notify
+ExecStart=/bin/false \\
+    --config x
+# Restart=no
 User={user}
-Group={group}
-SupplementaryGroups=4 5
-WorkingDirectory=!{folder}
-CacheDirectory=tensord:link other
-CacheDirectoryMode=0700
-ProtectHome={home}
+ProtectSystem=strict
+WorkingDirectory={folder}
+TimeoutStopSec=45
+SystemCallFilter=@system-service
+"""
+DROP_IN = """
+[Service]
 Environment=TENSORD_LOG_VERBOSE=1 "TENSORD_SERVER_NAME=two words"
+SystemCallFilter=~@privileged
+[Install]
+WantedBy=multi-user.target
 """
 
 
-def test_what_systemd_shows() -> None:
-    assert service_user.parsed(
-        SHOWN.format(user="tensord", group="tensord", folder="/var/lib/tensord", home="yes")
-    ) == service_user.Service(
-        "tensord",
-        "tensord",
-        ("4", "5"),
-        "/var/lib/tensord",
-        "/var/cache/tensord",
-        0o700,
-        {"TENSORD_LOG_VERBOSE": "1", "TENSORD_SERVER_NAME": "two words"},
-        without_homes=True,
-    )
-    assert service_user.parsed("LoadState=not-found\nUser=\n") is None
-    assert service_user.parsed("LoadState=loaded\nUser=\n") == service_user.Service("root")
-    assert service_user.parsed("") is None
+def test_what_a_unit_says_of_its_sandbox() -> None:
+    assert service_user.settings(UNIT.format(user="tensord", folder="/var/lib/tensord") + DROP_IN) == [
+        "User=tensord",
+        "ProtectSystem=strict",
+        "WorkingDirectory=/var/lib/tensord",
+        "SystemCallFilter=@system-service",
+        'Environment=TENSORD_LOG_VERBOSE=1 "TENSORD_SERVER_NAME=two words"',
+        "SystemCallFilter=~@privileged",
+    ]
 
 
 @pytest.fixture
@@ -83,10 +87,10 @@ def check(python: str, programs: Path, *words: str | Path) -> subprocess.Complet
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_root_checks_as_the_service(place: Path, python: str) -> None:
-    """It is in the unit's working directory, and whatever is written is that user's."""
+    """systemd is asked to run the check with what the unit says (tests/systemd has a real one); another user's is run here."""
     user = pwd.getpwnam("nobody")
-    repositories.scale_model(place / "served" / "models")
-    caches, programs = place / "cache", place / "bin"
+    served, caches, programs = place / "served", place / "cache", place / "bin"
+    repositories.scale_model(served / "models")
     programs.mkdir()
     caches.mkdir(mode=0o700)
     os.chown(caches, user.pw_uid, user.pw_gid)
@@ -95,16 +99,34 @@ def test_root_checks_as_the_service(place: Path, python: str) -> None:
         f'[repository]\npaths = ["models"]\n[workers]\ndevice = "cpu"\npin = false\n'
         f'[executables]\ncache_directory = "{caches}"\n'
     )
-    fake = programs / "systemctl"
-    # The cache of this test is not systemd's.
-    shown = SHOWN.format(user="nobody", group=user.pw_gid, folder=place / "served", home="read-only").replace(
-        "tensord:link other", ""
+    unit, drop_in = place / "tensord.service", place / "more.conf"
+    unit.write_text(UNIT.format(user="nobody", folder=served))
+    drop_in.write_text(DROP_IN)
+    shown = f"LoadState=loaded\nUser=nobody\nWorkingDirectory=!{served}\nFragmentPath={unit}\nDropInPaths={drop_in}\n"
+    write_program(programs / "systemctl", f"cat <<'END'\n{shown}END\n")
+    # It says how it was called, and runs the program as nobody.
+    write_program(
+        programs / "systemd-run",
+        f"""
+        while [ "$1" != -- ]; do
+            printf '%s\\n' "$1"
+            case "$1" in --setenv=*) export "${{1#--setenv=}}" ;; esac
+            shift
+        done
+        shift 2
+        cd {served} && exec setpriv --reuid {user.pw_uid} --regid {user.pw_gid} --clear-groups {python} "$@"
+        """,
     )
-    fake.write_text(f"#!/bin/sh\ncat <<'END'\n{shown}END\n")
-    fake.chmod(0o755)
     done = check(python, programs, "../tensord.toml")
-    assert (done.returncode, done.stdout) == (0, "scale: version 1\nconfiguration: good; models: 1 good, 0 bad\n")
-    assert f"as user nobody, in {place / 'served'}" in done.stderr.splitlines()
+    printed = done.stdout.splitlines()
+    assert (done.returncode, printed[-2:]) == (0, ["scale: version 1", "configuration: good; models: 1 good, 0 bad"])
+    assert f"as user nobody, in {served}" in done.stderr.splitlines()
+    properties = [line.removeprefix("--property=") for line in printed if line.startswith("--property=")]
+    assert properties == [
+        *service_user.settings(unit.read_text()),
+        *service_user.settings(DROP_IN),
+        "RuntimeDirectoryPreserve=yes",
+    ]
     made = list(caches.iterdir())
     assert made
     assert {path.stat().st_uid for path in made} == {user.pw_uid}
@@ -122,8 +144,20 @@ def test_root_checks_as_the_service(place: Path, python: str) -> None:
         2,
         f"tensord: model repository '{programs / 'models'}': No such file or directory",
     )
+    write_program(programs / "systemd-run", "exit 203\n")
+    done = check(python, programs, "../tensord.toml")
+    assert done.returncode == 2
+    assert f"tensord: tensord.service cannot use {python} (status=203/EXEC): install" in done.stderr
+    write_program(programs / "systemctl", "exit 1\n")
     done = check(python, programs, "--user=no-such-user", "../tensord.toml")
     assert (done.returncode, done.stderr) == (2, "tensord: there is no user or group 'no-such-user' on this host\n")
+    done = check(python, programs, "--user=nobody", "../tensord.toml")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, f"as user nobody, in {programs}")
+
+
+def write_program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{dedent(script)}")
+    path.chmod(0o755)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

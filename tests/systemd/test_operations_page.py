@@ -147,7 +147,55 @@ def test_a_check_finds_what_the_service_could_not_see(host: Machine) -> None:
     host.run("cp -r /opt/tensord /root/")
     done = host.try_run("/root/tensord/venv/bin/python -m tensord check /etc/tensord/tensord.toml")
     assert done.returncode == 2
-    assert re.fullmatch(
-        r"tensord: /root/tensord/venv/\S+ is hidden from tensord\.service by ProtectHome=: install tensord .*\n",
+    assert re.search(
+        r"^tensord: tensord\.service cannot use /root/tensord/venv/\S+ \(status=203/EXEC\): install tensord .*\n",
         done.stdout,
+        re.MULTILINE,
     )
+
+
+@pytest.mark.parametrize("key", ["log.file", "trace.file", "supervisor.control_socket"])
+def test_a_check_finds_where_the_service_could_not_write(host: Machine, key: str) -> None:
+    """
+    1. A file outside of the unit's folders, which the service's user could write to but for the sandbox. 2. One in a folder that
+    nobody makes. 3. There, with LogsDirectory=.
+    Result: the check fails where the start would, and is good where it would be; the daemon that runs is not disturbed.
+    """
+    section, _, name = key.partition(".")
+
+    def check(path: str) -> tuple[int, str]:
+        host.run(
+            f'printf \'[repository]\npaths = ["models"]\n[{section}]\n{name} = "{path}"\n\' > /etc/tensord/other.toml'
+        )
+        done = host.try_run("tensord check --read-only /etc/tensord/other.toml")
+        return done.returncode, done.stdout
+
+    host.run("install -d -o tensord /srv/written")
+    status, printed = check("/srv/written/file")
+    assert (status, "folder '/srv/written': Read-only file system" in printed) == (2, True), printed
+    status, printed = check("/var/log/tensord/file")
+    assert (status, "there is no folder '/var/log/tensord'" in printed) == (2, True), printed
+    drop_in = "/etc/systemd/system/tensord.service.d"
+    host.run(
+        f"mkdir {drop_in}; printf '[Service]\nLogsDirectory=tensord\n' > {drop_in}/logs.conf; systemctl daemon-reload"
+    )
+    try:
+        status, printed = check("/var/log/tensord/file")
+        assert (status, printed.splitlines()[0]) == (0, "as user tensord, in /var/lib/tensord"), printed
+    finally:
+        host.run(f"rm -r {drop_in} /var/log/tensord; systemctl daemon-reload")
+    assert host.run("tensorctl health") == "serving, ready, 1 of 1 models served\n"
+
+
+def test_the_service_cannot_change_what_it_serves(host: Machine) -> None:
+    """Somebody who has got into the daemon has its user and its view of the file system."""
+    assert host.run("stat -c '%U %G %a' /var/lib/tensord/models") == "root tensord 750\n"
+    daemon = "$(systemctl show --value -p MainPID tensord)"
+    inside = f"nsenter --target {daemon} --mount setpriv --reuid tensord --regid tensord --clear-groups"
+    host.run(f"{inside} cat /var/lib/tensord/models/first/1/model.py > /dev/null; {inside} touch /var/lib/tensord/own")
+    for attempt in (
+        "touch /var/lib/tensord/models/first/1/model.py",
+        "mkdir /var/lib/tensord/models/second",
+        "mv /var/lib/tensord/models /var/lib/tensord/others",
+    ):
+        assert host.try_run(f"{inside} {attempt}").returncode != 0, attempt

@@ -93,6 +93,13 @@ def test_the_folder_of_the_configuration_is_made_alike() -> None:
     assert f"d /etc/tensord {mode[1]} root tensord -" in (FOLDER / "tensord.tmpfiles").read_text().splitlines()
 
 
+def test_models_are_roots_and_read() -> None:
+    """Whoever can write to them runs code as the service's user."""
+    (line,) = re.findall(r"^d (/var/lib/tensord/models) .*$", (FOLDER / "tensord.tmpfiles").read_text(), re.MULTILINE)
+    assert f"d {line} 0750 root tensord -" in (FOLDER / "tensord.tmpfiles").read_text().splitlines()
+    assert f"ReadOnlyPaths=-{line}" in (FOLDER / "tensord.service").read_text().splitlines()
+
+
 def test_the_sockets_say_their_protocols() -> None:
     """Both are passed to the one service, which tells them by their names; the addresses are those of the defaults."""
     for name, protocol, options in (("tensord.socket", "http", Http()), ("tensord-grpc.socket", "grpc", Grpc())):
