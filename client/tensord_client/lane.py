@@ -692,5 +692,6 @@ class Deadlines:
 
 def _running_loop() -> Any:
     """Returns the event loop that runs in this thread; None: there is none. Does not import asyncio."""
-    asyncio = sys.modules.get("asyncio")
-    return None if asyncio is None else asyncio._get_running_loop()
+    # No loop runs while another thread still imports it.
+    running = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)
+    return None if running is None else running()

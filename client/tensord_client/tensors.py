@@ -134,8 +134,10 @@ def _foreign(name: str, value: Any) -> Array:
     Raises: InvalidArgument: the array is not in host memory, or its library refuses to export it.
     """
     try:
+        # Another thread may just import it, which then has made no tensor yet.
         torch = sys.modules.get("torch")
-        if torch is not None and isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
+        kind = getattr(torch, "Tensor", None)
+        if torch is not None and kind is not None and isinstance(value, kind) and value.dtype is torch.bfloat16:
             # PyTorch gives numpy no array of it: here are the bits.
             return np.asarray(value.view(torch.int16)).view(dtype_of("BF16"))
         if hasattr(value, "__array__"):

@@ -14,7 +14,9 @@ import asyncio
 import itertools
 import random
 import socket
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -256,3 +258,23 @@ def test_a_future_has_whatever_its_answer_raises(service: FakeService, monkeypat
             with pytest.raises(MemoryError, match="no memory for the answer"):
                 model.submit(X).result(PATIENCE)
         assert model.submit(X).result(PATIENCE)["y"].tolist() == [7]
+
+
+class Foreign:
+    """An array of another library."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return X["x"]
+
+
+@pytest.mark.parametrize("name", ["asyncio", "torch"])
+def test_another_thread_imports_a_library(service: FakeService, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Until that is done the module is there and has nothing."""
+    with tensord_client.connect(service.path) as client:
+        model = client.model("m", timeout=PATIENCE)
+        call = model.prepare({"x": Foreign()})
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        assert model({"x": Foreign()})["y"].tolist() == [7]
+        assert model.submit({"x": Foreign()}).result(PATIENCE)["y"].tolist() == [7]
+        assert call()["y"].tolist() == [7]
+        monkeypatch.undo()
