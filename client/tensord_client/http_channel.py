@@ -97,6 +97,12 @@ class Response:
         """Parses received bytes. Raises Malformed: they are not valid HTTP."""
         if not self.status:
             self._head += data
+            if not self._head.startswith(b"HTTP/1."[: len(self._head)]):
+                # HTTP/2 begins with a frame of settings, whose kind is the fourth byte.
+                is_grpc = self._head[3:4] == b"\x04"
+                raise Malformed(
+                    f"the answer is no HTTP/1.1{', it is HTTP/2: gRPC has a port of its own' if is_grpc else ''}"
+                )
             end = self._head.find(b"\r\n\r\n")
             if end < 0:
                 if len(self._head) > _MAX_HEAD:
@@ -112,7 +118,7 @@ class Response:
     def _read_head(self, head: bytes) -> None:
         first, *lines = head.split(b"\r\n")
         words = first.split(b" ", 2)
-        if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+        if len(words) < 2 or not words[1].isdigit():
             raise Malformed("the answer is no HTTP/1.1")
         self._head = bytearray()
         if words[1][:1] == b"1":

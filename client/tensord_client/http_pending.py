@@ -268,7 +268,7 @@ class HttpPending:
             self._look(self._channel.response)
             return 0 if self.is_ready else mask
         except Malformed as error:
-            self._end(Unavailable(f"{self._pool.address}: {error}"))
+            self._end(Unreached(f"{self._pool.address}: {error}"))
         except OSError as error:
             self._broke(error)
         except ServingError as error:

@@ -691,3 +691,10 @@ def test_a_closed_model(client: Any) -> None:
     model.close()
     with Raises("Unavailable", "the model was closed"):
         model({"x": X})
+
+
+def test_the_port_of_grpc(daemon: DaemonProcess) -> None:
+    address = daemon.grpc_url
+    text = rf"http://{address}: the answer is no HTTP/1\.1, it is HTTP/2: gRPC has a port of its own$"
+    with pytest.raises(tensord_client.Unavailable, match=text):
+        tensord_client.connect(address)
