@@ -50,6 +50,7 @@ from tensord.daemon.processes.first_signals import FirstSignals
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.gpu_watcher import GpuWatcher
 from tensord.daemon.processes.notify import Notifier
+from tensord.daemon.processes.orphans import Orphans
 from tensord.daemon.processes.process_slots import ProcessSlots
 from tensord.daemon.processes.shutdown import DaemonPhase, Shutdown
 from tensord.daemon.processes.spawned import WORKER, Spawned
@@ -128,6 +129,7 @@ class Supervisor:
         self._spawned = spawned
         self._slots = ProcessSlots(options.expert, self)
         self._leftovers = Leftovers()
+        self._orphans = Orphans(lambda: (*self.fronts, *self.workers))
         self._notifier = Notifier(environment)
         self._bar = ProgressBar()
         devices = [device.name for device, _ in spawned]
@@ -203,6 +205,8 @@ class Supervisor:
             await self._agent.open()
             await control.open()
             self.workers.start_all(self._spawned)
+            if os.getpid() == 1:
+                self._orphans.watch()
             if self.options.trace.otlp:
                 # The libraries take long to import, as what the workers import does.
                 self._spans = await asyncio.to_thread(
