@@ -23,6 +23,7 @@ README, MODELS, CLIENT = ROOT / "README.md", ROOT / "docs" / "models.md", ROOT /
 PAGES = (README, MODELS, CLIENT)
 #: A line of each block that nobody can run here -> why.
 NOT_RUN = {
+    "supervisor: models, regions, processes": "a drawing",
     "make serve      #": "sets up a checkout; tests/examples has the example models",
     "curl localhost:8000/v2/models/digits": "asks the daemon of a checkout; tests/examples/test_clients.py does",
     "    config.pbtxt           optional": "shows a folder",
