@@ -304,9 +304,7 @@ def test_metrics_of_a_model_are_the_daemons(http: httpclient.InferenceServerClie
         ask(http, rows)
     found = shown(daemon)
     assert found.value("asked_rows_total", model="metrics") == 21
-    within = {
-        le: found.value("rows_of_a_request_bucket", model="metrics", le=le) for le in ("1.0", "2.5", "10.0", "+Inf")
-    }
+    within = {le: found.value("rows_of_a_request_bucket", model="metrics", le=le) for le in ("1", "2.5", "10", "+Inf")}
     assert within == {"1.0": 5, "2.5": 6, "10.0": 7, "+Inf": 8}
     assert found.value("rows_of_a_request_sum", model="metrics") == 21
     os.kill(daemon.workers[0].pid, signal.SIGKILL)
