@@ -9,7 +9,7 @@ import asyncio
 import enum
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import PreparedRequest, RequestRecord, set_named
@@ -68,6 +68,22 @@ class PreferredMemory:
         self.preferred_device_id = preferred_device_id
 
 
+_CPU_MEMORY = PreferredMemory(TRITONSERVER_MEMORY_CPU)
+_NO_TRACE = InferenceTrace()
+#: The types of arguments of ``InferenceRequest``.
+_TYPES: dict[str, Any] = {
+    "request_id": str | bytes,
+    "inputs": Iterable,
+    "requested_output_names": Iterable,
+    "model_name": str | bytes,
+    "model_version": SupportsIndex,
+    "flags": SupportsIndex,
+    "timeout": SupportsIndex,
+    "preferred_memory": PreferredMemory,
+    "trace": InferenceTrace,
+}
+
+
 class InferenceRequest:
     """A request that a model's ``execute`` gets, or that a model makes to another model."""
 
@@ -75,14 +91,14 @@ class InferenceRequest:
         self,
         request_id: str = "",
         correlation_id: int | str = 0,
-        inputs: Iterable[Tensor] = (),
-        requested_output_names: Iterable[str] = (),
+        inputs: Iterable[Tensor] | None = None,
+        requested_output_names: Iterable[str] | None = None,
         model_name: str | bytes | None = None,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
-        preferred_memory: PreferredMemory | None = None,
-        trace: InferenceTrace | None = None,
+        preferred_memory: PreferredMemory = _CPU_MEMORY,
+        trace: InferenceTrace = _NO_TRACE,
         parameters: Mapping[str, Any] | str | None = None,
         cancelled: Callable[[], bool] | None = None,
         writer: Callable[[], ResponseWriter] | None = None,
@@ -90,16 +106,24 @@ class InferenceRequest:
     ) -> None:
         """Makes a request. Models leave out the last three arguments: the worker sets them for requests that ``execute`` gets.
 
+        A model has to give ``inputs``, ``requested_output_names`` and ``model_name``; no argument but ``parameters`` may be None.
+
         Args:
           trace: the trace of the request on whose behalf this one is made.
           cancelled: returns whether the client has cancelled the request.
           writer: makes the object that a response sender writes to.
           timeline: the request's timeline, if it is traced.
 
-        Raises TritonModelException: the request is malformed; TypeError: ``model_name`` is no text, or an input no ``Tensor``.
+        Raises TritonModelException: the request is malformed; TypeError: an argument is missing or of another type.
         """
-        if not isinstance(model_name, str | bytes):
-            raise TypeError(f"InferenceRequest needs model_name, a str; it is {model_name!r}")
+        if writer is None:
+            given = locals()
+            for name, kind in _TYPES.items():
+                if not isinstance(given[name], kind):
+                    raise TypeError(f"InferenceRequest: {name} cannot be {given[name]!r}")
+        assert inputs is not None
+        assert requested_output_names is not None
+        assert model_name is not None
         self._request_id = request_id
         self._correlation_id = correlation_id
         self._inputs = list(inputs)
@@ -109,16 +133,8 @@ class InferenceRequest:
         self._flags = flags
         self._timeout = timeout
         self._parameters = parameters if isinstance(parameters, str) else json.dumps(checked_parameters(parameters))
-        if not isinstance(correlation_id, int | str):
-            raise TritonModelException("Correlation ID must be integer or string")
-        of = f"for request with id '{request_id}' and model name '{self._model_name}' should not be empty."
-        if None in self._inputs:
-            raise TritonModelException(f"Input tensor {of}")
-        for tensor in self._inputs:
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"inputs are of type Tensor, found {type(tensor).__name__}")
-        if "" in self._requested:
-            raise TritonModelException(f"Requested output name {of}")
+        if writer is None:
+            self._check(requested_output_names)
         self._cancelled = cancelled
         self._writer = writer
         self._trace = trace
@@ -127,6 +143,24 @@ class InferenceRequest:
         self.sender: InferenceResponseSender | None = None
         #: Whether the request is done after ``execute``, or goes round again.
         self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
+
+    def _check(self, names: object) -> None:
+        """Checks what a model has given. ``names``: the requested outputs. Raises what the constructor raises."""
+        if self._correlation_id is None:
+            raise TypeError("InferenceRequest: correlation_id cannot be None")
+        if not isinstance(self._correlation_id, int | str):
+            raise TritonModelException("Correlation ID must be integer or string")
+        of = f"for request with id '{self._request_id}' and model name '{self._model_name}' should not be empty."
+        for tensor in self._inputs:
+            if tensor is None:
+                raise TritonModelException(f"Input tensor {of}")
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"inputs are of type Tensor, found {type(tensor).__name__}")
+        for name in (names,) if isinstance(names, str | bytes) else self._requested:
+            if name is names or not isinstance(name, str | bytes):
+                raise TypeError(f"requested_output_names are a list of str, found {name!r}")
+        if "" in self._requested:
+            raise TritonModelException(f"Requested output name {of}")
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
@@ -171,7 +205,7 @@ class InferenceRequest:
 
     def trace(self) -> InferenceTrace:
         """Returns the trace to pass to requests that a model makes on behalf of this one."""
-        return self._trace or InferenceTrace(self._timeline)
+        return InferenceTrace(self._timeline) if self._trace is _NO_TRACE else self._trace
 
     def get_response_sender(self) -> InferenceResponseSender:
         """Returns the sender of responses to this request: any number of them if the model is decoupled, else one."""
@@ -237,8 +271,7 @@ class InferenceRequest:
             parameter_set=parameter_set,
         )
         outputs = tuple(map(_text, self._requested))
-        timeline = self._trace.timeline if isinstance(self._trace, InferenceTrace) else None
-        return call_of(prepared, own, self._inputs, outputs, decoupled, timeline)
+        return call_of(prepared, own, self._inputs, outputs, decoupled, self._trace.timeline)
 
 
 def _text(given: str | bytes) -> str:

@@ -21,15 +21,16 @@ class InferenceResponse:
 
     def __init__(
         self,
-        output_tensors: Iterable[Tensor] | None = None,
+        output_tensors: Iterable[Tensor] = (),
         error: TritonError | Exception | str | None = None,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
         """Makes a response.
 
-        Raises TritonModelException: an output is None, or a parameter cannot be sent; TypeError: an output is no ``Tensor``.
+        Raises TritonModelException: an output is None, or a parameter cannot be sent; TypeError: the outputs are None, or one is
+        no ``Tensor``.
         """
-        self._output_tensors = list(output_tensors or ())
+        self._output_tensors = list(output_tensors)
         if None in self._output_tensors:
             raise TritonModelException("Output tensor for inference response should not be empty.")
         for tensor in self._output_tensors:

@@ -31,7 +31,7 @@ class Tensor:
         if not isinstance(name, str):
             raise TypeError(f"the name of a tensor is a str, not {type(name).__name__}")
         if not isinstance(numpy_array, np.ndarray):
-            raise TritonModelException(f"tensor '{name}': a numpy array is expected, not {type(numpy_array).__name__}")
+            raise TypeError(f"tensor '{name}': a numpy array is expected, not {type(numpy_array).__name__}")
         if datatype_of(numpy_array.dtype) is None:
             raise TritonModelException(f"tensor '{name}': dtype {numpy_array.dtype} has no name in the protocol")
         self._name = name
@@ -99,7 +99,14 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """Makes a tensor from a DLPack capsule, or from an object that exports DLPack (of torch, jax, numpy, cupy)."""
+        """Makes a tensor from a DLPack capsule, or from an object that exports DLPack (of torch, jax, numpy, cupy).
+
+        Raises TritonModelException: it is neither.
+        """
+        if not hasattr(tensor, "__dlpack__") and type(tensor).__name__ != "PyCapsule":
+            raise TritonModelException(
+                f"tensor '{name}': an object with __dlpack__ is expected, not {type(tensor).__name__}"
+            )
         return Tensor(name, _imported(tensor))
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from typing import Any
 
 import numpy as np
@@ -47,26 +48,80 @@ def test_it_is_one_module_for_models() -> None:
     assert all(hasattr(pb_utils, name) for name in names.split())
 
 
-def test_arguments_that_triton_refuses() -> None:
+_X = pb_utils.Tensor("x", np.zeros(1, np.float32))
+_ARRAY = np.zeros(1, np.float32)
+_REQUEST: dict[str, Any] = {"model_name": "m", "inputs": [_X], "requested_output_names": ["y"]}
+#: What is made, with which arguments, what it raises, and words of it.
+WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    *(
+        ("InferenceRequest", (), {**_REQUEST, name: None}, TypeError, f"{name} cannot be None")
+        for name in (*_REQUEST, "request_id", "correlation_id", "model_version", "flags", "timeout", "trace")
+    ),
+    ("InferenceRequest", (), {**_REQUEST, "preferred_memory": None}, TypeError, "preferred_memory cannot be None"),
+    *(
+        ("InferenceRequest", (), {key: _REQUEST[key] for key in _REQUEST if key != name}, TypeError, name)
+        for name in _REQUEST
+    ),
+    *(
+        ("InferenceRequest", (), {**_REQUEST, name: value}, TypeError, words)
+        for name, value, words in (
+            ("request_id", 1, "request_id cannot be 1"),
+            ("model_version", "1", "model_version cannot be '1'"),
+            ("flags", 1.0, "flags cannot be 1.0"),
+            ("timeout", "1", "timeout cannot be '1'"),
+            ("trace", 1, "trace cannot be 1"),
+            ("inputs", _X, "inputs cannot be"),
+            ("inputs", ["x"], "inputs are of type Tensor, found str"),
+            ("requested_output_names", [None], "a list of str, found None"),
+            ("requested_output_names", [1], "a list of str, found 1"),
+            ("requested_output_names", "y", "a list of str, found 'y'"),
+            ("correleation_id", None, "unexpected keyword argument"),
+        )
+    ),
+    ("InferenceRequest", (), {**_REQUEST, "inputs": [None]}, pb_utils.TritonModelException, "Input tensor for request"),
+    (
+        "InferenceRequest",
+        (),
+        {**_REQUEST, "requested_output_names": [""]},
+        pb_utils.TritonModelException,
+        "Requested output name for request",
+    ),
+    ("InferenceRequest", (), {**_REQUEST, "correlation_id": 1.5}, pb_utils.TritonModelException, "Correlation ID must"),
+    ("InferenceResponse", ([_X, None],), {}, pb_utils.TritonModelException, "Output tensor for inference response"),
+    ("InferenceResponse", (None,), {}, TypeError, "None"),
+    ("InferenceResponse", ([1],), {}, TypeError, "found int"),
+    ("Tensor", (None, _ARRAY), {}, TypeError, "the name of a tensor"),
+    ("Tensor", ("x", None), {}, TypeError, "a numpy array is expected, not NoneType"),
+    ("Tensor", ("", None), {}, TypeError, "a numpy array is expected, not NoneType"),
+    ("Tensor.from_dlpack", ("x", None), {}, pb_utils.TritonModelException, "not NoneType"),
+    ("Tensor.from_dlpack", ("", None), {}, pb_utils.TritonModelException, "not NoneType"),
+    ("Tensor.from_dlpack", (None, _ARRAY), {}, TypeError, "the name of a tensor"),
+    *(("Logger.log", ("x", level), {}, TypeError, "level is") for level in (None, 1)),
+    *(
+        (f"Logger.log{kind}", (None,), {}, TypeError, "message is")
+        for kind in ("", "_info", "_warn", "_error", "_verbose")
+    ),
+]
+
+
+@pytest.mark.parametrize(("what", "arguments", "named", "kind", "words"), WRONG)
+def test_arguments_that_triton_refuses(
+    what: str, arguments: tuple[Any, ...], named: dict[str, Any], kind: type[Exception], words: str
+) -> None:
     """A wrong type is a TypeError, as with pybind11; a value that the constructor checks is Triton's exception."""
-    array = np.zeros(1, np.float32)
-    good = pb_utils.Tensor("x", array)
-    assert pb_utils.Tensor(b"x", array).name() == "x"  # type: ignore[arg-type]
+    with pytest.raises(kind, match=words) as caught:
+        operator.attrgetter(what)(pb_utils)(*arguments, **named)
+    assert caught.type is kind
+
+
+def test_arguments_that_triton_takes() -> None:
     made: Any = pb_utils
-    for wrong in (
-        lambda: made.Tensor(None, array),
-        lambda: made.InferenceResponse([1]),
-        lambda: made.InferenceRequest(inputs=[good], requested_output_names=["y"]),
-        lambda: made.InferenceRequest(model_name=None),
-        lambda: made.InferenceRequest(model_name="m", inputs=["x"]),
-        lambda: made.Logger.log("x", None),
-        lambda: made.Logger.log(None),
+    assert made.Tensor(b"x", _ARRAY).name() == "x"
+    for more in (
+        {"inputs": [], "requested_output_names": []},
+        {"inputs": (), "requested_output_names": ("y",), "model_name": b"m", "request_id": b"1", "correlation_id": "s"},
+        {"model_version": np.int64(1), "flags": np.uint8(1), "timeout": True, "parameters": None},
+        {"trace": made.InferenceTrace(), "preferred_memory": made.PreferredMemory(made.TRITONSERVER_MEMORY_GPU, 1)},
     ):
-        with pytest.raises(TypeError):
-            wrong()
-    for wrong, words in (
-        (lambda: made.InferenceResponse([good, None]), "Output tensor for inference response should not be empty."),
-        (lambda: made.InferenceRequest(model_name="m", inputs=[None]), "Input tensor for request with id ''"),
-    ):
-        with pytest.raises(pb_utils.TritonModelException, match=words):
-            wrong()
+        assert made.InferenceRequest(**{**_REQUEST, **more}).model_name() == "m"
+    assert made.InferenceResponse([]).output_tensors() == made.InferenceResponse().output_tensors() == []

@@ -21,7 +21,7 @@ def test_tensor() -> None:
     assert tensor.triton_dtype() == 7
     with pytest.raises(TritonModelException, match="complex"):
         tensors.Tensor("x", np.zeros(1, np.complex64))
-    with pytest.raises(TritonModelException, match="a numpy array is expected, not list"):
+    with pytest.raises(TypeError, match="a numpy array is expected, not list"):
         tensors.Tensor("x", [1])  # type: ignore[arg-type]
 
 
