@@ -35,6 +35,7 @@ def extension(room: str, name: str, *others: str) -> Extension:
 setup(
     ext_modules=[
         extension("shm", "_guard", "_python.h"),
+        extension("shm", "_strings", "_python.h"),
         extension("daemon/grpc", "_hpack", "../../shm/_python.h"),
         extension("daemon/grpc", "_walk", "../../shm/_python.h"),
         extension(

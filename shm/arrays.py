@@ -7,14 +7,15 @@ Source: Triton docs/protocol/extension_binary_data.md, "Binary Tensor Request".
 
 from __future__ import annotations
 
-import struct
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from tensord.shm import strings
 from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
 
@@ -37,7 +38,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
-_LENGTH = struct.Struct("<I")
+#: Strings that are converted in one call, in which Python serves no other thread.
+SLICE = 4096
+#: Content of more bytes is decoded where it is used.
+_LARGE = 1 << 16
 
 
 class IncompleteString(InvalidArgument):
@@ -62,7 +66,7 @@ def array(
       element.
     """
     if datatype == "BYTES":
-        return _bytes_array(bytes(content), shape, what, whose)
+        return np.asarray(received_strings(bytes(content), shape, what, whose))
     dtype = DTYPES[datatype]
     needed = element_count(shape, what) * dtype.itemsize
     if len(content) != needed:
@@ -72,46 +76,119 @@ def array(
 
 def byte_content(values: Array) -> bytes:
     """Encodes an array of bytes or str (as UTF-8) in the protocol's BYTES encoding, in row-major order."""
-    pieces: list[bytes] = []
-    for value in values.ravel().tolist():
-        element = value if isinstance(value, bytes) else str(value).encode()
-        pieces += (_LENGTH.pack(len(element)), element)
-    return b"".join(pieces)
+    if isinstance(values, Strings):
+        return values.content
+    flat = values.ravel()
+    if flat.size <= SLICE:
+        return encoded(flat.tolist())
+    return b"".join([encoded(flat[at : at + SLICE].tolist()) for at in range(0, flat.size, SLICE)])
 
 
-def _bytes_array(content: bytes, shape: Sequence[int], what: str, whose: str) -> Array:
-    """Decodes the protocol's BYTES encoding into an object array of bytes objects.
+class Strings:
+    """A BYTES tensor of many elements as its content, which nobody changes; an array is made of it for whoever asks for one.
+
+    It has an array's shape, dtype and size. So many strings are decoded by the thread that uses them, and encoded by the one
+    that made them: whoever only passes them on, such as a worker's loop, is not held up by their number.
+    """
+
+    __slots__ = ("content", "shape")
+    dtype = DTYPES["BYTES"]
+
+    def __init__(self, content: bytes, shape: Sequence[int]) -> None:
+        """``content``: in the protocol's BYTES encoding, with as many elements as ``shape`` (``_check_strings``)."""
+        self.content = content
+        self.shape = tuple(shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.content)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def reshape(self, shape: Sequence[int] | int) -> Strings:
+        """Returns the same elements in another shape; -1: in one dimension."""
+        return Strings(self.content, (self.size,) if isinstance(shape, int) else shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Returns a new object array of bytes objects. They are made in slices, between which other threads run."""
+        values, at = np.empty(self.size, np.object_), 0
+        for start in range(0, self.size, SLICE):
+            elements, at = strings.decode(self.content, at, SLICE)
+            values[start : start + SLICE] = np.fromiter(elements, np.object_, len(elements))
+        made = values.reshape(self.shape)
+        return made if dtype is None else made.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"<Strings {list(self.shape)}, {len(self.content)} bytes>"
+
+
+def in_slices(array: Array) -> Array:
+    """Returns an array of strings of any kind as one of objects, which is made in slices, between which other threads run."""
+    if array.dtype == np.object_:
+        return array
+    flat, made = array.ravel(), np.empty(array.size, np.object_)
+    for at in range(0, array.size, SLICE):
+        made[at : at + SLICE] = flat[at : at + SLICE]
+    return made.reshape(array.shape)
+
+
+def encoded_strings(array: Array) -> Array:
+    """Returns a BYTES tensor of many elements as ``Strings``, and any other array as it is. Whose thread made it calls this."""
+    if array.dtype.kind not in "SUO" or array.size <= SLICE:
+        return array
+    return cast(Array, Strings(byte_content(array), array.shape))
+
+
+def encoded(values: list[Any]) -> bytes:
+    """Encodes a list of bytes or str (as UTF-8) in the protocol's BYTES encoding."""
+    try:
+        return strings.encode(values)
+    except TypeError:
+        return strings.encode([value if isinstance(value, bytes) else str(value).encode() for value in values])
+
+
+def _check_strings(content: bytes, shape: Sequence[int], what: str = "tensor", whose: str = "") -> None:
+    """Checks the content of a BYTES tensor, without decoding it; see ``array`` for the arguments.
 
     Raises InvalidArgument: the content ends within an element, or the number of elements is not that of the shape.
     """
-    count = element_count(shape, what)
-    elements: list[bytes] = []
-    offset, end = 0, len(content)
-    while offset < end:
-        start = offset + 4
-        if start > end:
+    wanted, end = element_count(shape, what), len(content)
+    found, at = strings.count(content, wanted + 1)
+    if at < end and found <= wanted:
+        if at + 4 > end:
             raise InvalidArgument(
                 f"incomplete string length indicator for inference {what}{whose}, expecting 4 bytes but only "
-                f"{end - offset} bytes available. Please make sure the string length indicator is in one buffer."
+                f"{end - at} bytes available. Please make sure the string length indicator is in one buffer."
             )
-        if len(elements) == count:
-            raise InvalidArgument(
-                f"unexpected number of string elements {count + 1} for inference {what}{whose}, expecting {count}"
-            )
-        (length,) = _LENGTH.unpack_from(content, offset)
-        if start + length > end and len(elements) + 1 == count:
+        found += 1
+        if found == wanted:
             raise IncompleteString(
-                f"incomplete string data for inference {what}, expecting string of length {length} "
-                f"but only {end - start} bytes available"
+                f"incomplete string data for inference {what}, expecting string of length "
+                f"{int.from_bytes(content[at : at + 4], 'little')} but only {end - at - 4} bytes available"
             )
-        elements.append(content[start : start + length])
-        offset = start + length
     # The elements are counted before their content is looked at, as Triton does.
-    if len(elements) != count:
-        raise InvalidArgument(f"expected {count} string elements for inference {what}{whose}, got {len(elements)}")
-    values = np.empty(count, np.object_)
-    values[:] = elements
-    return values.reshape(shape)
+    if found > wanted:
+        raise InvalidArgument(
+            f"unexpected number of string elements {wanted + 1} for inference {what}{whose}, expecting {wanted}"
+        )
+    if found < wanted:
+        raise InvalidArgument(f"expected {wanted} string elements for inference {what}{whose}, got {found}")
+
+
+def received_strings(content: bytes, shape: Sequence[int], what: str, whose: str) -> Array:
+    """Returns a BYTES tensor as an array of objects, or as ``Strings`` if it is large; see ``array`` for arguments and errors."""
+    _check_strings(content, shape, what, whose)
+    made = Strings(content, shape)
+    return cast(Array, made) if len(content) > _LARGE else np.asarray(made)
 
 
 def address_of(memory: Array | memoryview) -> int:
@@ -121,8 +198,6 @@ def address_of(memory: Array | memoryview) -> int:
     return address
 
 
-def strings(array: Array) -> Array:
+def as_strings(array: Array) -> Array:
     """Copies an array of str or bytes into a new object array of bytes objects (str as UTF-8), as BYTES tensors have them."""
-    made = np.empty(array.shape, np.object_)
-    made.ravel()[:] = [value if isinstance(value, bytes) else str(value).encode() for value in array.ravel().tolist()]
-    return made
+    return np.asarray(Strings(byte_content(array), array.shape))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tensord.shm import strings
 from tensord.shm.datatypes import ELEMENT_SIZES, element_count
 from tensord.shm.errors import InvalidArgument
 
@@ -52,13 +53,9 @@ def elements(datatype: str, content: bytes | memoryview, what: str) -> int:
         if len(content) % size:
             raise InvalidArgument(f"{what}: {len(content)} bytes are no whole number of {datatype}")
         return len(content) // size
-    count = at = 0
-    end = len(content)
-    while at + 4 <= end:
-        at += 4 + int.from_bytes(content[at : at + 4], "little")
-        count += 1
     # Elements that are cut short are refused, in better words, by whoever reads them.
-    return count
+    count, at = strings.count(content, len(content))
+    return count + (len(content) - at >= 4)
 
 
 def _shown(shape: Sequence[int]) -> str:

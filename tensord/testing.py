@@ -542,12 +542,12 @@ def _array(name: str, value: Any, datatype: str | None) -> Array:
     if not made.dtype.isnative:
         made = made.astype(made.dtype.newbyteorder("="))
     if datatype_of(made.dtype) == "BYTES":
-        from tensord.shm.arrays import strings
+        from tensord.shm.arrays import as_strings
 
         if made.dtype.kind == "O" and any(each is None for each in made.flat):
             raise InvalidArgument("an element of a BYTES tensor is None, bytes or str is expected")
         try:
-            made = strings(made)
+            made = as_strings(made)
         except UnicodeEncodeError as error:
             raise InvalidArgument(f"an element of a BYTES tensor is not valid Unicode: {error}") from None
     elif datatype_of(made.dtype) is None:

@@ -39,6 +39,7 @@ EXTENSIONS = {
     "tensord/daemon/grpc/_hpack.abi3.so",
     "tensord/daemon/grpc/_walk.abi3.so",
     "tensord/shm/_guard.abi3.so",
+    "tensord/shm/_strings.abi3.so",
     "tensord/workers/native/_native.abi3.so",
 }
 #: Versions of Python, and what besides the wheel pip is given: the oldest JAX that setup.cfg allows.

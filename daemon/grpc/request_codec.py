@@ -20,7 +20,7 @@ from tensord.daemon.submit.model_states import ModelStates, parse_version
 from tensord.daemon.submit.placement import InputContent, UnsentRequest
 from tensord.daemon.submit.scheduling import KEYS, UNSCHEDULED, Scheduling
 from tensord.protocol import grpc_service_pb2
-from tensord.shm.arrays import DTYPES, byte_content
+from tensord.shm.arrays import DTYPES, encoded
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
@@ -221,10 +221,7 @@ def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
     Raises: InvalidArgument: a value does not fit its datatype.
     """
     if datatype == "BYTES":
-        values = contents.bytes_contents
-        elements = np.empty(len(values), np.object_)
-        elements[:] = list(values)
-        return byte_content(elements)
+        return encoded(list(contents.bytes_contents))
     numbers, dtype = packed_numbers.of_contents(contents, DTYPES[kind]), DTYPES[datatype]
     if numbers.dtype != dtype:
         limits = np.iinfo(dtype)

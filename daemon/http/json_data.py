@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from tensord.daemon.http.request_head import UnusualText, refusal
-from tensord.shm.arrays import DTYPES, array, byte_content
+from tensord.shm.arrays import DTYPES, array, encoded
 from tensord.shm.datatypes import MAX_RANK
 from tensord.shm.errors import InvalidArgument
 
@@ -118,9 +118,7 @@ def refuse_half_floats(datatype: str, count: int, name: str) -> None:
 def _wire_bytes(values: list[Any], datatype: str) -> bytes:
     """Converts checked values to a tensor's bytes. Raises OverflowError: a number is out of the datatype's range."""
     if datatype == "BYTES":
-        elements = np.empty(len(values), np.object_)
-        elements[:] = values
-        return byte_content(elements)
+        return encoded(values)
     dtype = DTYPES[datatype]
     if datatype != "FP32":
         return np.array(values, dtype).tobytes()

@@ -14,11 +14,10 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 from tensord.daemon.http import json_data
 from tensord.daemon.http.request_head import parse
-from tensord.shm.arrays import byte_content
+from tensord.shm.arrays import encoded
 from tensord.shm.errors import InvalidArgument
 
 #: Text converted at a time. Strings may be tiny, and each costs.
@@ -66,9 +65,7 @@ class JsonStrings:
             count += len(values)
             if count > self.count:
                 raise InvalidArgument(json_data.MISMATCH)
-            elements = np.empty(len(values), np.object_)
-            elements[:] = values
-            content = byte_content(elements)
+            content = encoded(values)
             place[written : written + len(content)] = content
             written += len(content)
             yield

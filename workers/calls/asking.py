@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypedDict, Unpack
 import msgspec
 import numpy as np
 
-from tensord.shm.arrays import Array, datatype_of, strings
+from tensord.shm.arrays import Array, as_strings, datatype_of
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, PreparedRequest, RequestRecord, set_named
 from tensord.workers.calls.call import ModelCall
@@ -167,7 +167,7 @@ def _outputs(result: Result | None) -> dict[str, Array]:
 
 def snapshot(array: Array) -> Array:
     """Returns a read-only copy of an array, because the array's owner or a client's next request may overwrite the original."""
-    made = strings(array) if array.dtype.kind in "SUO" else np.array(array)
+    made = as_strings(array) if array.dtype.kind in "SUO" else np.array(array)
     made.flags.writeable = False
     return made
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import numpy as np
-
 from tensord.shm.errors import ServingError
 from tensord.shm.messages import TELLING_PARAMETER
 from tensord.workers.dispatch.ensembles import members_of, told_by
@@ -28,7 +26,7 @@ from tensord.workers.models.statistics import Failure
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.regions.region_table import check_intact
 from tensord.workers.requests.request import Request, named
-from tensord.workers.requests.response_cache import Insertion, Question, ResponseCache
+from tensord.workers.requests.response_cache import Insertion, Question, ResponseCache, private
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph
 
 _log = logging.getLogger(__name__)
@@ -52,7 +50,7 @@ class CachedAnswers:
         began_ns = self._clock()
         if request.regions:
             try:
-                request.keep({name: np.array(array) for name, array in request.arrays.items()})
+                request.keep({name: private(array) for name, array in request.arrays.items()})
                 check_intact(request.regions)
             except ServingError as error:
                 self._outbox.fail(request, error.with_traceback(None))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tensord.shm.arrays import Array
+from tensord.shm.arrays import Array, encoded_strings
 from tensord.shm.errors import Internal
 from tensord.workers.calls.caller import Caller, calling
 from tensord.workers.jax_internals.wide import precision
@@ -66,7 +66,7 @@ class GeneratorModel(HostFunction):
             raise Internal(f"model '{self.signature.model}' yielded '{output}', which is no output of it")
         array = spec.as_objects(np.asarray(made))
         check_output(self.signature.model, spec, batches, request.rows, array.shape, array.dtype)
-        return spec.for_client(array, batches)
+        return encoded_strings(spec.for_client(array, batches))
 
 
 class _Run:

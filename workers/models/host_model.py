@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from tensord.shm.arrays import Array
+from tensord.shm.arrays import Array, encoded_strings
 from tensord.shm.errors import Internal
 from tensord.workers.calls.caller import ModelPort, calling
+from tensord.workers.devices.late_tensor import LateTensor
 from tensord.workers.models.execution import Execution, describe_failure
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.lowering import check_cut, check_output
@@ -81,13 +82,13 @@ class HostModel(HostFunction):
             for name, spec in self.signature.outputs.items()
             if spec.cut_like
         }
-        results: list[Result] = [outputs]
+        results: list[Result] = [{name: encoded_strings(array) for name, array in outputs.items()}]
         if self.signature.batches:
             results, at = [], 0
             for number, request in enumerate(requests):
                 part = {name: array[at : at + request.rows] for name, array in outputs.items()}
                 part |= {name: arrays[number] for name, arrays in cuts.items()}
-                results.append(part)
+                results.append({name: encoded_strings(array) for name, array in part.items()})
                 at += request.rows
         execution.results = results
 
@@ -126,7 +127,7 @@ def fetched(request: Request) -> tuple[dict[str, Array], int]:
     Tensors that are read only when it is their turn are read here, in the model's own thread.
     """
     inputs = {name: np.asarray(array) for name, array in request.arrays.items()}
-    copied = sum(array.nbytes for array in request.arrays.values() if not isinstance(array, np.ndarray))
+    copied = sum(array.nbytes for array in request.arrays.values() if isinstance(array, LateTensor))
     return inputs, copied
 
 

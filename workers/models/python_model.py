@@ -26,7 +26,7 @@ from google.protobuf import json_format
 
 from tensord.config.model_checks import STRICT_OUTPUTS
 from tensord.config.model_config import ModelConfig, empty, to_json, wants
-from tensord.shm.arrays import Array
+from tensord.shm.arrays import Array, encoded_strings
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, from_code
 from tensord.shm.messages import all_parameters
 from tensord.workers.calls.caller import Caller, CallerPhase, ModelPort, calling
@@ -379,8 +379,8 @@ class DeclaredOutputs:
             self._warn(error.message)
             lead = int(self._signature.batches)
             if len(array.shape) < lead or not spec.fits_model(array.shape[lead:]):
-                return array
-        return spec.for_client(array, self._signature.batches)
+                return encoded_strings(array)
+        return encoded_strings(spec.for_client(array, self._signature.batches))
 
     def _warn(self, why: str) -> None:
         with self._lock:

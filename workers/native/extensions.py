@@ -16,6 +16,7 @@ else:
 #: Module -> what is so without it.
 PARTS = {
     "tensord.shm._guard": "clients' shared memory is copied with system calls (access = snapshot), never mapped",
+    "tensord.shm._strings": "strings are decoded and encoded in Python",
     "tensord.workers.native._native": "requests are received and answered in Python, and outputs are copied to their places",
 }
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tensord.shm.arrays import Array, strings
+from tensord.shm.arrays import Array, as_strings
 from tensord.shm.messages import PreparedRequest, RequestedOutput, RequestRecord
 from tensord.workers.requests.request import Moments, Request, Sink
 from tensord.workers.requests.result import Response, Result
@@ -114,7 +114,7 @@ def kept(result: dict[str, Array]) -> tuple[dict[str, Array], int]:
     own: dict[str, Array] = Response({}, result.parameters) if isinstance(result, Response) else {}
     for name, array in result.items():
         if isinstance(array, np.ndarray) and (array.flags.writeable or array.dtype.kind in "SUO"):
-            made = strings(array) if array.dtype.kind in "SUO" else np.array(array)
+            made = as_strings(array) if array.dtype.kind in "SUO" else np.array(array)
             made.flags.writeable = False
             copied += made.nbytes
             array = made

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from msgspec.structs import replace
 
-from tensord.shm.arrays import Array, IncompleteString, array, datatype_of
+from tensord.shm.arrays import Array, IncompleteString, datatype_of, received_strings
 from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
 from tensord.shm.errors import InvalidArgument, ServingError
@@ -638,7 +638,7 @@ def _array(own: RequestRecord, signature: Signature, tensor: PreparedTensor, con
         # The snapshot comes first: lengths are read from it, not from memory somebody else can write.
         try:
             snapshot = np.asarray(content).tobytes() if isinstance(content, LateTensor) else bytes(content)
-            made = array(snapshot, "BYTES", shape, f"input '{spec.name}'", f" for model '{signature.model}'")
+            made = received_strings(snapshot, shape, f"input '{spec.name}'", f" for model '{signature.model}'")
         except IncompleteString:
             raise
         except InvalidArgument as error:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tensord.shm.arrays import Array, byte_content
+from tensord.shm.arrays import Array, Strings, byte_content
 from tensord.workers.requests.result import Response
 
 #: What an entry takes besides its tensors: many small answers must not hold more memory than was asked for.
@@ -154,7 +154,7 @@ class ResponseCache:
         while self.byte_size + byte_size > self.max_byte_size:
             self._remove(next(iter(self._entries)))
         kept = question._replace(inputs=tuple(each.copy() for each in question.inputs))
-        outputs = {name: _private(array) for name, array in answer.items()}
+        outputs = {name: private(array) for name, array in answer.items()}
         parameters = dict(answer.parameters) if isinstance(answer, Response) else {}
         self._entries[question.digest] = _Entry(kept, Response(outputs, parameters), byte_size)
         self.byte_size += byte_size
@@ -188,7 +188,10 @@ def _byte_size(array: Array) -> int:
     return len(byte_content(array)) if array.dtype.kind == "O" else array.nbytes
 
 
-def _private(array: Array) -> Array:
+def private(array: Array) -> Array:
+    """Returns a read-only copy of an array, or the array itself if nobody can write to it."""
+    if isinstance(array, Strings):
+        return array
     made = np.array(array)
     made.flags.writeable = False
     return made

@@ -19,7 +19,7 @@ import numpy as np
 from tensord.config.model_config import ModelConfig, data_type_name
 from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
-from tensord.shm.arrays import DTYPES, Array, datatype_of
+from tensord.shm.arrays import DTYPES, Array, datatype_of, in_slices
 from tensord.shm.errors import InvalidArgument
 
 _DECLARATION = re.compile(r"([A-Z0-9]+)\[([^\[\]]*)\]")
@@ -90,7 +90,7 @@ class TensorSpec:
     def as_objects(self, array: Array) -> Array:
         """Returns a computed output of strings as an object array of ``bytes``, and any other output as it is."""
         strings = self.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES"
-        return array.astype(np.object_, copy=False) if strings else array
+        return in_slices(array) if strings else array
 
     def for_client(self, array: Array, batches: bool) -> Array:
         """Returns a tensor of the model in the shape that a client sees. ``batches``: its first dimension is the batch."""
