@@ -38,6 +38,8 @@ class Content:
     #: When it was pushed (seconds since the epoch), and by whom; 0: it is the repository's.
     pushed_at: float = 0.0
     pushed_by: Peer | None = None
+    #: How many workers have died, not for others' doing, while they were given these parameters again.
+    deaths: int = 0
 
     def close(self) -> None:
         """Closes the memory of these parameters. A second call does nothing.

@@ -34,7 +34,7 @@ from tensord.daemon.parameters import push_checks
 from tensord.daemon.parameters.pushed_sets import Content, PushedSet, PushedSets, VersionKey
 from tensord.shm import descriptors
 from tensord.shm.control_records import Load, Loaded, Unload
-from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound, Replaced, ServingError, Unavailable
+from tensord.shm.errors import UNKNOWN_MODEL, Internal, InvalidArgument, NotFound, Replaced, ServingError, Unavailable
 from tensord.shm.operations import (
     MAIN_SET,
     AbortParameters,
@@ -62,6 +62,8 @@ _MAX_NUMBER = (1 << 63) - 1
 _MAX_WAITING = 64
 #: Sets that are staged at a time on a worker that is replaced.
 _AT_ONCE = 16
+#: Parameters in force are not given to a further worker when so many have died while they were given them.
+_DEATHS = 2
 #: The most sets that a line in the log names.
 _NAMED = 3
 
@@ -322,6 +324,8 @@ class Parameters:
                 content.memory = os.dup(memory)
             content.byte_size = os.fstat(memory).st_size
             self.sets.put(key, wanted.set, content)
+            for found in self.sets.of(key).values():
+                found.newest.deaths = 0  # which of them it was is not known
         del self._lacking[key]
         self._models.fill(*key)
         while True:
@@ -358,6 +362,7 @@ class Parameters:
         try:
             _, fds = await worker.call(operation, *([memory] if memory >= 0 else []))
         except ServingError:
+            _check_death(worker, what)
             if not worker.alive:
                 raise _NoWorker from None
             raise
@@ -418,7 +423,9 @@ class Parameters:
                 for worker, result in zip(missing, await asyncio.gather(*calls, return_exceptions=True), strict=True):
                     if not isinstance(result, BaseException):
                         staged.add(worker.incarnation)
-                    elif worker.alive and not worker.stopping:
+                        continue
+                    _check_death(worker, f"number {stage.number} of set '{stage.set}'")
+                    if worker.alive and not worker.stopping:
                         raise result
                 check()
             if key not in self._changing:
@@ -582,6 +589,8 @@ class Parameters:
         async def restore(name: str, content: Content) -> str:
             what = f"parameter set '{name}' number {content.number}"
             async with free:
+                if content.deaths >= _DEATHS:
+                    return f"{what} is not given to another worker: {content.deaths} died of it"
                 memory = -1
                 try:
                     memory = await self._copied(key, name, content, worker)
@@ -590,10 +599,9 @@ class Parameters:
                         changed = ", and its file is another one now" if content.file is not None else ""
                         return f"{what} was not kept: {content.byte_size} bytes, {most}{changed}"
                     await self._call(worker, StageParameters(push, *key, name, content.number), memory)
-                except _NoWorker:
-                    return f"{what} cannot be restored: the worker died"
-                except (ServingError, OSError) as error:
-                    return f"{what} cannot be restored: {error}"
+                except (_NoWorker, ServingError, OSError) as error:
+                    content.deaths += worker.ended_by_work
+                    return f"{what} cannot be restored: {str(error) or 'the worker died'}"
                 finally:
                     if memory >= 0:
                         os.close(memory)
@@ -649,6 +657,15 @@ class Parameters:
 
     def __repr__(self) -> str:
         return f"<Parameters {sum(1 for _ in self.sets)} sets, {self.sets.byte_size} bytes>"
+
+
+def _check_death(worker: WorkerProcess, what: str) -> None:
+    """Raises Internal if a worker died of parameters that it was given: no other worker is given them.
+
+    ``what``: names the parameters. A worker that somebody else killed did not die of them.
+    """
+    if worker.ended_by_work:
+        raise Internal(f"{what}: the worker process that was given them {worker.describe_exit()}")
 
 
 def _older(key: VersionKey, name: str, number: int, other: int) -> Replaced:

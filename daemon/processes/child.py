@@ -278,6 +278,11 @@ class Child:
         return self.returncode is not None and (self.returncode >= 0 or -self.returncode in _OWN_SIGNALS)
 
     @property
+    def ended_by_work(self) -> bool:
+        """Returns whether what the process did may have ended it: it ended by itself, hung, or ran out of memory."""
+        return not self.alive and not self.stopping and (self.ended_by_itself or self._killing or self.out_of_memory)
+
+    @property
     def is_of_other_version(self) -> bool:
         """Returns whether the process ended because it is of another version of tensord than this daemon."""
         return self.returncode == child_process.OTHER_VERSION and not self.ready

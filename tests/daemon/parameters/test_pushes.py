@@ -21,7 +21,7 @@ from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.parameters.pushes import Parameters
 from tensord.shm.control_records import Load, Loaded, Unload
-from tensord.shm.errors import InvalidArgument, NotFound, Replaced, ServingError, Unavailable, Unsupported
+from tensord.shm.errors import Internal, InvalidArgument, NotFound, Replaced, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import (
     AbortParameters,
     CommitParameters,
@@ -57,6 +57,8 @@ class Worker:
 
     stopping = False
     alive = True
+    #: Whether it died by itself.
+    ended_by_work = False
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -109,6 +111,9 @@ class Worker:
 
     def send(self, record: Any) -> None:
         self.sent.append(record)
+
+    def describe_exit(self) -> str:
+        return "was killed by SIGSEGV"
 
     def kill(self, reason: str) -> None:
         self.killed, self.alive = reason, False
@@ -395,6 +400,57 @@ async def test_a_push_waits_while_its_model_is_being_loaded(tmp_path: Path, vers
                         await pushing
             assert not w.parameters._claimed
             assert not w.parameters._coming_byte_size
+
+
+@pytest.mark.parametrize("at", [MakeParameters, StageParameters])
+async def test_a_push_that_a_worker_dies_of_is_not_given_to_the_next(tmp_path: Path, at: type) -> None:
+    """Whether it is made there, or staged: the push is refused, and what was in force stays so."""
+    async with world(tmp_path) as w:
+        await w.push(b"number one")
+        given: list[int] = []
+
+        def before(operation: Any) -> None:
+            if isinstance(operation, at):
+                given.append(1)
+                w.workers[1].ended_by_work = True
+                w.dies(1)
+
+        w.workers[1].before = before
+        with pytest.raises(Internal, match="the worker process that was given them was killed by SIGSEGV"):
+            await w.push_file("a fifo")
+        assert len(given) == 1
+        assert w.held == [(1, b"number one")]
+        assert (await w.joins(3)).sets["main"] == (1, b"number one")
+
+
+async def test_what_is_in_force_is_given_to_two_workers_that_die_of_it(tmp_path: Path) -> None:
+    """As a request is; then the version is not served, and says why, until something else is pushed."""
+    async with world(tmp_path, workers=1) as w:
+        await w.push(b"deadly one")
+        w.dies(1)
+        for number in (2, 3, 4):
+            worker = w.workers[number] = Worker(number)
+
+            def before(operation: Any, number: int = number, worker: Worker = worker) -> None:
+                if isinstance(operation, StageParameters) and operation.number == 1:
+                    worker.ended_by_work = True
+                    w.dies(number)
+
+            worker.before = before
+            instructions = w.lifecycle.worker_joined(number, f"cpu:{number}")
+            (instruction,) = instructions or w.lifecycle.retry("m", 1, 2)
+            worker.send(w.parameters.sent(number, instruction.record))  # type: ignore[union-attr,arg-type]
+            w.parameters.loaded(worker, Loaded("m", 1))  # type: ignore[arg-type]
+            while w.tasks:
+                await asyncio.sleep(0)
+        assert worker.alive
+        ((_, answer),) = w.heard
+        assert answer.reason == "parameter set 'main' number 1 is not given to another worker: 2 died of it"
+        pushing = asyncio.create_task(w.push(b"a better one"))
+        await asyncio.sleep(0.01)
+        w.parameters.loaded(worker, Loaded("m", 1))  # type: ignore[arg-type]
+        assert (await pushing)["number"] == 2
+        assert worker.sets["main"] == (2, b"a better one")
 
 
 async def test_fronts_hear_of_a_replacement_when_it_has_said_that_it_serves(tmp_path: Path) -> None:
