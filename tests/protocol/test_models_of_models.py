@@ -305,7 +305,7 @@ def test_metrics_of_a_model_are_the_daemons(http: httpclient.InferenceServerClie
     found = shown(daemon)
     assert found.value("asked_rows_total", model="metrics") == 21
     within = {le: found.value("rows_of_a_request_bucket", model="metrics", le=le) for le in ("1", "2.5", "10", "+Inf")}
-    assert within == {"1.0": 5, "2.5": 6, "10.0": 7, "+Inf": 8}
+    assert within == {"1": 5, "2.5": 6, "10": 7, "+Inf": 8}
     assert found.value("rows_of_a_request_sum", model="metrics") == 21
     os.kill(daemon.workers[0].pid, signal.SIGKILL)
     wait_until(lambda: len(daemon.log.split("is up on")) > 3, "the worker to be replaced", daemon)
