@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bench.attackers import grpc, http, lanes, regions
+from bench.attackers import grpc, http, lanes, pushes, regions
 
-ATTACKS = grpc.ATTACKS | http.ATTACKS | regions.ATTACKS | lanes.ATTACKS
+ATTACKS = grpc.ATTACKS | http.ATTACKS | regions.ATTACKS | pushes.ATTACKS | lanes.ATTACKS

@@ -95,6 +95,16 @@ def long_strings(target: Target) -> None:
     _post(target, json.dumps({"inputs": [tensor]}, separators=(",", ":")).encode())
 
 
+def many_strings(target: Target) -> None:
+    """Sends two million strings to a model that takes them, as bytes, and asks for them back."""
+    values = (b"\x06\0\0\0" + b"abcdef") * 2_000_000
+    tensor = {"name": "INPUT0", "datatype": "BYTES", "shape": [2_000_000]}
+    output = {"name": "OUTPUT0", "parameters": {"binary_data": True}}
+    inputs = [{**tensor, "parameters": {"binary_data_size": len(values)}}]
+    head = json.dumps({"inputs": inputs, "outputs": [output]}).encode()
+    _post(target, head + values, "strings", f"Inference-Header-Content-Length: {len(head)}\r\n")
+
+
 def wide_parameters(target: Target) -> None:
     """Sends JSON bodies with 28 MB of parameters."""
     _post(target, json.dumps({"parameters": {f"p{i}": "x" * 20 for i in range(800_000)}, "inputs": []}).encode())
@@ -216,9 +226,12 @@ def _large_answer(region: str, byte_size: int) -> bytes:
     return b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
-def _post(target: Target, body: bytes) -> None:
-    """Posts one body to the server again and again, each time on a new connection, and counts the statuses."""
-    head = b"POST /v2/models/addsub/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+def _post(target: Target, body: bytes, model: str = "addsub", more: str = "") -> None:
+    """Posts one body to a model again and again, each time on a new connection, and counts the statuses.
+
+    ``more``: header fields besides the usual ones.
+    """
+    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {len(body)}\r\n\r\n".encode()
     while target.going_on():
         with target.refusals(), target.http_socket() as connection:
             connection.settimeout(60)
@@ -236,6 +249,7 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "http-idle-connections": idle_connections,
     "http-many-inputs": many_inputs,
     "http-long-strings": long_strings,
+    "http-many-strings": many_strings,
     "http-wide-parameters": wide_parameters,
     "http-deep-arrays": deep_arrays,
     "http-pipelined": pipelined,

@@ -35,7 +35,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     # Large segments that are free are closed at once, so that descriptors are back where they were.
     options = {
         "arenas": {"byte_size": 32 << 20, "keep_byte_size": 0},
-        "repository": {"control_mode": "explicit", "load": ["addsub", "identity", "slow"]},
+        "repository": {"control_mode": "explicit", "load": ["addsub", "identity", "slow", "pushed", "strings"]},
         # Twenty clients hold as much as they may, and few of them all that their user may.
         "clients": {
             "socket": str(folder / "clients.sock"),
