@@ -135,7 +135,9 @@ class Supervisor:
         devices = [device.name for device, _ in spawned]
         self.fronts = Fronts({"http": programs.http, "grpc": programs.grpc}, devices, self)
         self.workers = WorkerPool(programs.worker, self)
-        self.models = Models(options, self, runtime_directory.of_service(environment))
+        self.models = Models(
+            options, self, runtime_directory.of_service(environment), runtime_directory.state_of_service(environment)
+        )
         self.parameters = Parameters(options, self, self.models)
         self._served_models = model_list.ServedModels(self.models)
         each = options.workers.devices_per_worker

@@ -23,7 +23,16 @@ CONTROL_SOCKET = "control.sock"
 
 def of_service(environment: Mapping[str, str]) -> Path | None:
     """Returns the folder that systemd made for this process's sockets; None: this process is not a service of systemd."""
-    first = environment.get("RUNTIME_DIRECTORY", "").split(":")[0]
+    return _first(environment, "RUNTIME_DIRECTORY")
+
+
+def state_of_service(environment: Mapping[str, str]) -> Path | None:
+    """Returns the folder that systemd keeps for this process's data; None: this process is not a service of systemd."""
+    return _first(environment, "STATE_DIRECTORY")
+
+
+def _first(environment: Mapping[str, str], variable: str) -> Path | None:
+    first = environment.get(variable, "").split(":")[0]
     return Path(first) if first else None
 
 

@@ -41,8 +41,14 @@ _log = logging.getLogger(__name__)
 class Models:
     """Owns the lifecycle of all models, and carries out what it decides: sends records to workers, states to fronts."""
 
-    def __init__(self, options: Options, supervisor: Supervisor, kept: Path | None = None) -> None:
-        """Begins without models. ``kept``: a folder that outlives a crash of the daemon; None: there is none."""
+    def __init__(
+        self, options: Options, supervisor: Supervisor, kept: Path | None = None, place: Path | None = None
+    ) -> None:
+        """Begins without models.
+
+        ``kept``: a folder that outlives a crash of the daemon, but no orderly end; ``place``: one for the daemon's data; None:
+        there is none.
+        """
         self._supervisor = supervisor
         self._placing = options
         self._options = options.repository
@@ -70,7 +76,7 @@ class Models:
         self._listed: set[str] = set()
         self._outcomes = Outcomes()
         self._overrides = Overrides()
-        self._given = GivenModels()
+        self._given = GivenModels(place)
 
     # --------------------------------------------------------------------------------------------- clients' operations
 

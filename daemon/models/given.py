@@ -4,6 +4,9 @@ Each model that came with files lies in a private folder for as long as it is se
 
     <temporary folder, mode 0700>/<serial>/<model>/<version>/model.py
 
+The temporary folder lies where the service manager keeps the daemon's data, if it does, because a worker that is replaced reads
+the files again. It is locked, which systemd-tmpfiles and the next daemon respect.
+
 ``keep`` writes such a folder and ``drop`` removes it; both touch the disk and must run off the event loop. The caller says which
 folders are in use. Source: Triton docs/protocol/extension_model_repository.md, "file:<version>/<file-name>".
 """
@@ -12,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
+import os
 import re
 import shutil
 import tempfile
@@ -26,12 +31,21 @@ from tensord.shm.errors import InvalidArgument, Unavailable
 #: Matches a part of a file's path; none may mean anything to a file system.
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]{0,254}", re.ASCII)
 _MAX_DEPTH = 8
+_PREFIX = "tensord-models-"
 
 
 class GivenModels:
     """Folders of models that consist of files from clients. All lie in one temporary folder, created with the first model."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Path | None = None) -> None:
+        """Removes what a daemon that crashed has left in ``place``, the folder of the daemon's data; None: $TMPDIR is used."""
+        for left in place.glob(f"{_PREFIX}*") if place is not None else ():
+            if (lock := _locked(left)) >= 0:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
+        self._place = place
+        #: A descriptor of the temporary folder, by which it is locked.
+        self._lock = -1
         #: name -> its folders: one may be served, others may be new or on their way out.
         self._folders: dict[str, list[Path]] = {}
         #: Folders whose load is not over.
@@ -49,7 +63,8 @@ class GivenModels:
         """
         files = _checked(files)
         if self._root is None:
-            self._root = tempfile.TemporaryDirectory(prefix="tensord-models-")
+            self._root = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self._place)
+            self._lock = _locked(Path(self._root.name))
         folder = Path(self._root.name, str(next(self._serials)), name)
         try:
             for path, content in files.items():
@@ -108,6 +123,22 @@ class GivenModels:
         if self._root is not None:
             self._root.cleanup()
             self._root = None
+            if self._lock >= 0:
+                os.close(self._lock)
+
+
+def _locked(folder: Path) -> int:
+    """Opens a folder and locks it. Returns the descriptor, which holds the lock until it is closed; -1: it cannot be locked."""
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return -1
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(opened)
+        return -1
+    return opened
 
 
 def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:

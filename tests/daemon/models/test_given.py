@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,28 @@ def test_files_are_kept_until_they_are_dropped(given: GivenModels) -> None:
     assert [folder.name for folder in root.iterdir()] == [second.parent.name]
     given.close()
     assert not root.exists()
+
+
+def test_files_lie_where_no_cleaner_comes(tmp_path: Path) -> None:
+    """In the folder of the service's data, where a daemon that crashed has left some, and another one is at work."""
+    place = tmp_path / "state"
+    place.mkdir()
+    (place / "tensord-models-left" / "1" / "m").mkdir(parents=True)
+    (place / "notes").touch()
+    given = GivenModels(place)
+    assert [each.name for each in place.iterdir()] == ["notes"]
+    folder = given.keep("m", {"1/model.py": b"one"})
+    assert folder.is_relative_to(place)
+    # As systemd-tmpfiles asks whether it may age a folder.
+    cleaner = os.open(folder.parent.parent, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(cleaner)
+    GivenModels(place).close()
+    assert (folder / "1" / "model.py").read_bytes() == b"one"
+    given.close()
+    given.close()
+    assert [each.name for each in place.iterdir()] == ["notes"]
 
 
 @pytest.mark.parametrize(
