@@ -10,6 +10,7 @@ Source: Open Inference Protocol, REST; Triton docs/protocol/extension_binary_dat
 from __future__ import annotations
 
 import json
+import reprlib
 import struct
 import threading
 import time
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from tensord_client.device_memory import DeviceMemory
 
 _PART = struct.Struct("<IQ")
+_BINARY = b"application/octet-stream"
 #: The most kinds of requests whose head and JSON are cached.
 _REMEMBERED = 256
 #: Up to so many bytes of tensors are copied behind the head, to be sent in one piece.
@@ -400,7 +402,7 @@ class _Get(Exchange):
         self.fields = response.fields
         if response.status != 200:
             raise _error(response)
-        return json.loads(response.text) if response.text else None
+        return _json(response, response.text) if response.text else None
 
 
 class _Infer(Exchange):
@@ -415,19 +417,22 @@ class _Infer(Exchange):
         if response.status != 200:
             raise _error(response)
         tail = np.empty(0, np.uint8) if response.tail is None else response.tail
-        answer = self._answer(json.loads(response.text), tail)
+        answer = self._answer(_json(response, response.text), tail)
         answer.times = _timing(response.fields.get(b"tensord-timing"))
         return answer
 
     def read_next(self, response: Response) -> Answer | None:
         stream = response.stream
+        kind = response.fields.get(b"content-type", _BINARY).partition(b";")[0].lower()
+        if (stream or response.whole) and (kind != _BINARY or b"content-encoding" in response.fields):
+            raise _unexpected(response, bytes(stream), "a model's responses")
         if len(stream) < _PART.size:
             return None
         text_size, tail_size = _PART.unpack_from(stream)
         end = _PART.size + text_size + tail_size
         if len(stream) < end:
             return None
-        said = json.loads(bytes(stream[_PART.size : _PART.size + text_size]))
+        said = _json(response, bytes(stream[_PART.size : _PART.size + text_size]))
         tail = np.empty(tail_size, np.uint8)
         tail[:] = np.frombuffer(stream, np.uint8, tail_size, _PART.size + text_size)
         del stream[:end]
@@ -497,6 +502,21 @@ def _timing(field: bytes | None) -> Timing | None:
         return Timing(said[b"queue-ns"], said[b"compute-ns"], said[b"copied-bytes"])
     except (ValueError, KeyError):
         return None
+
+
+def _json(response: Response, text: bytes | bytearray) -> Any:
+    """Parses JSON of an answer. Raises Internal: it is something else, which the message says."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise _unexpected(response, bytes(text), "JSON") from None
+
+
+def _unexpected(response: Response, content: bytes, expected: str) -> ServingError:
+    """Makes the error of an answer that is something else, as that of a proxy may be, than what is ``expected``."""
+    fields = [response.fields.get(name, b"").decode("latin-1") for name in (b"content-type", b"content-encoding")]
+    kind = ", ".join(filter(None, fields)) or "no content type"
+    return Internal(f"the server answered with {kind}, {reprlib.repr(content)}, where {expected} are expected")
 
 
 def _error(response: Response) -> ServingError:

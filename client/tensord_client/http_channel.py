@@ -52,25 +52,30 @@ class Malformed(OSError):
 
 
 class Response:
-    """Parses an HTTP answer from bytes as they arrive, and holds what has arrived of it. Does no input or output."""
+    """Parses an HTTP answer from bytes as they arrive, and holds what has arrived of it. Does no input or output.
 
-    def __init__(self) -> None:
+    A body is in chunks, of a length that the head says, or all until the end of the connection.
+    """
+
+    def __init__(self, streams: bool = False) -> None:
+        """Begins without any byte. ``streams``: whether the body of an answer with status 200 is read while it arrives."""
+        self._streams = streams
         self.status = 0
         self.fields: dict[bytes, bytes] = {}
         #: The JSON, or a body of any other kind.
         self.text = bytearray()
         #: The binary part of the body, behind the JSON; its first byte is aligned as numpy aligns arrays.
         self.tail: Array | None = None
-        #: Bytes of a chunked body that were received and not read yet.
+        #: Bytes of a body that is read while it arrives that were received and not read yet.
         self.stream = bytearray()
-        self.is_chunked = False
         self.whole = False
         self.keep_alive = True
         self._head = bytearray()
         #: Parts of the body's memory that no bytes were received into so far.
         self._places: list[memoryview] = []
-        self._to_end = False
-        #: Bytes that are left of a chunk and its line end; -1: a size line is next, -2: a trailer line is.
+        self._is_chunked = self._to_end = False
+        #: Bytes that are left of a stream of a known length; else of a chunk and its line end; -1: a size line is next, -2: a
+        #: trailer line is.
         self._left = -1
         self._line = bytearray()
 
@@ -129,9 +134,10 @@ class Response:
             self.fields[name.strip().lower()] = value.strip()
         fields = self.fields
         self.keep_alive = words[0] != b"HTTP/1.0" and fields.get(b"connection", b"").lower() != b"close"
-        self.is_chunked = fields.get(b"transfer-encoding", b"").lower() == b"chunked"
+        self._streams = self._streams and self.status == 200
+        self._is_chunked = fields.get(b"transfer-encoding", b"").lower() == b"chunked"
         length, json_size = fields.get(b"content-length"), fields.get(b"inference-header-content-length")
-        if self.is_chunked:
+        if self._is_chunked:
             return
         if length is None:
             self._to_end, self.keep_alive = True, False
@@ -143,6 +149,9 @@ class Response:
             raise Malformed("a length in an answer's head is no number") from None
         if not 0 <= text_size <= size:
             raise Malformed(f"an answer of {size} bytes cannot begin with {text_size} bytes of JSON")
+        if self._streams:
+            self._left, self.whole = size, not size
+            return
         self.text = bytearray(text_size)
         self._places = [memoryview(self.text)] if text_size else []
         if json_size is not None:
@@ -152,12 +161,18 @@ class Response:
         self.whole = not self._places
 
     def _take(self, data: memoryview) -> None:
-        if self.is_chunked:
+        if self._is_chunked:
             self._dechunk(data)
             return
         if self._to_end:
-            self.text += data
+            self._collect(data)
             return
+        if self._streams:
+            part = data[: self._left]
+            self._collect(part)
+            self._left -= len(part)
+            self.whole = not self._left
+            data = data[len(part) :]
         while len(data) and self._places:
             part = data[: len(self._places[0])]
             self._places[0][: len(part)] = part
@@ -166,11 +181,31 @@ class Response:
         if len(data):
             raise Malformed("bytes follow an answer that nobody asked for")
 
+    def _collect(self, data: memoryview) -> None:
+        """Stores bytes of a body whose length is not known, or that is read while it arrives."""
+        if self._streams:
+            self.stream += data
+        else:
+            self.text += data
+
+    def _complete(self) -> None:
+        """Is called when a body whose length was not known has come: separates the binary part from the JSON."""
+        self.whole = True
+        json_size = self.fields.get(b"inference-header-content-length")
+        if json_size is None or self._streams:
+            return
+        if not json_size.isdigit() or int(json_size) > len(self.text):
+            raise Malformed(f"an answer of {len(self.text)} bytes cannot begin with {json_size!r} bytes of JSON")
+        rest = memoryview(self.text)[int(json_size) :]
+        self.tail = np.empty(len(rest), np.uint8)
+        self.tail.data[:] = rest
+        self.text = self.text[: int(json_size)]
+
     def _dechunk(self, data: memoryview) -> None:
         while len(data) and not self.whole:
             if self._left > 2:
                 part = data[: self._left - 2]
-                self.stream += part
+                self._collect(part)
                 self._left -= len(part)
                 data = data[len(part) :]
                 continue
@@ -191,7 +226,8 @@ class Response:
 
     def _read_line(self, line: bytes) -> None:
         if self._left == -2:
-            self.whole = not line
+            if not line:
+                self._complete()
             return
         try:
             size = int(line.partition(b";")[0], 16)
@@ -206,7 +242,7 @@ class Response:
         """
         if not self._to_end:
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")
-        self.whole = True
+        self._complete()
 
 
 class Channel:
@@ -259,9 +295,9 @@ class Channel:
         """Returns whether another request may be sent on this connection after the present request."""
         return self.response.whole and self.response.keep_alive and not self._cut
 
-    def send(self, pieces: Sequence[Buffer]) -> None:
-        """Begins a new request with the bytes ``pieces``; ``advance`` sends them."""
-        self.response = Response()
+    def send(self, pieces: Sequence[Buffer], streams: bool = False) -> None:
+        """Begins a new request with the bytes ``pieces``; ``advance`` sends them. ``streams``: as of ``Response``."""
+        self.response = Response(streams)
         self.sent = False
         self._out = [piece for piece in pieces if len(piece)]
 
@@ -275,8 +311,8 @@ class Channel:
 
         Returns 0 once the answer is complete, else the poll events to wait for.
 
-        A body in chunks that has arrived so far is in ``response.stream`` after each call. Raises OSError: the connection failed,
-        or the answer is not valid HTTP (Malformed).
+        What has arrived so far of a body that is read while it arrives is in ``response.stream`` after each call. Raises OSError:
+        the connection failed, or the answer is not valid HTTP (Malformed).
         """
         if self._connecting:
             poll = select.poll()

@@ -25,6 +25,7 @@ from tensord_client.errors import (
     FORKED,
     Cancelled,
     DeadlineExceeded,
+    Internal,
     ServingError,
     Unavailable,
     too_many_waiting,
@@ -36,6 +37,7 @@ _IDLE = 60.0
 _PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
 _STOPPING = b"erver is stopping"
+_CUT = "the server at {} ended in the middle of the responses"
 
 
 class Unreached(Unavailable):
@@ -262,7 +264,7 @@ class HttpPending:
                     self._end(Cancelled(CLOSED))
                     return 0
             if not self._asked:
-                self._channel.send(self._exchange.pieces)
+                self._channel.send(self._exchange.pieces, self._exchange.streams)
                 self._asked = True
             mask = self._channel.advance()
             self._look(self._channel.response)
@@ -273,6 +275,8 @@ class HttpPending:
             self._broke(error)
         except ServingError as error:
             self._finish(error)
+        except Exception as error:  # such as no memory for the answer: the thread has other requests to end
+            self._end(Internal(f"the server's answer cannot be read: {error!r}"))
         return 0
 
     def _look(self, response: Response) -> None:
@@ -285,7 +289,7 @@ class HttpPending:
         if self._exchange.streams and response.status == 200:
             self._result = self._exchange.read_next(response)
             if self._result is None and response.whole:
-                self._finish(None)
+                self._finish(Unavailable(_CUT.format(self._pool.address)) if response.stream else None)
         elif response.whole:
             if response.status == 503 and _STOPPING in response.text:
                 assert self._channel is not None
@@ -330,7 +334,7 @@ class HttpPending:
         channel.close()
         self._deaths += 1
         if self._exchange.streams and channel.response.begun:
-            self._end(Unavailable(f"the server at {self._pool.address} ended in the middle of the responses"))
+            self._end(Unavailable(_CUT.format(self._pool.address)))
         elif not self._exchange.pure:
             said = "before it answered; the request may have run, and is not sent again"
             self._end(Unavailable(f"the server at {self._pool.address} ended {said}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ import numpy as np
 import pytest
 import tensord_client
 from tensord_client import client as finding
+from tensord_client.asynchronous import AsyncModel
 from tensord_client.http import HttpConnection
 from tensord_client.http_channel import Address
 
@@ -458,6 +461,89 @@ def test_connections_have_a_bound(serve: Callable[..., Server]) -> None:
         thread.join()
         assert called == [[7]]
         assert server.connections == 2
+
+
+FRAMINGS = ("chunks", "a length", "the end")
+
+
+def framed(body: bytes, framing: str, kind: bytes = b"application/octet-stream", status: bytes = b"200 OK") -> bytes:
+    head = b"HTTP/1.1 %b\r\nContent-Type: %b\r\n" % (status, kind)
+    if framing == "chunks":
+        return head + b"Transfer-Encoding: chunked\r\n\r\n1\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (
+            body[:1],
+            len(body) - 1,
+            body[1:],
+        )
+    if framing == "a length":
+        return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    return head + b"Connection: close\r\n\r\n" + body
+
+
+def ways_to_stream(model: Any) -> list[Callable[[], list[Any]]]:
+    """Returns what reads a model's responses: a thread, and an event loop."""
+
+    async def awaited() -> list[Any]:
+        asynchronous = AsyncModel(model._connection, model._description, 0, PATIENCE)
+        return [answer["y"].tolist() async for answer in asynchronous.stream({"x": [1]})]
+
+    return [
+        lambda: [answer["y"].tolist() for answer in model.stream({"x": [1]})],
+        lambda: asyncio.run(awaited()),
+    ]
+
+
+@pytest.mark.parametrize("framing", FRAMINGS)
+def test_bodies_of_any_framing(serve: Callable[..., Server], framing: str) -> None:
+    """As proxies between change it: responses, an answer, and errors."""
+    text = json.dumps(ANSWER).encode()
+    body = 3 * (struct.pack("<IQ", len(text), 0) + text)
+    answers = {"/infer_stream": framed(body, framing), "/infer": framed(text, framing, b"application/json")}
+
+    def answer(path: str, connection: socket.socket) -> bytes | None:
+        kind = path[path.rindex("/") :]
+        if kind not in answers:
+            return usual(path, connection)
+        connection.sendall(answers[kind])
+        return None if framing == "the end" else b""
+
+    with tensord_client.connect(serve(answer).address.path) as client:
+        model = client.model("m", timeout=PATIENCE)
+        for _ in range(2):
+            assert model({"x": [1]})["y"].tolist() == [7]
+            for stream in ways_to_stream(model):
+                assert stream() == 3 * [[7]]
+        answers["/infer_stream"] = framed(body[:-1], framing)
+        for stream in ways_to_stream(model):
+            with pytest.raises(tensord_client.Unavailable, match="ended in the middle of the responses"):
+                stream()
+        for kind in answers:
+            answers[kind] = framed(b'{"error": "it is not"}', framing, b"application/json", b"404 Not Found")
+        for ask in (*ways_to_stream(model), lambda: model({"x": [1]})):
+            with pytest.raises(tensord_client.NotFound, match=r"^it is not$"):
+                ask()
+
+
+@pytest.mark.parametrize("framing", FRAMINGS)
+def test_content_of_another_type(serve: Callable[..., Server], framing: str) -> None:
+    """Whoever answers in a server's place is told by what it says, and futures go on to end."""
+    page = framed(b"<html>log in", framing, b"text/html; charset=utf-8")
+
+    def answer(path: str, connection: socket.socket) -> bytes | None:
+        if not path.endswith(("/infer", "/infer_stream")):
+            return usual(path, connection)
+        connection.sendall(page)
+        return None if framing == "the end" else b""
+
+    with tensord_client.connect(serve(answer).address.path) as client:
+        model = client.model("m", timeout=PATIENCE)
+        text = r"^the server answered with text/html; charset=utf-8, b'<html>log in', where .* expected$"
+        for ask in (
+            *ways_to_stream(model),
+            lambda: model({"x": [1]}),
+            *2 * [lambda: model.submit({"x": [1]}).result(PATIENCE)],
+        ):
+            with pytest.raises(tensord_client.Internal, match=text):
+                ask()
 
 
 def test_a_thousand_clients_leave_nothing(serve: Callable[..., Server]) -> None:

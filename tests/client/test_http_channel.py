@@ -27,7 +27,7 @@ CONTINUED = b"HTTP/1.1 100 Continue\r\n\r\n" + BINARY
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("answer", [BINARY, CHUNKED, EMPTY, CONTINUED], ids=["binary", "chunked", "empty", "continued"])
 def test_any_pieces(answer: bytes, size: int) -> None:
-    response = Response()
+    response = Response(answer is CHUNKED)
     for at in range(0, len(answer), size):
         assert not response.whole
         response.feed(answer[at : at + size])
@@ -40,6 +40,37 @@ def test_any_pieces(answer: bytes, size: int) -> None:
         assert (response.status, response.text) == (200, b"{12}")
         assert response.tail is not None
         assert response.tail.tolist() == [*range(8)]
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("framing", ["chunks", "a length", "the end"])
+def test_any_framing(framing: str, size: int) -> None:
+    """The body is the same, whether it is read while it arrives or afterwards, and errors are read as a whole."""
+    for status, streams in ((200, True), (200, False), (400, True)):
+        head, body = b"HTTP/1.1 %d X\r\nInference-Header-Content-Length: 4\r\n" % status, b"{12}\0\1\2\3"
+        if framing == "chunks":
+            head, body = (
+                head + b"Transfer-Encoding: chunked\r\n",
+                b"3\r\n" + body[:3] + b"\r\n5\r\n" + body[3:] + b"\r\n0\r\n\r\n",
+            )
+        elif framing == "a length":
+            head += b"Content-Length: 8\r\n"
+        answer = head + b"\r\n" + body
+        response, read = Response(streams), bytearray()
+        for at in range(0, len(answer), size):
+            assert not response.whole
+            response.feed(answer[at : at + size])
+            read += response.stream
+            response.stream.clear()
+        assert response.whole == (framing != "the end")
+        if framing == "the end":
+            response.end()
+        assert response.whole
+        if status == 200 and streams:
+            assert (bytes(read), response.text, response.tail) == (b"{12}\0\1\2\3", b"", None)
+        else:
+            assert response.tail is not None
+            assert (read, response.text, response.tail.tolist()) == (b"", b"{12}", [0, 1, 2, 3])
 
 
 def test_a_body_that_the_end_ends() -> None:
@@ -60,6 +91,7 @@ def test_a_body_that_the_end_ends() -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nInference-Header-Content-Length: 4\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nab",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nInference-Header-Content-Length: 1\r\n\r\n0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 300,
         b"x" * (65 << 10),
     ],

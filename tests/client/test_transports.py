@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -698,3 +699,37 @@ def test_the_port_of_grpc(daemon: DaemonProcess) -> None:
     text = rf"http://{address}: the answer is no HTTP/1\.1, it is HTTP/2: gRPC has a port of its own$"
     with pytest.raises(tensord_client.Unavailable, match=text):
         tensord_client.connect(address)
+
+
+_NGINX = """
+daemon off; worker_processes 1; pid {folder}/pid; error_log stderr;
+events {{ worker_connections 64; }}
+http {{
+    access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+    server {{ listen unix:{folder}/front; location / {{ proxy_pass http://127.0.0.1:{port}; {directives} }} }}
+}}
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin") is None, reason="nginx is not installed"
+)
+@pytest.mark.parametrize("directives", ["", "proxy_buffering off;", "proxy_http_version 1.1;"])
+def test_behind_nginx(daemon: DaemonProcess, directives: str) -> None:
+    """As it comes it asks in HTTP/1.0: answers and responses have lengths, or end with the connection, or are in chunks."""
+    with tempfile.TemporaryDirectory(prefix="tensord-test-") as folder:
+        conf = Path(folder) / "conf"
+        conf.write_text(_NGINX.format(folder=folder, port=daemon.port, directives=directives))
+        nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+        with subprocess.Popen([str(nginx), "-p", folder, "-e", "stderr", "-c", str(conf)]) as proxy:
+            try:
+                with tensord_client.connect(f"unix:{folder}/front", wait=PATIENCE) as client:
+                    assert client.model("scale", timeout=PATIENCE)({"x": X})["y"].tolist() == (5 * X + 1).tolist()
+                    three = client.model("three", timeout=PATIENCE)
+                    answers = list(three.stream({"n": [3]}))
+                    assert [answer["i"].tolist() for answer in answers] == [[[i] * (i + 1)] * 2 for i in range(3)]
+                    with Raises("InvalidArgument", "unexpected inference input 'm' for model 'three'"):
+                        list(three.stream({"m": [3]}))
+            finally:
+                proxy.terminate()
