@@ -224,10 +224,11 @@ class LaneSocket:
             self.sock.close()
 
     def _leave(self, loop: Any) -> None:
-        # In this order: the socket is closed when no loop is left.
-        loop.remove_reader(self.sock.fileno())
-        loop.remove_writer(self.sock.fileno())
-        self.loops.pop(loop, None)
+        if loop in self.loops:
+            # In this order: the socket is closed when no loop is left.
+            loop.remove_reader(self.sock.fileno())
+            loop.remove_writer(self.sock.fileno())
+            del self.loops[loop]
         if not self.loops:
             self.sock.close()
 

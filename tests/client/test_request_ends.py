@@ -27,11 +27,13 @@ import pytest
 import tensord_client
 from tensord_client import pending
 from tensord_client.asynchronous import AsyncModel
-from tensord_client.errors import ServingError
+from tensord_client.errors import Cancelled, ServingError
 from tensord_client.http import HttpConnection
 from tensord_client.http_channel import Address
+from tensord_client.lane_socket import LaneSocket
 from tensord_client.model import Model
 from tensord_client.results import Description
+from tensord_client.worker_lane import WorkerLane
 
 from tests.client.fake_service import FakeService
 from tests.daemon_process import PATIENCE, wait_until
@@ -278,3 +280,69 @@ def test_another_thread_imports_a_library(service: FakeService, monkeypatch: pyt
         assert model.submit({"x": Foreign()}).result(PATIENCE)["y"].tolist() == [7]
         assert call()["y"].tolist() == [7]
         monkeypatch.undo()
+
+
+class ClosedBetween:
+    """A lane's lock ``reading``, which closes the lane between its thread's look at it and the lock."""
+
+    def __init__(self, lane: WorkerLane) -> None:
+        self._lane = lane
+        self._lock = threading.Lock()
+        self.closed = threading.Event()
+        self.release, self.locked = self._lock.release, self._lock.locked
+
+    def acquire(self, waits: bool = True) -> bool:
+        if not waits and threading.current_thread() is self._lane._thread and not self.closed.is_set():
+            self._lane.close(Cancelled("it was closed"))
+            self.closed.set()
+        return self._lock.acquire(waits)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_lane_that_is_closed_before_its_thread_reads(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread ends as if the lane had been closed while it read."""
+    wrong: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", wrong.append)
+    with tensord_client.connect(service.path) as client:
+        model: Any = client.model("m", timeout=PATIENCE)
+        service.silent()
+        lane = model._connection._lane.models["m", 0].lanes[0]
+        lane.reading = ClosedBetween(lane)
+        model.submit(X)
+        assert lane.reading.closed.wait(PATIENCE)
+        lane._thread.join(PATIENCE)
+    assert wrong == []
+
+
+def test_an_event_loop_leaves_a_socket_before_it_is_closed() -> None:
+    """Another thread may close the lane meanwhile."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    watched = LaneSocket(ours, 0)
+    removed: list[int] = []
+
+    class Loop:
+        def add_reader(self, *_: object) -> None: ...
+
+        def call_soon_threadsafe(self, called: Callable[..., None], *arguments: Any) -> None:
+            leaves.append(lambda: called(*arguments))
+
+        def remove_reader(self, fd: int) -> None:
+            removed.append(fd)
+            watched.close()
+
+        remove_writer = remove_reader
+
+    leaves: list[Callable[[], None]] = []
+    with theirs:
+        fd = ours.fileno()
+        with watched.lock:
+            watched.attach(Loop(), lambda: None)
+        watched.close()
+        while leaves:
+            leaves.pop()()
+        assert (removed, ours.fileno()) == ([fd, fd], -1)
