@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -84,10 +85,13 @@ class Sample:
 
     def request(self, model_name: str) -> Request:
         """Makes a request of the sample, which has no submitter and no model version."""
-        nobody = cast(Any, None)
+        # It waits in no queue, where whose a request is counts.
+        version, submitter = cast(Any, None), cast(Any, SimpleNamespace(owner=None))
         prepared = PreparedRequest(model_name)
         own = RequestRecord(0, prepared)
-        return Request(nobody, nobody, prepared, own, self._key, self.rows, self._arrays, {}, [], time.monotonic_ns())
+        return Request(
+            version, submitter, prepared, own, self._key, self.rows, self._arrays, {}, [], time.monotonic_ns()
+        )
 
     def failed(self, reason: str) -> InvalidArgument:
         """Returns the error with which loading the model fails because of this sample."""
