@@ -66,7 +66,7 @@ def load(tmp_path: Path) -> Iterator[Loading]:
 
 def run(model: LoadedModel, load: Loading, **arrays: Any) -> Result:
     """Runs one request in the model's first instance."""
-    execution = Execution([request_of(arrays, version=model, submitter=SimpleNamespace(peer=1))], 0)
+    execution = Execution([request_of(arrays, version=model, submitter=SimpleNamespace(peer=1, owner=None))], 0)
     done = threading.Event()
     instance = model.instances[0]
     instance._inbox = _Direct()  # type: ignore[assignment]

@@ -74,7 +74,7 @@ def until(inbox: Inbox, condition: Callable[[], object]) -> None:
 
 
 def execution_of(value: int) -> Execution:
-    peer: Any = SimpleNamespace(peer=77)
+    peer: Any = SimpleNamespace(peer=77, owner=None)
     return Execution([request_of({"x": np.array([value])}, submitter=peer, request_id=5)], 0)
 
 
