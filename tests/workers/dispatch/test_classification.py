@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tensord.shm.arrays import DTYPES
 from tensord.shm.errors import InvalidArgument
@@ -43,6 +45,23 @@ def test_rows_of_a_batch_and_a_flattened_matrix() -> None:
     values = np.array([[1, 2, 3], [6, 5, 4]], np.float32)
     assert classify(spec("FP32"), values, 1, batches=True).tolist() == [[b"3.000000:2"], [b"6.000000:0"]]
     assert classify(spec("FP32"), values, 2, batches=False).tolist() == [b"6.000000:3", b"5.000000:4"]
+
+
+@given(st.lists(st.sampled_from([0, 1, -1, 5, float("nan"), float("inf"), -float("inf")]), min_size=20, max_size=99))
+def test_the_largest_of_many_are_those_of_all_in_order(values: list[float]) -> None:
+    row = np.array(values, np.float32)
+    every = classify(spec("FP32"), row, len(row), batches=False).tolist()
+    for count in (1, 2, len(row) // 9):
+        assert classify(spec("FP32"), row, count, batches=False).tolist() == every[:count]
+
+
+def test_so_many_classes_are_told_and_no_more() -> None:
+    values = np.arange(1 << 16, dtype=np.int32)
+    assert len(classify(spec("INT32"), values, 1 << 15, batches=False)) == 1 << 15
+    with pytest.raises(InvalidArgument, match="output 'y': 32769 classes are asked for, at most 32768"):
+        classify(spec("INT32"), values, (1 << 15) + 1, batches=False)
+    with pytest.raises(InvalidArgument, match="output 'y': 65536 classes are asked for"):
+        classify(spec("INT32"), values.reshape(8, -1), 1 << 20, batches=True)
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16", "BOOL", "BYTES"])
