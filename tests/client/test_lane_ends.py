@@ -335,12 +335,8 @@ def test_a_forked_child_connects_anew(start: Callable[..., DaemonProcess], tmp_p
     if child == 0:
         try:
             check()
-            try:
-                placed(60)
-            except Exception as error:
-                assert "in this process" in str(error), error
-            else:
-                raise AssertionError("wrote to the parent's memory")
+            # Places that both processes have are as any others, to which the client copies.
+            assert placed(60)["OUTPUT0"] is places["OUTPUT0"]
             try:
                 pending.result(60)
             except Exception as error:
