@@ -44,6 +44,7 @@ from tensord.daemon.operator.drain import Drain, DrainPhase
 from tensord.daemon.operator.operations import Operations
 from tensord.daemon.operator.operator_commands import OperatorCommands, recent_errors
 from tensord.daemon.parameters.pushes import Parameters
+from tensord.daemon.processes import listening
 from tensord.daemon.processes.child import Child, FrontProcess, WorkerProcess
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.first_signals import FirstSignals
@@ -192,9 +193,14 @@ class Supervisor:
             raise InvalidArgument(span_exporter.NOT_INSTALLED)
         self._clients.listen()
         try:
-            self.fronts.listen(self._environment, self._clients.http_path)
+            listening.bind_each(
+                lambda: self.fronts.listen(self._environment, self._clients.http_path),
+                self._metrics.listen,
+                self._agent.listen,
+            )
         except BaseException:
-            self._clients.close()
+            for opened in (self._clients, self.fronts, self._metrics, self._agent):
+                opened.close()
             raise
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._shutdown.signalled)
@@ -568,6 +574,8 @@ class Supervisor:
         return {
             "server_name": self.options.server_name,
             "phase": self.phase.value if self.drain.phase is DrainPhase.NONE else self._drain_phase(),
+            # Behind "phase", where deploy/container/healthy looks for it.
+            **model_list.of_models(self.models),
             "http": self.fronts.urls("http"),
             "grpc": self.fronts.urls("grpc"),
             "metrics": self._metrics.url,
@@ -579,7 +587,6 @@ class Supervisor:
                 now_ns,
             ),
             "fronts": process_list.of_fronts(self.fronts, self._slots, now_ns),
-            **model_list.of_models(self.models),
             "regions": self._regions.statistics(),
             "clients": self._clients.describe(),
             "parameters": self.parameters.describe(),

@@ -109,12 +109,16 @@ class Agent:
         self._server: asyncio.Server | None = None
         self._looking: asyncio.Task[None] | None = None
 
+    def listen(self) -> None:
+        """Binds the port, if one is set. Raises ListenError: it cannot be bound."""
+        if self._options.agent_port:
+            with listening.named("metrics", "agent_port"):
+                self._listener = listening.listen(self._options.address, self._options.agent_port, "http")
+
     async def open(self) -> None:
-        """Begins to answer agent-checks on the running loop, if a port is set. Raises ListenError: the port cannot be bound."""
-        if not self._options.agent_port:
+        """Begins to answer agent-checks on the running loop, if the port is bound."""
+        if self._listener is None:
             return
-        with listening.named("metrics", "agent_port"):
-            self._listener = listening.listen(self._options.address, self._options.agent_port, "http")
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Answer(self.line), sock=self._listener.socket)
         self._looking = loop.create_task(self._look_on())

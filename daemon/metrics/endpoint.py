@@ -57,12 +57,16 @@ class Endpoint:
         #: Done once the libraries of a scrape are imported; None: that has not begun.
         self._importing: asyncio.Future[Any] | None = None
 
+    def listen(self) -> None:
+        """Binds the port, if metrics are enabled. Raises ListenError: it cannot be bound."""
+        if self._options.enabled:
+            with listening.named("metrics"):
+                self._listener = listening.listen(self._options.address, self._options.port, "http")
+
     async def open(self) -> None:
-        """Begins to serve on the running loop, if metrics are enabled. Raises ListenError: the port cannot be bound."""
-        if not self._options.enabled:
+        """Begins to serve on the running loop, if the port is bound."""
+        if self._listener is None:
             return
-        with listening.named("metrics"):
-            self._listener = listening.listen(self._options.address, self._options.port, "http")
         self._server = await asyncio.start_server(self._serve, sock=self._listener.socket, limit=_MAX_WAITING)
         _log.info("serving metrics on %s", self.url)
 

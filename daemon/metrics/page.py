@@ -20,13 +20,17 @@ _PROCESSES = (
     *("name", "pid", "ready", "device", "state", "connections", "lanes", "memory_mib", "threads", "uptime_s", "deaths"),
     *("oldest_execution", "oldest_load"),
 )
-_ERRORS = ("time", "front", "code", "model", "id", "client", "error", "trace_id")
+#: What a narrow window shows stands first.
+_ERRORS = ("time", "code", "error", "model", "front", "id", "client", "trace_id")
+#: The classes of columns: a time stays in one line, and a sentence gets room where the table is wider than the window.
+_CLASSES = {"time (UTC)": ' class="when"', "error": ' class="said"'}
 _STYLE = """
 body { font: 14px/1.4 system-ui, sans-serif; margin: 1.5em auto; max-width: 80em; padding: 0 1em }
 body { color: #222; background: #fff }
 h1 { font-size: 1.3em } h2 { font-size: 1.05em; margin: 1.6em 0 .3em }
 table { border-collapse: collapse } th { font-weight: 600; color: #555 }
 th, td { text-align: left; padding: .2em .8em .2em 0; border-bottom: 1px solid #ddd; vertical-align: top }
+main { overflow-x: auto } .when { white-space: nowrap } .said { min-width: 16em }
 .bad { color: #b00020 } .good { color: #16702f } svg { background: #f6f6f6; border: 1px solid #ddd }
 #plots { display: flex; flex-wrap: wrap; gap: 1em } figure { margin: 0 } figcaption { font-size: .9em }
 @media (prefers-color-scheme: dark) { body { color: #ddd; background: #181818 } th, td { border-color: #444 } th { color: #aaa }
@@ -150,8 +154,8 @@ def render(status: Mapping[str, Any]) -> bytes:
         ),
         _table(
             "Recent errors",
-            [column.replace("_", " ") for column in _ERRORS],
-            [[row.get(key) or "" for key in _ERRORS] for row in status["errors"]],
+            [column.replace("time", "time (UTC)").replace("_", " ") for column in _ERRORS],
+            [[_short(row, key) for key in _ERRORS] for row in status["errors"]],
         ),
         _table("Regions", ("owner", "what it has"), _owners(status["regions"])),
         _table("Clients on lanes", ("user", "what it has"), _owners(status["clients"]["owners"])),
@@ -163,6 +167,12 @@ def render(status: Mapping[str, Any]) -> bytes:
 
 def _standing(model: Mapping[str, Any]) -> Sequence[Any]:
     return [model["name"], model["served"], model["reason"]]
+
+
+def _short(error: Mapping[str, Any], key: str) -> Any:
+    """Returns a value of an error; its time without zone and fractions of a second, as ``2026-11-28 22:49:29``."""
+    value = error.get(key) or ""
+    return value[:19].replace("T", " ") if key == "time" else value
 
 
 def _owners(found: Mapping[str, Mapping[str, Any]]) -> list[Sequence[Any]]:
@@ -178,8 +188,12 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) ->
     if not found:
         return ""
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    opened = [f"<td{_CLASSES.get(column, '')}>" for column in columns]
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(_shown(cell))}</td>" for cell in row) + "</tr>" for row in found[:_MAX_ROWS]
+        "<tr>"
+        + "".join(f"{td}{html.escape(_shown(cell))}</td>" for td, cell in zip(opened, row, strict=True))
+        + "</tr>"
+        for row in found[:_MAX_ROWS]
     )
     more = f"<p>{len(found) - _MAX_ROWS} more</p>" if len(found) > _MAX_ROWS else ""
     return f"<h2>{title}</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"

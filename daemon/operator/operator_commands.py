@@ -132,16 +132,17 @@ class OperatorCommands:
     async def _load_or_unload(self, question: OperatorQuestion) -> bytes:
         """Loads or unloads a model by name. Raises ServingError: it was refused or failed.
 
-        The error's message names the mode of model control if that is not "explicit".
+        In another mode of model control than "explicit" the error's message says so, and what loads models there.
         """
         try:
             return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
-        except ServingError as error:
+        except ServingError:
             mode = self._supervisor.options.repository.control_mode
             if mode == "explicit":
                 raise
             raise InvalidArgument(
-                f'{error.message}: repository.control_mode is "{mode}"; `tensorctl reload` loads what has changed'
+                f'models are loaded and unloaded by name in mode "explicit" alone, and repository.control_mode is "{mode}": '
+                "`tensorctl reload` loads what has changed"
             ) from None
 
     async def _profile(self, name: str, seconds: float, folder: str) -> bytes:

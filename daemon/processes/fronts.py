@@ -10,6 +10,7 @@ has acknowledged all of it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tensord.config.options import Options
+from tensord.config.options import Grpc, Http, Options
 from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.processes import listening
 from tensord.daemon.processes.child import FrontProcess, MissingParts, front_name
@@ -73,16 +74,10 @@ class Fronts:
         options = self._supervisor.options
         try:
             self._listeners = listening.inherited(environment)
-            for protocol, section in (("http", options.http), ("grpc", options.grpc)):
-                if not section.enabled and protocol in self._listeners:
-                    raise ListenError(
-                        f"socket activation: a socket for {protocol} was passed, but {protocol}.enabled is false"
-                    )
-                if section.enabled and protocol not in self._listeners:
-                    with listening.named(protocol):
-                        self._listeners[protocol] = listening.listen_all(
-                            section.address, section.port, protocol, section.socket_mode
-                        )
+            listening.bind_each(
+                functools.partial(self._listen, "http", options.http),
+                functools.partial(self._listen, "grpc", options.grpc),
+            )
             if beside is not None and "http" in self._listeners:
                 self._listen_beside(beside)
             for protocol in self._listeners:
@@ -90,6 +85,16 @@ class Fronts:
         except (ListenError, OSError):
             self.close()
             raise
+
+    def _listen(self, protocol: str, section: Http | Grpc) -> None:
+        """Binds the sockets of a protocol, unless they were passed. Raises ListenError: one cannot be bound, or is not wanted."""
+        if not section.enabled and protocol in self._listeners:
+            raise ListenError(f"socket activation: a socket for {protocol} was passed, but {protocol}.enabled is false")
+        if section.enabled and protocol not in self._listeners:
+            with listening.named(protocol):
+                self._listeners[protocol] = listening.listen_all(
+                    section.address, section.port, protocol, section.socket_mode
+                )
 
     def _listen_beside(self, path: Path) -> None:
         address = f"unix:{path}"

@@ -17,7 +17,7 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,18 @@ def named(section: str, port: str = "port") -> Iterator[None]:
     except ListenError as error:
         key = port if error.key == "port" else error.key
         raise ListenError(f"{section}.{key}: {error}", key) from None
+
+
+def bind_each(*binds: Callable[[], None]) -> None:
+    """Calls functions that bind sockets, also when an earlier one has failed. Raises ListenError: it tells of all that failed."""
+    refused: list[str] = []
+    for bind in binds:
+        try:
+            bind()
+        except ListenError as error:
+            refused.append(str(error))
+    if refused:
+        raise ListenError("\n         ".join(refused))
 
 
 class Listener:

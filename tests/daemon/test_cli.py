@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -176,18 +177,16 @@ def test_what_serve_cannot_do(tmp_path: Path) -> None:
     done = tensord("serve")
     assert done.returncode == 2
     assert "nothing to serve" in done.stderr
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        sentence = f"cannot listen on 127.0.0.1:{port}: Address already in use\n"
-        for section, taken_for in (
-            ("http", [f"--http-port={port}"]),
-            ("metrics", ["--http-port=0", "--grpc-port=0", f"--metrics-port={port}"]),
-        ):
-            done = tensord("serve", models, *taken_for, "--device=cpu")
+    keys = ("http.port", "grpc.port", "metrics.port", "metrics.agent_port")
+    with contextlib.ExitStack() as stack:
+        taken = {key: stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for key in keys}
+        for asked in (keys, keys[2:3]):
+            ports = {f"TENSORD_{key.replace('.', '_').upper()}": str(taken[key] if key in asked else 0) for key in keys}
+            done = tensord("serve", models, "--device=cpu", **ports)
             assert done.returncode == 1
-            assert f"tensord: {section}.port: {sentence}" in done.stderr
+            # All of them at once, so that nobody has to start again for each.
+            said = [f"{key}: cannot listen on 127.0.0.1:{taken[key]}: Address already in use\n" for key in asked]
+            assert done.stderr.endswith("tensord: " + "         ".join(said))
             assert "Traceback" not in done.stderr
     done = tensord("serve", f"--model-repository={tmp_path / 'nowhere'}", *FREE_PORTS, "--device=cpu")
     assert done.returncode == 1

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import click
 import pytest
 
+from tensord.daemon.ctl import main
 from tests import prepared
 from tests.daemon.fake_daemon import ROOT, FakeDaemon, write_model
 
@@ -202,6 +204,30 @@ def test_names_are_completed(daemon: FakeDaemon) -> None:
     assert subprocess.check_output(command, cwd=ROOT, env=os.environ | variables, text=True) == "plain,good\n"
 
 
+def test_json_is_printed_for_every_command(daemon: FakeDaemon) -> None:
+    """What there is to say, {} where there is nothing, {"error": ...} for what is refused or not there; never text beside it."""
+    path = daemon.control
+    words = {name: ["good"] for name in ("load", "unload", "show", "push", "roll-back", "drop")}
+    words |= {"push": ["good", "params.npz"], "drop": ["good", "none"], "unregister": ["none"]}
+    words |= {"restart": ["worker-9"], "profile": ["worker-9", "1"], "drain": ["--time", "100"]}
+    refused = set()
+    for name, command in sorted(main.commands.items()):
+        below = command.commands.values() if isinstance(command, click.Group) else [command]
+        for each in below:
+            told = [name] if each is command else [name, str(each.name)]
+            asked = tensorctl(path, "--json", *told, *words.get(str(each.name), ()))
+            answer = json.loads(asked.stdout)
+            if isinstance(answer, dict) and answer.keys() == {"error"}:
+                refused.add(each.name)
+                assert asked.returncode == 1
+            assert asked.stderr == "", told
+    tensorctl(path, "undrain")
+    assert refused >= {"unregister", "restart", "profile"}
+    assert refused.isdisjoint({"load", "unload", "reload", "undrain", "drain", "list", "show"})
+    nobody = tensorctl(path.with_name("none.sock"), "--json", "health")
+    assert (nobody.returncode, "no tensord answers" in json.loads(nobody.stdout)["error"]) == (2, True)
+
+
 def test_two_daemons_of_a_user_are_told_apart(tmp_path: Path) -> None:
     environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tensord.daemon.ctl"]
@@ -225,7 +251,11 @@ def test_two_daemons_of_a_user_are_told_apart(tmp_path: Path) -> None:
             assert tensorctl(path, "health").returncode == 0
         # These load what lies in their repositories, and nothing by name.
         refused = tensorctl(sockets[0], "models", "load", "good")
-        assert (refused.returncode, 'repository.control_mode is "none"' in refused.stderr) == (1, True)
+        assert (refused.returncode, refused.stderr) == (
+            1,
+            'tensorctl: models are loaded and unloaded by name in mode "explicit" alone, and repository.control_mode is "none": '
+            "`tensorctl reload` loads what has changed\n",
+        )
     finally:
         assert [daemon.stop() for daemon in running] == [0] * len(running)
     assert not list((tmp_path / "tensord").glob("control*"))

@@ -16,6 +16,7 @@ async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
     # However busy the machine is; a test of the limit sets it.
     monkeypatch.setattr(endpoint, "_TIMEOUT", PATIENCE)
     made = Served()
+    made.endpoint.listen()
     await made.endpoint.open()
     yield made
     made.endpoint.close()

@@ -81,6 +81,7 @@ class Served:
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     made = Served()
+    made.agent.listen()
     await made.agent.open()
     yield made
     made.agent.close()
@@ -114,5 +115,6 @@ async def test_who_stays_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPa
 
 async def test_without_a_port_there_is_none() -> None:
     made = Agent(Metrics(), lambda: (False, ""), Served().look)
+    made.listen()
     await made.open()
     made.close()

@@ -83,6 +83,7 @@ async def test_who_never_reads_is_cut_off(served: Served, monkeypatch: pytest.Mo
 
 async def test_where_it_is_not_enabled_nothing_listens() -> None:
     made = Endpoint(Metrics(enabled=False), Served().snapshot, dict)
+    made.listen()
     await made.open()
     assert made.url is None
     made.close()
@@ -93,12 +94,13 @@ async def test_a_taken_port_is_said(served: Served) -> None:
     with pytest.raises(
         ListenError, match=rf"cannot listen on 127\.0\.0\.1:{served.address[1]}: Address already in use"
     ):
-        await made.open()
+        made.listen()
     made.close()
 
 
 async def test_close_ends_what_is_open() -> None:
     made = Served()
+    made.endpoint.listen()
     await made.endpoint.open()
     address = made.address
     reader, writer = await asyncio.open_connection(*address)

@@ -51,7 +51,7 @@ def status(**changes: Any) -> dict[str, Any]:
 
 def rows(text: str) -> list[list[str]]:
     found = re.findall(r"<tr>(.*?)</tr>", text)
-    return [[html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)] for row in found if "<td>" in row]
+    return [[html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for row in found if "<td" in row]
 
 
 def test_what_it_says() -> None:
@@ -62,7 +62,9 @@ def test_what_it_says() -> None:
     assert [EVIL, "", "it " + EVIL] in found
     assert ["uid 1000", "2 count, 4096 byte size"] in found
     assert ["good", "1", "17", "3"] in found
-    assert ["2026-11-26T05:00:00.000+00:00", "http-0", "400", "good", "7", "uid 1000", "no " + EVIL, ""] in found
+    # What a window of 500 pixels shows: when, and the sentence.
+    assert ["2026-11-26 05:00:00", "400", "no " + EVIL, "good", "http-0", "7", "uid 1000", ""] in found
+    assert '<td class="when">2026-11-26 05:00:00</td>' in text
     (front,) = (row for row in found if row[0] == "http-0")
     (worker,) = (row for row in found if row[0] == "worker-0")
     assert front[:3] == ["http-0", "8", "yes"]
