@@ -171,6 +171,7 @@ class Control:
             running = self._running[key]
             running.popleft()
             self._answer(record, outcome, cancellation)
+            self._models.load_ended(*key)
             if running:
                 running[0].begin()
             else:
@@ -178,6 +179,7 @@ class Control:
 
         running = self._running.setdefault(key, deque())
         running.append(_Running(cancellation, begin))
+        self._models.coming[key] += 1
         if len(running) == 1:
             running[0].begin()
 

@@ -81,6 +81,73 @@ def test_killed_again_and_again_before_it_is_up(start_daemon: Callable[..., Daem
         assert [future.result(PATIENCE)[0] for future in asked] == [200] * len(asked)
 
 
+CALLS = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        open({gate!r} + "-asked", "w").close()
+        given = [pb_utils.Tensor("x", pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
+        asked = [
+            pb_utils.InferenceRequest(model_name="b_called", requested_output_names=["y"], inputs=[each]).exec() for each in given
+        ]
+        return [
+            pb_utils.InferenceResponse(error=each.error())
+            if each.has_error()
+            else pb_utils.InferenceResponse([pb_utils.get_output_tensor_by_name(each, "y")])
+            for each in asked
+        ]
+"""
+CALLED = """
+import os, time
+inputs = {{"x": "FP32[4]"}}
+outputs = {{"y": "FP32[4]"}}
+
+def create(path, config, device):
+    while not os.path.exists({gate!r}):
+        time.sleep(0.01)
+    assert not os.path.exists({gate!r} + "-broken")
+    return (lambda params, inputs: {{"y": inputs["x"] + 1}}), {{}}
+"""
+
+
+def test_models_that_call_others_wait_for_them(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """
+    1. The worker is killed; its replacement has a model that calls another one, which takes its time. 2. A request comes.
+    3. The other model is there; after another death it cannot be loaded.
+    Result: the calls wait for it, and are answered; or they fail, once it has failed.
+    """
+    repository, gate = tmp_path / "repository", tmp_path / "gate"
+    io = "".join(
+        f'{way} [ {{ name: "{name}" data_type: TYPE_FP32 dims: [ 4 ] }} ]'
+        for way, name in (("input", "x"), ("output", "y"))
+    )
+    repositories.write_model(repository, "a_caller", CALLS.format(gate=str(gate)), f'backend: "python"\n{io}')
+    repositories.write_model(repository, "b_called", CALLED.format(gate=str(gate)))
+    gate.touch()
+    daemon = start_daemon(repository, workers={"device": "cpu", "pin": False})
+    daemon.wait_ready()
+    asked = [{"name": "x", "datatype": "FP32", "shape": [4], "data": [1, 1, 1, 1]}]
+    for number in (2, 3):
+        gate.unlink()
+        (victim,) = daemon.workers
+        victim.kill()
+        daemon.wait_log("model 'a_caller' version 1 is loaded", number)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(daemon.infer, "a_caller", asked)
+            wait_until(gate.with_name("gate-asked").exists, "the call", daemon)
+            gate.with_name("gate-asked").unlink()
+            assert not waiting.done()
+            if number == 3:
+                gate.with_name("gate-broken").touch()
+            gate.touch()
+            status, answer = waiting.result(PATIENCE)
+        if number == 2:
+            assert (status, answer["outputs"][0]["data"]) == (200, [2.0] * 4)
+        else:
+            assert (status, "Model 'b_called' is not ready." in answer["error"]) == (500, True), answer
+
+
 def test_killed_under_requests_that_differ(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
     """
     1. 12 clients ask over HTTP, gRPC and gRPC streams: models and shapes in turn, other ids, trace headers, priorities, timeouts,

@@ -4,7 +4,7 @@
 
 A calling model may occupy an instance while it waits, so calls can wait for each other in a circle: the last call of such a
 circle ends with an error (``tensord.workers.dispatch.call_circles``). A call ends when the requests that it was made for are
-cancelled.
+cancelled. A call for a request waits while its model is being loaded here, as a client's request does.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ class Calls:
         self._max_calls = max_calls
         #: The calls that have not ended.
         self._open: dict[ModelCall, InnerRequest] = {}
+        #: Calls that wait for a model which is being loaded here.
+        self._waiting: dict[ModelCall, None] = {}
+        models.on_change = self._look_again
         #: Request -> the calls that are made for it.
         self._of: dict[Request, dict[ModelCall, None]] = {}
         #: The submitter of calls that are not made for a client's request.
@@ -112,7 +115,8 @@ class Calls:
 
     def cancelled(self, request: Request) -> None:
         """Ends the calls that are made for a cancelled request, unless another request that is not cancelled needs them too."""
-        for call in list(self._of.get(request, ())):
+        waiting = [call for call in self._waiting if request in call.requests]
+        for call in [*self._of.get(request, ()), *waiting]:
             if all(each.cancelled for each in call.requests):
                 self._end(call, Cancelled())
 
@@ -136,6 +140,11 @@ class Calls:
         try:
             inner = self._made(call, now_ns)
         except NotFound as error:
+            # What a model calls while it is loaded itself may be loaded after it.
+            if call.requests and self._models.is_coming(call.prepared.model, call.prepared.version):
+                self._waiting[call] = None
+                call.caller.in_flight += 1
+                return
             call.refused = True
             self._not_here(call, error.with_traceback(None))
             return
@@ -160,6 +169,17 @@ class Calls:
             call.refused = True
             self._end(call, error.with_traceback(None))
         self._agenda.wake(self.settle)
+
+    def _look_again(self) -> None:
+        """Begins the calls that wait for a model, in the loop's next turn, because a load has ended or models have changed."""
+        if self._waiting:
+            self._post(self._begin_waiting)
+
+    def _begin_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for call in waiting:
+            call.caller.in_flight -= 1
+            self._begin(call)
 
     def _not_here(self, call: ModelCall, error: NotFound) -> None:
         """Answers a call to a model that this worker does not have with NotFound, which says whether another worker has it."""
@@ -256,10 +276,7 @@ class Calls:
     def _stop(self, call: ModelCall) -> None:
         """Stops a call: asks a streaming model that runs in a thread to stop, which it may ignore; cancels any other call."""
         inner = self._open.get(call)
-        if inner is None:
-            return
-        version = inner.version
-        if inner in version.senders and version.loaded.instances:
+        if inner is not None and inner in inner.version.senders and inner.version.loaded.instances:
             inner.may_stop = True
         else:
             self._end(call, Cancelled())
@@ -271,6 +288,10 @@ class Calls:
             self._close(call)
             call.answered(error, True)
             self._withdraw(inner)
+        elif call in self._waiting:
+            del self._waiting[call]
+            call.caller.in_flight -= 1
+            call.answered(error, True)
 
     def _close(self, call: ModelCall) -> None:
         del self._open[call]

@@ -5,6 +5,7 @@ A version that is loaded again replaces its former load in one step: requests th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound
@@ -22,6 +23,10 @@ class ModelTable:
         self._passive: set[tuple[str, int]] = set()
         #: Versions that were loaded and that no request finds before their parameters are restored.
         self.held: dict[tuple[str, int], ModelVersion] = {}
+        #: Versions that are being loaded -> how many loads of them are not over.
+        self.coming: Counter[tuple[str, int]] = Counter()
+        #: Called when what is found, or is coming, has changed.
+        self.on_change: Callable[[], None] = lambda: None
         #: Versions that are not gone yet.
         self.draining: list[ModelVersion] = []
         #: How often anything came, went, or came into use: versions, and programs of theirs.
@@ -108,6 +113,16 @@ class ModelTable:
             raise NotFound(f"{UNKNOWN_MODEL}'{name}' version {number} is not found")
         raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
 
+    def is_coming(self, name: str, number: int) -> bool:
+        """Returns whether a version is being loaded here, or is held back, so that ``find`` may find it soon; 0: any version."""
+        return any(model == name and number in (0, version) for model, version in (*self.coming, *self.held))
+
+    def load_ended(self, name: str, number: int) -> None:
+        """Notes that one load of a version that is ``coming`` is over, whatever came of it."""
+        self.coming[name, number] -= 1
+        self.coming = +self.coming
+        self.on_change()
+
     def vouches(self, name: str, number: int) -> bool:
         """Returns whether a version is ready without being asked: it takes requests and has no ``is_ready``; for any thread."""
         found = self._found.get((name, number))
@@ -153,6 +168,7 @@ class ModelTable:
         self._found.update({key: version for key, version in versions.items() if not version.loaded.is_passive})
         self._passive = {key for key in self._passive if key[0] != name}
         self._passive |= {key for key, version in versions.items() if version.loaded.is_passive}
+        self.on_change()
 
     def __repr__(self) -> str:
         return f"<ModelTable {sorted(self._serving)}, {len(self.draining)} draining>"
