@@ -21,6 +21,7 @@ class ALane:
     """The parts of a submitter that ``complete`` uses."""
 
     arena: Arena
+    owner: object = None
 
     @property
     def lane(self) -> ALane:
@@ -31,7 +32,7 @@ class ALane:
 
 
 #: Who stands for a submitter that nothing is sent to.
-NOBODY = SimpleNamespace(protocol=0, context=None)
+NOBODY = SimpleNamespace(protocol=0, context=None, owner=None)
 
 
 def request_of(

@@ -1179,12 +1179,12 @@ def test_batches_end_at_preferred_sizes_in_c_as_in_python(
         expected |= {4: {4: 1}, 5: {4: 1, 1: 1}}
     for _ in range(4):
         assert {count: ran(count) for count in expected} == expected
-    queued = mlp.queue._sequence
+    queued = ever_queued(mlp.queue)
     for count in 1, 2, 4, 5:
         ran(count)
-    assert mlp.queue._sequence == queued
+    assert ever_queued(mlp.queue) == queued
     ran(3)
-    assert (mlp.queue._sequence > queued) == (4 in preferred)
+    assert (ever_queued(mlp.queue) > queued) == (4 in preferred)
 
 
 def test_a_model_loaded_again_answers_from_then_on(loop: WorkerLoop, tmp_path: Path) -> None:

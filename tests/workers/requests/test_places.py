@@ -60,6 +60,7 @@ class ALane:
 
     def __init__(self, byte_size: int = MIB) -> None:
         self.lane = self
+        self.owner = None
         self.arena = Arena(byte_size, byte_size, 0)
 
     def loan(self, byte_size: int) -> Lease | None:
