@@ -1,7 +1,8 @@
-/* Asks bench/models/addsub over a lane from C: inputs and outputs in memory that the worker sees too, one record a call.
+/* Asks addsub, which `make serve` serves, over a lane from C: inputs and outputs in memory that the worker sees too, one record a
+ * call.
  *
  *     cc -std=c11 -O2 -I../include lane.c -o lane
- *     ./lane /run/tensord/clients.sock 10000
+ *     ./lane /tmp/tensord-$(id -u)/clients.sock 10000           ($XDG_RUNTIME_DIR/tensord/clients.sock where that is set)
  */
 
 #include <tensord_lane.h>

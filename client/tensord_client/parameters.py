@@ -20,6 +20,7 @@ import numpy as np
 
 from tensord_client.errors import InvalidArgument, Unavailable
 from tensord_client.results import Array
+from tensord_client.tensors import bfloat16_of_torch
 
 if TYPE_CHECKING:
     from tensord_client.connection import Connection
@@ -72,8 +73,8 @@ class ModelParameters:
 
         Args:
           parameters: a tree of arrays (nested mappings and sequences, or any pytree of JAX), with the names, shapes and dtypes of
-            the model's own parameters; or the name of a file in the model's folder on the server, such as
-            "params-17.safetensors".
+            the model's own parameters, such as the tree that its ``create`` returned; or the name of a file in the model's
+            folder on the server, such as "params-17.safetensors".
           version: the number that identifies this push, higher than every earlier one of the set; 0: one more than the last.
           set: the name of the parameter set; a set that does not exist is made.
           partial: the tree may lack leaves: they stay as they are, and in a new set they are those of ``main``.
@@ -94,7 +95,7 @@ class ModelParameters:
         if isinstance(parameters, str):
             said["file"] = parameters
         else:
-            pieces = list(layout(parameters))
+            pieces = list(layout(parameters, partial))
         answer = self._connection.push(self._model, self._version, set, said, pieces, timeout)
         return int(answer["number"])
 
@@ -125,29 +126,35 @@ class ModelParameters:
         return f"<ModelParameters of {self._model}>"
 
 
-def layout(parameters: Any) -> Iterator[Buffer]:
+def layout(parameters: Any, partial: bool = False) -> Iterator[Buffer]:
     """Yields a tree of arrays as bytes in safetensors' layout: the header, then each array's memory, which is not copied.
 
-    Raises: InvalidArgument: the tree has no arrays, or a leaf is no array or has a dtype that safetensors' layout lacks.
+    Leaves that no push can have are left out: functions, texts, random keys, and arrays of types that the layout lacks. The model
+    has those that it was loaded with. ``partial``: every leaf is meant to be pushed.
+
+    Raises: InvalidArgument: the tree has no arrays; or, with ``partial``, a leaf cannot be pushed.
     """
-    leaves = {name: _array(name, leaf) for name, leaf in _leaves(parameters)}
+    leaves: dict[str, tuple[str, Array]] = {}
+    for name, leaf in _leaves(parameters):
+        found = _array(leaf)
+        if found is not None:
+            leaves[name] = found
+        elif partial:
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
+            raise InvalidArgument(f"parameter '{name}' is of {kind}, which safetensors' layout does not have")
     if not leaves:
         raise InvalidArgument("a tree without arrays is no parameters")
     header: dict[str, Any] = {}
     end = 0
     # What is aligned to more comes first, so that all of it is aligned.
-    ordered = sorted(leaves.items(), key=lambda leaf: -leaf[1].dtype.itemsize)
-    for name, array in ordered:
-        header[name] = {
-            "dtype": _DTYPES[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [end, end + array.nbytes],
-        }
+    ordered = sorted(leaves.items(), key=lambda leaf: -leaf[1][1].dtype.itemsize)
+    for name, (kind, array) in ordered:
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
         end += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     yield len(text).to_bytes(8, "little") + text
-    for _, array in ordered:
+    for _, (_, array) in ordered:
         if array.nbytes:
             yield array.reshape(-1).view(np.uint8).data
 
@@ -183,19 +190,20 @@ def _plain_leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _plain_leaves(value, f"{name}.{key}" if name else str(key))
 
 
-def _array(name: str, leaf: Any) -> Array:
+def _array(leaf: Any) -> tuple[str, Array] | None:
+    """Returns a leaf's type in safetensors' layout and its array; None: it cannot be an array, or has a type without a name."""
+    bits = bfloat16_of_torch(leaf)
     try:
-        array = np.ascontiguousarray(leaf)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgument(f"parameter '{name}' is no array: {error}") from None
-    if array.dtype.name not in _DTYPES:
-        raise InvalidArgument(
-            f"parameter '{name}' has elements of {array.dtype}, which safetensors' layout does not have"
-        )
+        array = np.ascontiguousarray(leaf if bits is None else bits)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    kind = _DTYPES.get(array.dtype.name) if bits is None else "BF16"
+    if kind is None:
+        return None
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     # ``ascontiguousarray`` makes a scalar an array of one.
-    return array.reshape(np.shape(leaf))
+    return kind, array.reshape(np.shape(leaf))
 
 
 def sealed(pieces: Sequence[Buffer]) -> int:

@@ -134,12 +134,8 @@ def _foreign(name: str, value: Any) -> Array:
     Raises: InvalidArgument: the array is not in host memory, or its library refuses to export it.
     """
     try:
-        # Another thread may just import it, which then has made no tensor yet.
-        torch = sys.modules.get("torch")
-        kind = getattr(torch, "Tensor", None)
-        if torch is not None and kind is not None and isinstance(value, kind) and value.dtype is torch.bfloat16:
-            # PyTorch gives numpy no array of it: here are the bits.
-            return np.asarray(value.view(torch.int16)).view(dtype_of("BF16"))
+        if (bits := bfloat16_of_torch(value)) is not None:
+            return bits.view(dtype_of("BF16"))
         if hasattr(value, "__array__"):
             return np.asarray(value)
         where = int(value.__dlpack_device__()[0])
@@ -153,6 +149,16 @@ def _foreign(name: str, value: Any) -> Array:
         raise
     except Exception as error:
         raise InvalidArgument(f"input '{name}': {type(value).__name__} gives no array: {error}") from None
+
+
+def bfloat16_of_torch(value: Any) -> Array | None:
+    """Returns the bits (uint16) of a bfloat16 tensor of PyTorch, of which numpy gets no array; None: it is none."""
+    # Another thread may just import it, which then has made no tensor yet.
+    torch = sys.modules.get("torch")
+    kind = getattr(torch, "Tensor", None)
+    if torch is None or kind is None or not isinstance(value, kind) or value.dtype is not torch.bfloat16:
+        return None
+    return np.asarray(value.detach().view(torch.int16)).view(np.uint16)
 
 
 def content(values: Array) -> bytes | memoryview:

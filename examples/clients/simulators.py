@@ -36,8 +36,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50)
     told = parser.parse_args()
     began = time.monotonic()
+    print(f"{told.processes} processes are started, which takes minutes on a slow machine", flush=True)
+    totals = []
     with multiprocessing.get_context("spawn").Pool(told.processes) as pool:
-        totals = pool.starmap(simulate, [(seed, told.url, told.steps) for seed in range(told.processes)], chunksize=1)
+        simulations = [pool.apply_async(simulate, (seed, told.url, told.steps)) for seed in range(told.processes)]
+        for simulation in simulations:
+            totals.append(simulation.get())
+            if len(totals) % max(1, told.processes // 8) == 0:
+                print(f"{len(totals)} of {told.processes} simulators are done", flush=True)
     took = time.monotonic() - began
     print(f"{told.processes} simulators made {told.processes * told.steps} steps in {took:.1f} s")
     return 0 if simulate(0, told.url, told.steps) == totals[0] else 1

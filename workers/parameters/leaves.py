@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import InvalidArgument, Unsupported
 
+#: The element types that can be pushed, by their names in safetensors' layout.
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "U16": np.dtype(np.uint16),
+    "U32": np.dtype(np.uint32),
+    "U64": np.dtype(np.uint64),
+    "I8": np.dtype(np.int8),
+    "I16": np.dtype(np.int16),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "C64": np.dtype(np.complex64),
+}
+_PUSHED = frozenset(DTYPES.values())
 #: Elements that are looked at in one piece.
 _PIECE = 1 << 18
 
@@ -35,15 +56,20 @@ class Leaf(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True if the array has an ordinary dtype and can be pushed; False for a JAX random key."""
-        return isinstance(self.placed, np.dtype)
+        """True if the array can be pushed; False for types that safetensors' layout lacks: JAX's random keys, int4."""
+        return self.placed in _PUSHED
 
 
 class Leaves:
     """Describes all leaves of a model version's parameters, in the order of their tree, and checks pushed parameters."""
 
     def __init__(
-        self, model: str, names: Sequence[str], made: Sequence[Any], shared: Callable[[str], bool] = lambda _: False
+        self,
+        model: str,
+        names: Sequence[str],
+        made: Sequence[Any],
+        shared: Callable[[str], bool] = lambda _: False,
+        fixed: Collection[str] = (),
     ) -> None:
         """Describes leaves. The caller must have set JAX's 64-bit mode as the model needs it.
 
@@ -52,8 +78,11 @@ class Leaves:
           names: the names of the leaves, in the order of their tree.
           made: the leaves in this order, as the model's ``create`` function returned them.
           shared: returns whether all parameter sets share the leaf with a name.
+          fixed: the names of the tree's leaves that are no arrays, and so part of the model's programs. A number pushed under
+            such a name is passed over, so that the whole tree that ``create`` returned can be pushed.
         """
         self.model = model
+        self.fixed = frozenset(fixed)
         self._leaves = [
             Leaf(name, _dtype(leaf), _placed(_dtype(leaf)), tuple(np.shape(leaf)), shared(name))
             for name, leaf in zip(names, made, strict=True)
@@ -80,7 +109,7 @@ class Leaves:
             raise Unsupported(f"model '{self.model}' has no parameters that are arrays: there is nothing to push")
 
     def fitted(self, found: Mapping[str, Array], what: str, named: bool = False) -> list[Array | None]:
-        """Checks pushed parameters. Returns their arrays in the order of the tree; None for random keys, which cannot be pushed.
+        """Checks pushed parameters. Returns their arrays in the order of the tree; None for those that cannot be pushed.
 
         Args:
           found: leaf name -> array.
@@ -104,7 +133,7 @@ class Leaves:
                 continue
             if not leaf.plain:
                 if array is not None:
-                    raise InvalidArgument(f"{what}: leaf '{leaf.name}' is a random key, which cannot be pushed")
+                    raise InvalidArgument(f"{what}: leaf '{leaf.name}' is of {leaf.placed}, which cannot be pushed")
                 fitting.append(None)
                 continue
             if array is None:
@@ -118,13 +147,18 @@ class Leaves:
         ``what``: names them in errors. Raises InvalidArgument: the model has no such leaf, or it has another dtype or shape.
         """
         self.check_names(found, what)
+        for name in self.fixed & found.keys():
+            if found[name].shape:
+                raise InvalidArgument(
+                    f"{what}: leaf '{name}' is no array in model '{self.model}', but part of its programs"
+                )
         for leaf in self._leaves:
             if leaf.plain and (given := found.get(leaf.name)) is not None:
                 self._check(leaf, given.dtype, given.shape, what)
 
     def check_names(self, found: Iterable[str], what: str) -> None:
         """Checks the names of pushed arrays. Raises InvalidArgument: the model has no such leaf; ``what``: names them there."""
-        known = {leaf.name for leaf in self._leaves}
+        known = self.fixed | {leaf.name for leaf in self._leaves}
         if unknown := sorted(name for name in found if name not in known):
             raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")
 

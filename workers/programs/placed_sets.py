@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ def placed_sets(
     mixed: SetDeclaration | None = None,
     remote: bool = False,
     on_demand: bool = False,
+    fixed: Collection[str] = (),
 ) -> ParameterSets:
     """Places a model's parameters on the worker's device and returns its parameter sets.
 
@@ -48,6 +49,7 @@ def placed_sets(
       room: the device memory that pushed parameters may use; None: there is none.
       mixed: which leaves differ between sets, for a model whose batches mix sets; None: its batches do not mix sets.
       remote: whether the device has its own memory.
+      fixed: names of the leaves that ``parameters`` lacks because they are no arrays.
       on_demand: whether the main set may leave the device for other sets while no request needs it.
     Raises: InvalidArgument: ``mixed`` names a leaf that does not exist, or parameters on demand do not fit into ``room``.
       Internal: there is no memory for the parameters.
@@ -57,9 +59,9 @@ def placed_sets(
         device_memory.check(signature.model, "its parameters need", fresh, jax.local_devices()[:1])
     names = names_of(parameters) if names is None else names
     if mixed is not None:
-        return _stacked(signature, parameters, names, mixed, room)
+        return _stacked(signature, parameters, names, mixed, room, fixed)
     with precision(signature.wide):
-        described = Leaves(signature.model, names, jax.tree.leaves(parameters))
+        described = Leaves(signature.model, names, jax.tree.leaves(parameters), fixed=fixed)
         if several is None and not on_demand:
             parameters = jax.device_put(parameters)
     placer = DevicePlacer(signature, described, parameters, several, remote)
@@ -197,7 +199,12 @@ def _aligned(array: Array, dtype: Any) -> Array:
 
 
 def _stacked(
-    signature: Signature, parameters: Any, names: Sequence[str], mixed: SetDeclaration, room: DeviceRoom | None
+    signature: Signature,
+    parameters: Any,
+    names: Sequence[str],
+    mixed: SetDeclaration,
+    room: DeviceRoom | None,
+    fixed: Collection[str],
 ) -> ParameterSets:
     """Places the parameters of a model whose batches mix parameter sets, and returns its sets.
 
@@ -210,8 +217,12 @@ def _stacked(
     room = room or DeviceRoom(0)
     with precision(signature.wide):
         plain = dict(zip(names, Leaves(signature.model, names, leaves), strict=True))
-        # A random key cannot be pushed, so it is every set's.
-        described = Leaves(signature.model, names, leaves, lambda name: mixed.is_shared(name) or not plain[name].plain)
+
+        def is_shared(name: str) -> bool:
+            # What cannot be pushed is every set's.
+            return mixed.is_shared(name) or not plain[name].plain
+
+        described = Leaves(signature.model, names, leaves, is_shared, fixed)
     stack = SetStack(described, structure, mixed.resident)
     described.check_named()
     room.join_stack(stack, signature.model)

@@ -123,18 +123,27 @@ def initial_state(message: ModelConfig, specs: tuple[StateSpec, ...], created: o
             raise InvalidArgument(
                 f"model '{message.name}': state '{name}' begins as config.pbtxt says, and create() says it too"
             )
-        values[name] = _fitting(f"model '{message.name}': state '{name}'", known, np.asarray(value))
+        values[name] = _fitting(f"model '{message.name}': state '{name}'", known, value)
     return InitialState(values)
 
 
-def _fitting(what: str, spec: StateSpec, given: Array) -> Array:
-    fits = spec.fits(given.shape) or (-1 in spec.dims and given.ndim == 0)
-    if not fits or (given.dtype != spec.dtype and given.ndim > 0):
+def _fitting(what: str, spec: StateSpec, value: Any) -> Array:
+    """Returns a state's first value as an array; a number fills its shape. Raises InvalidArgument: it does not fit."""
+    made = given = np.asarray(value)
+    if given.dtype.kind in "biuf" and (given.ndim == 0 or not hasattr(value, "dtype")):
+        # Numbers have no datatype of their own.
+        with np.errstate(all="ignore"):
+            made = given.astype(spec.dtype)
+        kept = made == given if spec.dtype.kind in "biu" else np.isfinite(made) >= np.isfinite(given)
+        made = made if np.all(kept) else given
+    if given.ndim == 0 and -1 not in spec.dims:
+        made = np.full(spec.dims, made)
+    if made.dtype != spec.dtype or not (spec.fits(made.shape) or made.ndim == 0):
         raise InvalidArgument(
             f"{what} begins as {datatype_of(given.dtype) or given.dtype}{list(given.shape)} from create(), "
             f"declared is {spec.datatype}{list(spec.dims)}"
         )
-    return given.astype(spec.dtype, copy=False)
+    return made
 
 
 def _file(what: str, spec: StateSpec, dims: tuple[int, ...], folder: Path, name: str) -> Array:
