@@ -195,7 +195,7 @@ class EndedTrace(Record, frozen=True, tag="ended"):
     moments: tuple[tuple[str, int], ...]
     model: str
     #: Of the request's own span.
-    attributes: dict[str, str | int]
+    attributes: dict[str, str | int | bool]
     #: The events that the worker noted for the request, without its tensors; None: the worker noted nothing.
     timeline: Timeline | None = None
     #: The error that the request was answered with; "": it was answered with outputs.

@@ -143,6 +143,8 @@ class OwnSpan(Record, frozen=True, tag="os"):
     parent: int = 0
     #: The kind of exception that left it; "": none did.
     error: str = ""
+    #: Places, counted from 0, among the requests that were made for that request, of those that were made within it.
+    calls: tuple[int, ...] = ()
 
 
 class Timeline(Record, frozen=True, tag="tl"):

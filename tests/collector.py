@@ -17,6 +17,8 @@ class Collector:
     def __init__(self) -> None:
         self.spans: list[Any] = []
         self.services: set[str] = set()
+        #: Of the resource that the last spans are of.
+        self.resource: dict[str, str] = {}
         collector = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -27,6 +29,7 @@ class Collector:
                 for resource in message.resource_spans:
                     said = {each.key: each.value.string_value for each in resource.resource.attributes}
                     collector.services.add(said["service.name"])
+                    collector.resource = said
                     for scope in resource.scope_spans:
                         collector.spans += scope.spans
                 self.send_response(200)

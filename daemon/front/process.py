@@ -81,6 +81,8 @@ class Place:
 class Front(ABC):
     """Base class of the HTTP and gRPC fronts: applies the supervisor's messages, serves clients from ``open`` to ``drain``."""
 
+    #: "http" or "grpc".
+    protocol: ClassVar[str]
     #: Both exist from Start on, the supervisor's first record.
     tracer: Tracer
     submitter: Submitter
@@ -147,7 +149,9 @@ class Front(ABC):
                 stack_report.enable(*fds)
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
-                self.tracer = Tracer(record.incarnation, options.trace, options.metrics.buckets, self._hand_over)
+                self.tracer = Tracer(
+                    record.incarnation, options.trace, options.metrics.buckets, self._hand_over, self.protocol
+                )
                 row = self.place.row
                 counters = self.place.counters.front(row)
                 self.submitter = Submitter(

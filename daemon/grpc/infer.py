@@ -19,6 +19,7 @@ from typing import cast
 import msgspec
 
 from tensord.daemon.front.forwarding import Forwarding
+from tensord.daemon.front.status import grpc_status
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import InferCall
 from tensord.daemon.grpc.header_blocks import CallHead
@@ -222,7 +223,7 @@ class Infer:
         )
         if trace is not None:
             asked.trace, asked.context = trace, trace.context
-            trace.sent(text)
+            trace.sent(record)
             try:
                 submitter.send(asked, state)
             except ServingError as error:
@@ -370,7 +371,8 @@ class CallRequest(InFlight):
         trace = self.trace
         if trace is not None:
             if prepared.final:
-                trace.error = own.message if own.code else ""
+                if own.code:
+                    trace.failed(grpc_status(own.code), own.message)
                 if not self.waits_for_room:
                     trace.completed(prepared.version, own.trace)
             else:
@@ -396,7 +398,7 @@ class CallRequest(InFlight):
                 prepared = msgspec.structs.replace(prepared, version=0)
                 own = msgspec.structs.replace(own, code=Internal.code, message=DEFECT)
                 if trace is not None:
-                    trace.error = DEFECT
+                    trace.failed(grpc_status(Internal.code), DEFECT)
         self.call.completed(self, prepared, own, parts, sent)
 
     def _several(self) -> None:

@@ -41,6 +41,7 @@ _LAST_CALL_NS = 250_000_000
 class GrpcFront(Front):
     """Serves gRPC clients in a front process: accepts their connections, checks deadlines, and closes them when it stops."""
 
+    protocol = "grpc"
     parts: ClassVar[Mapping[str, str]] = {
         "tensord.daemon.grpc._hpack": "header blocks are decoded in Python",
         "tensord.daemon.grpc._walk": "messages are walked over in Python",
@@ -66,7 +67,7 @@ class GrpcFront(Front):
         access = grpc_access(restrictions.parse(options.grpc.restricted_protocol))
         rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}
         counters = self.place.counters.front(self.place.row)
-        self.answered = Answered(counters, self.submitter.refusals, "grpc", options.log.access)
+        self.answered = Answered(counters, self.submitter.refusals, self.protocol, options.log.access)
         serving = self._serving = GrpcServing(
             options.grpc, methods, counters, self.submitter.accounts, self.answered, rules, self.submitter
         )

@@ -150,16 +150,15 @@ class StreamInfer(InferCall):
           trace: the request's trace, which ends once the error is written; None: the request is not traced.
           asked: says in logs which request it was; None: that is not known.
         """
-        sent = None
-        if trace is not None:
-            trace.error = error.message if isinstance(error, ServingError) else DEFECT
-            sent = Sent(trace, None)
-        code, message = INTERNAL, DEFECT
+        code, message, sent = INTERNAL, DEFECT, None
         if isinstance(error, ServingError):
             code, message = number(error), error.message
         else:
             _log.error("a request of a stream met a defect of the server", exc_info=error)
             asked = None
+        if trace is not None:
+            trace.failed(NAMES[code], message)
+            sent = Sent(trace, None)
         if not len(self._order):
             self._refused(code, message, client_id, sent=sent, asked=asked)
             return

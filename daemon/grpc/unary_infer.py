@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from tensord.daemon.grpc.arriving_message import ArrivingMessage, CallRefused
 from tensord.daemon.grpc.call import InferCall
-from tensord.daemon.grpc.codes import CANCELLED, INTERNAL, number
+from tensord.daemon.grpc.codes import CANCELLED, INTERNAL, NAMES, number
 from tensord.daemon.grpc.infer import DECOUPLED, CallRequest, Infer, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.stream import Stream
@@ -204,7 +204,7 @@ class UnaryInfer(InferCall):
         """Ends the call with an error; ``trace``: the request's trace, which then ends as well."""
         sent = None
         if trace is not None:
-            trace.error = error.message
+            trace.failed(NAMES[number(error)], error.message)
             sent = Sent(trace, None)
         self._end(number(error), error.message, sent)
 

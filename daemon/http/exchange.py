@@ -399,11 +399,12 @@ class Exchange(InFlight):
         numbered = asked.numbered or asked.on_lane(submitter.numbers)
         if trace is not None:
             noted |= trace.level
-            trace.sent(self._client_id)
         prepared = asked.record if numbered is None else numbered.number
         self.record = scheduling.record(
             submitter.next_id(), prepared, contents, self._client_id, 0, monotonic_ns(), noted
         )
+        if trace is not None:
+            trace.sent(self.record)
         self.numbered, self.leases = numbered, leases
         submitter.send(self)
         self.phase = _SUBMITTED
@@ -563,7 +564,7 @@ class Exchange(InFlight):
 
     def _answer_error(self, status: int, message: str) -> None:
         if self._trace is not None:
-            self._trace.error = message
+            self._trace.failed(str(status), message)
         self._give_back()
         self.written()
         self.phase = ExchangePhase.ANSWERED

@@ -316,7 +316,7 @@ class Generation(InFlight):
     def _refuse(self, status: int, message: str) -> None:
         """Answers the request with an error response and ends it. No part of an answer may have been written before."""
         if self._trace is not None:
-            self._trace.error = message
+            self._trace.failed(str(status), message)
             self._trace.end()
         self._write_whole(status, _encode({"error": message}))
 

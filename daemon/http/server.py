@@ -37,6 +37,8 @@ _TLS_END_SECONDS = 1.0
 class HttpFront(Front):
     """The front process that serves clients over HTTP."""
 
+    protocol = "http"
+
     async def open(self, options: Options, endpoints: Endpoints) -> None:
         access = http_access(restrictions.parse(options.http.restricted_api))
         pattern = options.http.header_forward_pattern

@@ -212,7 +212,7 @@ def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: 
             0 if trace is None else trace.level,
         )
         if trace is not None:
-            trace.sent(request.id)
+            trace.sent(asked.record)
     except BaseException:
         for each in leases:
             submitter.give_back(each)

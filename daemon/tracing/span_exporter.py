@@ -4,7 +4,8 @@
       receive    [--]
       queue          [-----]
       compute               [--------------------]
-        tokenize                [---]                           what the model's code has named (``tensord.models.span``)
+        tokenize                [---]                           what the model's code has named (``tensord.models.span``), and in
+                                                                it what was called there
       send                                         [-----]
       infer step            [--------]                          of a request that was made for this one, with its own parts
 
@@ -21,11 +22,13 @@ import asyncio
 import logging
 import os
 import random
+import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from tensord import __version__
 from tensord.config.log import Seldom
 from tensord.shm import trace_stamps as stamps
 from tensord.shm.control_records import EndedTrace
@@ -94,7 +97,7 @@ class SpanExporter:
     def __init__(self, url: str, service: str, counts: SpanCounts) -> None:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
         from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags, Status
-        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.resources import HOST_NAME, SERVICE_NAME, SERVICE_VERSION, Resource
 
         from tensord.daemon.tracing.span_sender import SpanSender
 
@@ -110,7 +113,9 @@ class SpanExporter:
         self._elsewhere = self._here | SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
         #: A message without spans.
         self._empty = ExportTraceServiceRequest()
-        known = Resource.create({SERVICE_NAME: service})
+        # What the operator's OTEL_RESOURCE_ATTRIBUTES say of them holds.
+        here = Resource({HOST_NAME: socket.gethostname(), SERVICE_VERSION: __version__})
+        known = here.merge(Resource.create({SERVICE_NAME: service}))
         resource = self._empty.resource_spans.add(schema_url=known.schema_url)
         for attribute in _encoded(known.attributes):
             resource.resource.attributes.add(**attribute)
@@ -175,12 +180,14 @@ class SpanExporter:
             ids.append(_new_id())
             began_ns, ended_ns, attributes = span.began_ns + offset, span.ended_ns + offset, _encoded(span.attributes)
             self._add(trace_id, ids[-1], ids[span.parent], span.name, began_ns, ended_ns, attributes, span.error)
-        for child in timeline.children:
+        within = {number: ids[at] for at, span in enumerate(timeline.spans, 1) for number in span.calls}
+        for number, child in enumerate(timeline.children):
             if child.moments:
                 made, times = _new_id(), [ns + offset for _, ns in child.moments]
                 self._parts(trace_id, made, child.moments, child, offset)
                 attributes = _named({"model": child.model, "version": child.version})
-                self._add(trace_id, made, own, f"infer {child.model}", min(times), max(times), attributes)
+                parent = within.get(number, own)
+                self._add(trace_id, made, parent, f"infer {child.model}", min(times), max(times), attributes)
 
     def _add(
         self,
@@ -247,7 +254,7 @@ def _new_id() -> bytes:
     return (random.getrandbits(64) or 1).to_bytes(8, "big")
 
 
-def _named(attributes: Mapping[str, str | int]) -> list[dict[str, Any]]:
+def _named(attributes: Mapping[str, str | int | bool]) -> list[dict[str, Any]]:
     return _encoded({f"tensord.{name}": value for name, value in attributes.items()})
 
 

@@ -23,12 +23,14 @@ from tensord.daemon.tracing.trace_file import TraceFiles
 from tensord.daemon.tracing.trace_settings import LEVELS
 from tensord.shm import trace_stamps
 from tensord.shm.control_records import EndedTrace, TraceChanged, TraceCleared, TracesEnded
-from tensord.shm.messages import Timeline
+from tensord.shm.messages import RequestRecord, Timeline
 
 _TIMESTAMPS = LEVELS["TIMESTAMPS"]
 #: Trace ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.
 _ID_BITS = 32
 _UNTOLD = Timeline(())
+#: Protocol -> its code of an answer with outputs.
+_GOOD = {"http": "200", "grpc": "OK"}
 
 
 class Tracer:
@@ -40,6 +42,7 @@ class Tracer:
         options: TraceOptions,
         buckets: Sequence[float] = (),
         hand_over: Callable[[TracesEnded], bool] = lambda _: False,
+        protocol: str = "http",
     ) -> None:
         """Makes a tracer without settings, so that it samples nothing until ``changed`` is called.
 
@@ -47,6 +50,7 @@ class Tracer:
           incarnation: the front's number, the upper bits of trace ids.
           buckets: upper bounds of the histograms that traced requests are exemplars of, in seconds.
           hand_over: sends traces to the collector, if there is one; returns False if it drops them.
+          protocol: "http" or "grpc".
         """
         #: Traced requests that stand for buckets.
         self.exemplars = Exemplars(buckets)
@@ -55,6 +59,7 @@ class Tracer:
         self.joins = self._spans is not None
         #: Whether any request may be sampled at all.
         self.on = self.joins
+        self._protocol = protocol
         #: Counts the requests that need not be ``sample``d: while any are left, one without a ``traceparent`` takes one off.
         self.passes = Passes()
         self._samplers: dict[str, Sampler] = {}
@@ -112,7 +117,7 @@ class Tracer:
                 return None
             if not sampler.hit():
                 return None
-        trace = Trace(self._next_id, sampler, model, self.exemplars)
+        trace = Trace(self._next_id, sampler, model, self.exemplars, self._protocol)
         if self._spans is not None:
             trace.join(self._spans, parent, began_ns or time.monotonic_ns())
         return trace
@@ -197,17 +202,22 @@ class Trace:
             "_next_id",
             "_own",
             "_parent",
+            "_protocol",
+            "_record",
             "_sampler",
             "_spans",
             "_stamps",
             "_timeline",
             "_version",
         ),
-        *("client_id", "context", "error"),
+        *("client_id", "code", "context", "error"),
     )
 
-    def __init__(self, next_id: Callable[[], int], sampler: Sampler, model: str, exemplars: Exemplars) -> None:
+    def __init__(
+        self, next_id: Callable[[], int], sampler: Sampler, model: str, exemplars: Exemplars, protocol: str
+    ) -> None:
         self._exemplars = exemplars
+        self._protocol = protocol
         self._spans: Spans | None = None
         #: Where it is sent to a collector: the request's own span, the client's, and when it began.
         self._own: SpanIds | None = None
@@ -225,7 +235,10 @@ class Trace:
         self.context = str(self._id), ""
         #: The request's ``id``, once it is known.
         self.client_id = ""
-        #: The error that the request was answered with; "": it was answered with outputs.
+        #: The record in which it was sent to a worker; None: it was not.
+        self._record: RequestRecord | None = None
+        #: The protocol's code of the answer, and its error; "": it was answered with outputs.
+        self.code = _GOOD[protocol]
         self.error = ""
 
     def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:
@@ -246,10 +259,14 @@ class Trace:
         """Adds the timestamp ``name``, ``ns`` of CLOCK_MONOTONIC; 0: now."""
         self._stamps.append((ns or time.monotonic_ns(), name))
 
-    def sent(self, client_id: str) -> None:
-        """Adds a timestamp: the request is being sent to a worker. ``client_id``: the request's ``id``; "": it has none."""
-        self.client_id = client_id
+    def sent(self, record: RequestRecord) -> None:
+        """Adds a timestamp: the request is being sent to a worker, in this record."""
+        self.client_id, self._record = record.client_id, record
         self.stamp(trace_stamps.REQUEST_START)
+
+    def failed(self, code: str, error: str) -> None:
+        """Notes that the request is answered with an error. ``code``: of its protocol, such as "400" or "NOT_FOUND"."""
+        self.code, self.error = code, error
 
     def responded(self, version: int) -> None:
         """Stores which model version sent a response that is not the last one; 0: the response is an error, nothing is stored."""
@@ -280,11 +297,15 @@ class Trace:
         if not self.error and self._version > 0:
             self._exemplars.note(self._model, self._version, self.context[0], dict(moments))
         if self._spans is not None and self._own is not None:
-            said: dict[str, str | int] = {"model": self._model}
+            said: dict[str, str | int | bool] = {"model": self._model, "protocol": self._protocol, "code": self.code}
             if self._version > 0:
                 said["version"] = self._version
             if self.client_id:
                 said["request_id"] = self.client_id
+            record = self._record
+            if record is not None and record.sequence_id:
+                said |= {"sequence_id": record.sequence_id}
+                said |= {"sequence_start": record.sequence_start, "sequence_end": record.sequence_end}
             told = None if self._timeline is None else without_tensors(self._timeline)
             parent_id = "" if self._parent is None else self._parent.span_id
             self._spans.ended(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -90,6 +91,61 @@ GENERATOR = """
                         yield {"y": np.array([i], np.int32)}
         return apply, None
 """
+ECHO = """
+    inputs = {"x": "FP32[2]"}
+    outputs = {"y": "FP32[2]"}
+    host = True
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"y": inputs["x"]}), None
+"""
+_CALLS = """
+ask(x)
+with tensord.models.span("outer"):
+    ask(x)
+    with tensord.models.span("inner"):
+        ask(x)
+    y = ask(x)
+"""
+ASKS = f"""
+    import tensord.models
+
+    inputs = {{"x": "FP32[2]"}}
+    outputs = {{"y": "FP32[2]"}}
+    host = True
+
+    def ask(x):
+        return tensord.models.call("host_echo", {{"x": x}})["y"]
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            x = inputs["x"]
+{textwrap.indent(_CALLS, " " * 12)}
+            return {{"y": y}}
+        return apply, None
+"""
+PYTHON_ASKS = f"""
+    import tensord.models
+    import triton_python_backend_utils as pb_utils
+
+    traces = []
+
+    def ask(x):
+        return pb_utils.InferenceRequest(
+            model_name="host_echo", inputs=[x], requested_output_names=["y"], trace=traces[-1]
+        ).exec().output_tensors()[0]
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            answers = []
+            for request in requests:
+                x = pb_utils.get_input_tensor_by_name(request, "x")
+                x = pb_utils.Tensor("x", x.as_numpy())
+                traces.append(request.trace())
+{textwrap.indent(_CALLS, " " * 16)}
+                answers.append(pb_utils.InferenceResponse([y]))
+            return answers
+"""
 KINDS = pytest.mark.parametrize("kind", [httpclient, grpcclient], ids=["http", "grpc"])
 
 
@@ -109,6 +165,13 @@ def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
         ("parts", PYTHON, CONFIG),
         ("many", MANY, ""),
         ("tells", GENERATOR, ""),
+        ("host_echo", ECHO, ""),
+        ("asks", ASKS, ""),
+        (
+            "python_asks",
+            PYTHON_ASKS,
+            CONFIG.replace("context", "y").replace("STRING", "FP32").replace("[ 1 ]", "[ 2 ]"),
+        ),
     ):
         repositories.write_model(folder / "models", name, source, config)
     repositories.ensemble(
@@ -200,6 +263,20 @@ def test_spans_within_a_step_of_an_ensemble(daemon: DaemonProcess, collector: Co
     runs = {span.span_id: span.parent_span_id for span in collector.of(trace_id, 11) if span.name == "compute"}
     assert runs[spans["look up"].parent_span_id] == spans["infer host"].span_id
     assert {line["message"] for line in lines(daemon, trace_id, 2)} == {"looked up", "request"}
+
+
+@pytest.mark.parametrize("name", ["asks", "python_asks"])
+def test_calls_within_a_span_are_parts_of_it(daemon: DaemonProcess, collector: Collector, name: str) -> None:
+    """One outside of any, two within a span, one within a span of that."""
+    trace_id = f"{9:031x}{len(name) % 16:x}"
+    infer(daemon, httpclient, name, trace_id)
+    spans = collector.of(trace_id, 5 + 2 + 4 * 3)
+    (own,) = (span for span in spans if span.name == f"infer {name}")
+    outer, inner = (next(span for span in spans if span.name == each) for each in ("outer", "inner"))
+    calls = sorted(
+        (span for span in spans if span.name == "infer host_echo"), key=lambda span: span.start_time_unix_nano
+    )
+    assert [call.parent_span_id for call in calls] == [own.span_id, outer.span_id, inner.span_id, outer.span_id]
 
 
 def test_spans_around_the_responses_of_a_generator(daemon: DaemonProcess, collector: Collector) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -15,12 +16,23 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
+from tensord import __version__
 from tests import repositories
 from tests.collector import Collector
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.protocol.streaming_models import CONFIG, TALKS
 from tests.scrapes import scrape
 
+COUNTS = """
+    inputs = {"x": "FP32[4]"}
+    outputs = {"y": "FP32[4]"}
+    state = {"sum": "FP32[4]"}
+
+    def create(path, config, device):
+        def apply(params, inputs, state):
+            return {"y": inputs["x"] + state["sum"]}, {"sum": inputs["x"] + state["sum"]}
+        return apply, {}
+"""
 SAMPLED, UNSAMPLED = "00-%s-00f067aa0ba902b7-01", "00-%s-00f067aa0ba902b7-00"
 PARENT = "00f067aa0ba902b7"
 
@@ -39,6 +51,7 @@ def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
     step = ("scale", {"x": "x"}, {"y": "middle"}), ("scale", {"x": "middle"}, {"y": "y"})
     repositories.ensemble(folder / "models", "twice", ["x FP32 4"], ["y FP32 4"], list(step), 8)
     repositories.write_model(folder / "models", "talks", TALKS, CONFIG)
+    repositories.write_model(folder / "models", "counts", COUNTS, "max_batch_size: 4 sequence_batching { }")
     (folder / "daemon").mkdir()
     options: dict[str, dict[str, Any]] = {"trace": {"otlp": collector.url, "rate": 1000000}}
     with DaemonProcess(folder / "daemon", [folder / "models"], options) as running:
@@ -77,11 +90,17 @@ def test_a_sampled_parent_is_joined(daemon: DaemonProcess, collector: Collector,
         said = {each.key: each.value for each in own.attributes}
         assert said["tensord.request_id"].string_value == "one"
         assert said["tensord.version"].int_value == 1
+        assert (said["tensord.protocol"].string_value, said["tensord.code"].string_value) == (
+            ("grpc", "OK") if kind is grpcclient else ("http", "200")
+        )
+        assert "tensord.sequence_id" not in said
         assert began <= own.start_time_unix_nano <= spans["queue"].start_time_unix_nano
         assert spans["queue"].end_time_unix_nano == spans["compute"].start_time_unix_nano
         assert spans["compute"].end_time_unix_nano <= own.end_time_unix_nano <= time.time_ns()
         assert own.status.code == 0
     assert collector.services == {"tensord"}
+    assert collector.resource["service.version"] == __version__
+    assert collector.resource["host.name"] == socket.gethostname()
     assert not [span for span in collector.spans if span.trace_id.hex().endswith("f")]
 
 
@@ -94,6 +113,23 @@ def test_steps_of_an_ensemble_are_spans_of_it(daemon: DaemonProcess, collector: 
     steps = [span for span in spans if span.name == "infer scale"]
     assert [step.parent_span_id for step in steps] == [own.span_id] * 2
     assert {span.parent_span_id for span in spans if span.name == "compute"} >= {step.span_id for step in steps}
+    (queue,) = (span for span in spans if span.name == "queue" and span.parent_span_id == own.span_id)
+    (run,) = (span for span in spans if span.name == "compute" and span.parent_span_id == own.span_id)
+    assert queue.start_time_unix_nano <= queue.end_time_unix_nano == run.start_time_unix_nano
+
+
+@KINDS
+def test_a_span_says_of_which_sequence_it_is(daemon: DaemonProcess, collector: Collector, kind: Any) -> None:
+    trace_id = f"{12:031x}{int(kind is grpcclient):x}"
+    x = kind.InferInput("x", [1, 4], "FP32")
+    x.set_data_from_numpy(np.ones((1, 4), np.float32))
+    with client(daemon, kind) as asking:
+        headers = {"traceparent": SAMPLED % trace_id}
+        asking.infer("counts", [x], sequence_id=77, sequence_start=True, headers=headers)
+    (own,) = (span for span in collector.of(trace_id, 5) if span.name == "infer counts")
+    said = {each.key: each.value for each in own.attributes}
+    assert said["tensord.sequence_id"].int_value == 77
+    assert (said["tensord.sequence_start"].bool_value, said["tensord.sequence_end"].bool_value) == (True, False)
 
 
 @KINDS
@@ -103,6 +139,8 @@ def test_a_refused_request_is_a_span_with_its_error(daemon: DaemonProcess, colle
         infer(daemon, kind, "scale", SAMPLED % trace_id, (1, 5))
     (own,) = (span for span in collector.of(trace_id, 1) if span.name == "infer scale")
     assert (own.status.code, own.status.message) == (2, refused.value.message())
+    code = {each.key: each.value for each in own.attributes}["tensord.code"].string_value
+    assert code == ("INVALID_ARGUMENT" if kind is grpcclient else "400")
 
 
 @KINDS

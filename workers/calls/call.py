@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from tensord.shm.arrays import Array
 from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.workers.calls.caller import Caller
+from tensord.workers.calls.own_spans import innermost
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.timeline import RequestTimeline
 
@@ -48,6 +49,8 @@ class ModelCall:
     def __post_init__(self) -> None:
         assert self.caller.port.server is not None
         self._server = self.caller.port.server
+        #: The open span of the caller's code that the call is a part of; None: there is none.
+        self.within = None if self.timeline is None else self.timeline.within(innermost())
         #: Requests that the call is made for: it ends with them.
         self.requests = self.caller.requests
         #: Whether the call could not be made: its error says why.

@@ -35,10 +35,15 @@ def span(name: str, attributes: Mapping[str, Parameter]) -> AbstractContextManag
     if not timelines:
         return _NOTHING
     told = {key[:_MAX_TEXT]: _told(attributes[key]) for key in [*attributes][:_MAX_ATTRIBUTES]}
-    made = Span(name[:_MAX_TEXT], told, timelines[0].within(_open.get()))
+    made = Span(name[:_MAX_TEXT], told, timelines[0].within(innermost()))
     # One object for all: the code has run once.
     taken = [timeline.open(made) for timeline in timelines]
     return _OpenSpan(made) if any(taken) else _NOTHING
+
+
+def innermost() -> Span | None:
+    """Returns the innermost open span of the running context; None: there is none."""
+    return _open.get()
 
 
 def trace_id() -> str:

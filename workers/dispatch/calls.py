@@ -256,7 +256,7 @@ class Calls:
             result = Response(chosen, result.parameters) if isinstance(result, Response) else chosen
         if final:
             if call.timeline is not None and request.timeline is not None:
-                call.timeline.add(request.version.name, request.version.version, request.timeline)
+                call.timeline.add(request.version.name, request.version.version, request.timeline, call.within)
             self._close(call)
         call.answered(result, final)
         if call.abandoned:

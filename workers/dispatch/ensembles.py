@@ -44,8 +44,9 @@ _CONTROLS = {"sequence_id", "sequence_start", "sequence_end"}
 class _Run:
     """The state of one request to an ensemble while its steps run."""
 
-    def __init__(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
+    def __init__(self, version: ModelVersion, graph: EnsembleGraph, request: Request, now_ns: int) -> None:
         self.version = version
+        self.began_ns = now_ns
         self.graph = graph
         self.request = request
         needed = graph.needed(request.outputs)
@@ -149,7 +150,7 @@ class EnsembleRuns:
 
     def begin(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
         """Begins the first steps of a request to an ensemble; answers it with an error if a model or parameter set is missing."""
-        run = self._runs[request] = _Run(version, graph, request)
+        run = self._runs[request] = _Run(version, graph, request, self._clock())
         try:
             for number in graph.needed(request.outputs).numbers:
                 step = graph.steps[number]
@@ -376,7 +377,7 @@ class EnsembleRuns:
             self._outbox.fail(request, run.error)
             return
         queued, took_input, took_infer = run.durations
-        began = min(now_ns, request.arrived_ns + queued)
+        began = min(now_ns, run.began_ns + queued)
         execution = Execution([request], began)
         execution.gathered_ns = min(now_ns, began + took_input)
         execution.computed_ns = min(now_ns, execution.gathered_ns + took_infer)

@@ -64,7 +64,7 @@ class RequestTimeline:
     """The timeline of one request that is traced: its moments, tensors, spans, and the timelines of requests made for it."""
 
     __slots__ = (
-        *("_characters", "_children", "_count", "_has_responded", "_moments", "_spans", "_tensors"),
+        *("_characters", "_children", "_count", "_has_responded", "_moments", "_spans", "_tensors", "_within"),
         *("context", "level", "parameters"),
     )
 
@@ -77,6 +77,8 @@ class RequestTimeline:
         self._has_responded = False
         self._tensors: list[TracedTensor] = []
         self._children: list[Timeline] = []
+        #: The span of the model's code in which each of them was made; None: in none.
+        self._within: list[Span | None] = []
         #: What the model's code has named, in whatever threads.
         self._spans: list[Span] = []
         #: Which trace it belongs to; None: its submitter has not said so.
@@ -127,12 +129,13 @@ class RequestTimeline:
         """
         return msgspec.structs.replace(answer, trace=self._timeline())
 
-    def add(self, model: str, version: int, child: RequestTimeline) -> None:
+    def add(self, model: str, version: int, child: RequestTimeline, within: Span | None = None) -> None:
         """Adds the timeline of a request that was made for this one and has ended.
 
         Args:
           model, version: the model, and number of its version, that the ended request was for.
           child: its timeline.
+          within: the span of the model's code in which the request was made; None: there is none.
         """
         self._count += 1 + child._count
         if self._count > _MAX_CHILDREN:
@@ -144,6 +147,7 @@ class RequestTimeline:
         made = child._timeline()
         moments = made.moments and (*made.moments, (trace_stamps.REQUEST_END, time.monotonic_ns()))
         self._children.append(msgspec.structs.replace(made, moments=moments, model=model, version=version))
+        self._within.append(within)
 
     def _timeline(self) -> Timeline:
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
@@ -154,7 +158,7 @@ class RequestTimeline:
             tuple(self._tensors),
             children=tuple(self._children),
             parameters=self.parameters,
-            spans=_closed(self._spans) if self._spans else (),
+            spans=_closed(self._spans, self._within) if self._spans else (),
         )
 
 
@@ -181,15 +185,20 @@ def timeline_end(parameters: tuple[str, int] | None) -> bytes:
     return encoder.encode(Timeline((), parameters=parameters))[_UP_TO_MOMENTS:]
 
 
-def _closed(spans: Iterable[Span]) -> tuple[OwnSpan, ...]:
-    """Returns the spans as records for the answer; a span that is still open is reported as ending now."""
+def _closed(spans: Iterable[Span], within: Sequence[Span | None]) -> tuple[OwnSpan, ...]:
+    """Returns the spans as records for the answer; a span that is still open is reported as ending now.
+
+    ``within``: for each request that was made for this one, the span in which it was made; None: in none.
+    """
     now_ns = time.monotonic_ns()
     numbers: dict[Span, int] = {}
     told: list[OwnSpan] = []
     for number, span in enumerate(list(spans), 1):
         numbers[span] = number
         parent = 0 if span.parent is None else numbers.get(span.parent, 0)
-        told.append(OwnSpan(span.name, span.began_ns, span.ended_ns or now_ns, span.attributes, parent, span.error))
+        calls = tuple([place for place, each in enumerate(within) if each is span])
+        ended_ns = span.ended_ns or now_ns
+        told.append(OwnSpan(span.name, span.began_ns, ended_ns, span.attributes, parent, span.error, calls))
     return tuple(told)
 
 
