@@ -1180,11 +1180,13 @@ def test_batches_end_at_preferred_sizes_in_c_as_in_python(
     for _ in range(4):
         assert {count: ran(count) for count in expected} == expected
     queued = ever_queued(mlp.queue)
-    for count in 1, 2, 4, 5:
+    # What runs at once is C's; between two runs it may ask Python whose turn it is.
+    for count in 1, *preferred:
         ran(count)
     assert ever_queued(mlp.queue) == queued
-    ran(3)
-    assert (ever_queued(mlp.queue) > queued) == (4 in preferred)
+    if 4 in preferred:
+        ran(3)
+        assert ever_queued(mlp.queue) > queued
 
 
 def test_a_model_loaded_again_answers_from_then_on(loop: WorkerLoop, tmp_path: Path) -> None:
