@@ -36,10 +36,9 @@ class Host(DaemonProcess):
 
     Args:
       seconds: how long a request to ``work`` takes; requests run one after the other.
-      drain_time: seconds for which the daemon goes on serving once it is to be drained.
     """
 
-    def __init__(self, folder: Path, seconds: float, drain_time: float) -> None:
+    def __init__(self, folder: Path, seconds: float) -> None:
         self.control = folder / "control.sock"
         self.http_port, self.grpc_port, self.agent_port, metrics = free_ports(4)
         repositories.write_model(folder / "models", "work", _WORK.format(seconds=seconds))
@@ -49,7 +48,7 @@ class Host(DaemonProcess):
             "http": {"port": self.http_port},
             "grpc": {"port": self.grpc_port},
             "metrics": {"port": metrics, "agent_port": self.agent_port},
-            "supervisor": {"control_socket": str(self.control), "drain_time": drain_time},
+            "supervisor": {"control_socket": str(self.control)},
         }
         super().__init__(folder, [folder / "models"], options)
 

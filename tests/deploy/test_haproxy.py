@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installe
 _WORK = 0.05
 _SLOW = "c"
 #: HAProxy gives up before that, at the second look that finds a host not ready.
-_DRAIN_TIME = 5.0
+_DRAIN_TIME = "5"
 #: HAProxy keeps requests of up to 16 KiB to try them again.
 _SMALL, _LARGE = 100, 20_000
 
@@ -50,7 +50,7 @@ def hosts(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
         made = {}
         for name in "abc":
             folder = tmp_path_factory.mktemp(name)
-            made[name] = stack.enter_context(Host(folder, 5 * _WORK if name == _SLOW else _WORK, _DRAIN_TIME))
+            made[name] = stack.enter_context(Host(folder, 5 * _WORK if name == _SLOW else _WORK))
         for host in made.values():
             host.wait_ready()
         yield made
@@ -93,7 +93,7 @@ def test_a_drained_host_is_asked_nothing_new(hosts: dict[str, Host], balancer: B
     drained = hosts["b"]
     with Load().of(clients(balancer, 3)) as load:
         load.goes_on()
-        drained.tensorctl("drain", "--wait")
+        drained.tensorctl("drain", "--time", _DRAIN_TIME, "--wait")
         assert balancer.status("b") in ("DOWN", "DRAIN (agent)")
         assert balancer.status("b", "daemons") == "DRAIN (agent)"
         before = drained.answered("work")
@@ -110,7 +110,7 @@ def test_a_rolling_update_fails_nothing(hosts: dict[str, Host], balancer: Balanc
     with Load().of(clients(balancer, 2) + clients(balancer, 1, _LARGE)) as load:
         for name, host in hosts.items():
             load.goes_on()
-            host.tensorctl("drain", "--wait")
+            host.tensorctl("drain", "--time", _DRAIN_TIME, "--wait")
             host.stop()
             load.goes_on()
             host.start()
@@ -253,7 +253,7 @@ def test_sequences_stay_where_they_are(hosts: dict[str, Host], balancer: Balance
             sequences.step(who, who, start=True)
         began = {name: count - before[name] for name, count in held(hosts).items()}
         assert all(began.values()), began
-        hosts[gone].tensorctl("drain")
+        hosts[gone].tensorctl("drain", "--time", _DRAIN_TIME)
         balancer.wait_for(gone, "DRAIN (agent)", backends=("daemons",))
         for who in everybody:
             sequences.step(who, 1)
