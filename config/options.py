@@ -341,6 +341,10 @@ class ClientsOptions(Section, frozen=True):
     segment_byte_size: ByteSize = 1 << 30
     #: Answers of one lane in the worker's memory, until the client has given them back.
     response_byte_size: ArenaSize = 256 << 20
+    #: A record that comes in several parts may take so long, from its first to its last.
+    body_timeout: Seconds = 60.0
+    #: What requests on all lanes of one user hold of each worker's memory, as they are kept there.
+    max_owner_request_byte_size: ByteSize = 1 << 30
     #: What answers to all lanes of one user hold of each worker's memory.
     max_owner_response_byte_size: ByteSize = 4 << 30
 

@@ -107,8 +107,9 @@ class Channel:
         self._max_record = max_record
         # One buffer is kept: allocating a datagram's worth of memory each time costs more than most records.
         self._received = buffer or new_buffer()
-        #: The parts received so far of a record that is larger than a datagram.
+        #: The parts received so far of a record that is larger than a datagram, and how many such records were whole.
         self._parts = bytearray()
+        self.whole = 0
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -123,6 +124,11 @@ class Channel:
         """Returns how many bytes of records are queued and not yet sent."""
         queued = sum([len(each[0]) if isinstance(each, tuple) else len(each) for each in self._queue])
         return queued + (0 if self._unsent is None else len(self._unsent[0]))
+
+    @property
+    def half_byte_size(self) -> int:
+        """Returns how many bytes have come of a record that is not whole yet."""
+        return len(self._parts)
 
     def put(self, record: Record, *fds: int) -> None:
         """Encodes a record and queues it, with duplicates of the file descriptors ``fds``, which the caller keeps.
@@ -285,6 +291,7 @@ class Channel:
             elif kind == _LAST_PART:
                 self._keep_part(content)
                 body, self._parts = bytes(self._parts), bytearray()
+                self.whole += 1
             else:
                 raise InvalidArgument(f"malformed datagram: kind {content[0]}, {len(self._parts)} bytes into a record")
             records: list[Any] = self._incoming.decode(body)

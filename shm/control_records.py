@@ -113,8 +113,9 @@ class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     segment_byte_size: int
     #: All segments of the lane's response arena together.
     response_byte_size: int
-    #: What answers to all lanes of its user may hold of one worker's memory.
+    #: What answers to all lanes of its user may hold of one worker's memory, and what requests may.
     max_owner_response_byte_size: int = 4 << 30
+    max_owner_request_byte_size: int = 1 << 30
 
 
 class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -371,6 +371,11 @@ class WorkerLane:
         return self._channel.waiting_byte_size
 
     @property
+    def half(self) -> tuple[int, int]:
+        """Returns how many records that came in parts were whole, and how many bytes have come of the next one."""
+        return self._channel.whole, self._channel.half_byte_size
+
+    @property
     def arena(self) -> Arena:
         """Returns the response arena (shared memory for outputs), for statistics."""
         return self._arena

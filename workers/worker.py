@@ -63,6 +63,7 @@ from tensord.workers.requests.prepared import Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
 from tensord.workers.requests.submitter_link import SubmitterLink
+from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
 
@@ -166,6 +167,9 @@ class Worker:
         #: Those that have something to be flushed.
         self._unflushed: list[SubmitterLink[Request]] = []
         self._received = new_buffer()
+        #: Clients that have sent a part of a record and not yet its end: which of their records, and since when; oldest first.
+        self._halves: dict[SubmitterLink[Request], tuple[int, int]] = {}
+        self._body_ns = int(options.clients.body_timeout * 1e9)
         self._free_slots = list(range(SLOTS - 1, FIRST_INSTANCE_SLOT - 1, -1))
         self._epoll = select.epoll()
         self._epoll.register(channel.fileno(), select.EPOLLIN)
@@ -346,23 +350,58 @@ class Worker:
         try:
             if datagram is not None:
                 self._take(submitter, submitter.lane.read(*datagram), now_ns)
-                return
-            self._receive_all(submitter, now_ns)
+            else:
+                self._receive_all(submitter, now_ns)
+            if submitter.segments is not None and not submitter.closed:
+                self._look_at_half(submitter, now_ns)
         except ChannelClosed:
             self._close_lane(submitter)
         except InvalidArgument as error:
-            if submitter.segments is None or self._may_log(now_ns):
-                left_out = f" ({self._left_out} more since the last such line)" if self._left_out else ""
-                _log.error(
-                    "closing the lane of submitter %d: %s%s", submitter.peer, error.message[:_MAX_SHOWN], left_out
-                )
-                self._left_out = 0
-            self._close_lane(submitter)
+            self._refuse_lane(submitter, error.message, now_ns)
         except Exception:  # a defect of ours, which a client must not be able to end this process by
             if submitter.segments is None:
                 raise
             _log.exception("closing the lane of submitter %d", submitter.peer)
             self._close_lane(submitter)
+
+    def _refuse_lane(self, submitter: SubmitterLink[Request], why: str, now_ns: int) -> None:
+        """Closes the lane (channel) of a submitter that sent what it may not, and says why in the log."""
+        if submitter.segments is None or self._may_log(now_ns):
+            left_out = f" ({self._left_out} more since the last such line)" if self._left_out else ""
+            _log.error("closing the lane of submitter %d: %s%s", submitter.peer, why[:_MAX_SHOWN], left_out)
+            self._left_out = 0
+        self._close_lane(submitter)
+
+    def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
+        """Notes how much of a client's record has come that is not whole, and since when.
+
+        Raises: InvalidArgument: the user's requests hold all bytes that they may.
+        """
+        number, byte_size = submitter.lane.half
+        known = self._halves.get(submitter)
+        if byte_size == 0 and known is None:
+            return
+        submitter.note_half(byte_size)
+        if known is None or known[0] != number:
+            self._halves.pop(submitter, None)
+            if byte_size:
+                self._halves[submitter] = number, now_ns
+            self._watch_halves()
+
+    def _watch_halves(self) -> None:
+        """Schedules ``_end_halves`` for when the record that is not whole for longest has taken too long."""
+        _, since_ns = next(iter(self._halves.values()), (0, NEVER - self._body_ns))
+        self._dispatcher.agenda.put(self._end_halves, since_ns + self._body_ns)
+
+    def _end_halves(self, now_ns: int) -> None:
+        """Closes the lanes of clients of which a record takes longer than ``clients.body_timeout`` to be whole."""
+        for submitter, (_, since_ns) in list(self._halves.items()):
+            if since_ns + self._body_ns > now_ns:
+                break
+            byte_size, seconds = submitter.lane.half[1], self._options.clients.body_timeout
+            why = f"{byte_size} bytes of a record came, and not its end within {seconds:g} s (clients.body_timeout)"
+            self._refuse_lane(submitter, why, now_ns)
+        self._watch_halves()
 
     def _may_log(self, now_ns: int) -> bool:
         """Returns whether another line about a client's lane (channel to this worker) may be logged now.
@@ -459,7 +498,10 @@ class Worker:
                 descriptors.check_reserve(sock.fileno(), "a client's lane")
                 segments = LaneSegments(self._regions, client.limits)
                 name = client.peer.owner
-                owner = self._owners.get(name) or LaneOwner(name, client.limits.max_owner_response_byte_size)
+                limits = client.limits
+                owner = self._owners.get(name) or LaneOwner(
+                    name, limits.max_owner_response_byte_size, limits.max_owner_request_byte_size
+                )
                 lane = self._client_lane(sock, segments, owner)
                 submitter = SubmitterLink(peer, lane, self._unflushed, segments, owner=owner)
                 self._owners[name] = owner
@@ -516,7 +558,10 @@ class Worker:
         self._writing.discard(fd)
         self._stalled.discard(fd)
         submitter.lane.close()
+        if self._halves.pop(submitter, None) is not None:
+            self._watch_halves()
         if submitter.segments is not None:
+            submitter.leave()
             self._forget_client(submitter.peer)
             self._channel.put(LaneClosed(submitter.peer))
 

@@ -20,6 +20,7 @@ from tensord.shm.messages import (
     WIRE_VERSION,
     AnswerRecord,
     Cancel,
+    Parameter,
     Prepare,
     PreparedRequest,
     PreparedTensor,
@@ -43,6 +44,9 @@ _LARGE = 15_000
 _SMALL = PreparedRequest("addsub", 0, tuple(PreparedTensor(f"INPUT{i}", "FP32", (1, 16)) for i in (0, 1)))
 _SLOW = PreparedRequest("slow", 0, (PreparedTensor("INPUT0", "FP32", (1,)),))
 _ONE = np.ones(1, np.float32)
+#: Of a record that is larger than a datagram.
+_PART = 60_000
+_PARAMETERS: dict[str, Parameter] = {f"{number:x}": 1 for number in range(35_000)}
 #: As many requests as may be in flight on a lane by default.
 _IN_FLIGHT = 256
 _IDENTITY = PreparedRequest("identity", 0, (PreparedTensor("INPUT0", "FP32", (_LARGE,)),))
@@ -55,7 +59,7 @@ class Lane:
         """Connects to the daemon and opens the lane. Raises OSError: the daemon refuses it."""
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._decoder = decoder(ToSubmitter)
-        self._last = 0
+        self.last = 0
         try:
             self._connection.settimeout(30)
             self._connection.connect(path)
@@ -82,10 +86,19 @@ class Lane:
         """Sends any bytes as one datagram. Raises OSError as ``send`` does."""
         socket.send_fds(self._sock, [content], [] if fd < 0 else [fd])
 
+    def send_parts(self, record: Record, whole: bool = True) -> None:
+        """Sends a record that is larger than a datagram. Raises OSError as ``send`` does. ``whole``: with its last part."""
+        content = b"\x91" + encoder.encode(record)
+        parts = [content[at : at + _PART] for at in range(0, len(content), _PART)]
+        for part in parts[:-1]:
+            self.send_bytes(b"\x02" + part)
+        if whole:
+            self.send_bytes(b"\x03" + parts[-1])
+
     def ask(self, *prepared: PreparedRequest | int, contents: tuple[bytes, ...]) -> None:
         """Sends a request for each of the prepared requests, all with the same contents. Raises OSError as ``send`` does."""
-        self._last += len(prepared)
-        first = self._last - len(prepared) + 1
+        self.last += len(prepared)
+        first = self.last - len(prepared) + 1
         self.send(*[RequestRecord(first + number, one, contents) for number, one in enumerate(prepared)])
 
     def answers(self) -> Iterator[AnswerRecord]:
@@ -197,6 +210,60 @@ def fills_queue(target: Target) -> None:
                 target.count("others' answers")
 
 
+def many_parameters(target: Target) -> None:
+    """Prepares requests of 35,000 small parameters each on twelve lanes, as many as the worker keeps; then it ends a lane."""
+    lanes: dict[Lane, int] = {}
+    with contextlib.ExitStack() as stack:
+        while target.going_on():
+            with target.refusals():
+                if len(lanes) < 12:
+                    lanes[stack.enter_context(_lane(target))] = 0
+            for lane, number in list(lanes.items()):
+                try:
+                    lane.send_parts(Prepare(number, PreparedRequest("addsub", 0, (), (), _PARAMETERS)))
+                    target.count("prepared")
+                    lanes[lane] = (number + 1) % 4
+                except OSError:
+                    target.count("lanes lost")
+                    del lanes[lane]
+                if not target.going_on():
+                    break
+
+
+def half_records(target: Target) -> None:
+    """Sends the first megabyte of a record on each of six hundred lanes, never its end."""
+    record = RequestRecord(1, _IDENTITY, (bytes(15 * _PART),))
+    with contextlib.ExitStack() as stack:
+        lanes: list[Lane] = []
+        while target.going_on():
+            with target.refusals():
+                if len(lanes) < 600:
+                    lanes.append(stack.enter_context(_lane(target)))
+                    lanes[-1].send_parts(record, whole=False)
+                    target.count("halves")
+                else:
+                    time.sleep(0.05)
+
+
+def waiting_megabytes(target: Target) -> None:
+    """Sends requests of nearly a megabyte to a slow model on ten lanes, as many as may be in flight."""
+    record = RequestRecord(
+        0, PreparedRequest("slow", 0, (PreparedTensor("INPUT0", "FP32", (4 * _PART,)),)), (bytes(16 * _PART),)
+    )
+    with contextlib.ExitStack() as stack:
+        lanes: list[Lane] = []
+        while target.going_on():
+            with target.refusals():
+                if len(lanes) < 10:
+                    lanes.append(stack.enter_context(_lane(target, "slow")))
+                for lane in lanes:
+                    lane.last += 1
+                    lane.send_parts(RequestRecord(lane.last, record.prepared, record.contents))
+                    target.count("requests")
+                    for answer in lane.answers():
+                        target.count("refused" if answer.code else "answers")
+
+
 def forged(target: Target) -> None:
     """Sends false records: leases never granted, unknown numbers, ranges outside of a segment, wrong sizes, random bytes."""
     chance = random.Random(0)
@@ -262,6 +329,9 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "lanes-hold-leases": holds_leases,
     "lanes-flood": flood,
     "lanes-fill-queue": fills_queue,
+    "lanes-many-parameters": many_parameters,
+    "lanes-half-records": half_records,
+    "lanes-waiting-megabytes": waiting_megabytes,
     "lanes-forged": forged,
     "lanes-connect-and-end": connects_and_ends,
     "lanes-growing-segments": growing_segments,

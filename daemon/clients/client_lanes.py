@@ -77,6 +77,7 @@ class ClientLanes:
             clients.segment_byte_size,
             clients.response_byte_size,
             clients.max_owner_response_byte_size,
+            clients.max_owner_request_byte_size,
         )
         self._connections: set[ClientConnection] = set()
         self._lanes: dict[int, _Lane] = {}

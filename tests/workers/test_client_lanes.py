@@ -7,6 +7,7 @@ import fcntl
 import gc
 import mmap
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ from tensord.shm.messages import (
     Taken,
     WireVersion,
 )
+from tensord.shm.operations import Peer
 from tensord.shm.record import Record, encoder
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import extensions
@@ -123,6 +125,12 @@ def add(loop: WorkerLoop, lane: RawLane, a: float = 3.0, b: float = 1.0) -> None
     lane.ask(addsub(), vector(a), vector(b))
     (answer,) = loop.client_answers(lane, 1)
     assert sums(lane, answer) == (a + b, a - b)
+
+
+def together(lane: RawLane, count: int) -> None:
+    """Sends so many requests in one datagram: all of them wait before any runs."""
+    lane.send(*[RequestRecord(number + 1, addsub(), (vector(3), vector(1))) for number in range(count)])
+    lane.last_id = count
 
 
 def received(lane: RawLane) -> list[AnswerRecord]:
@@ -603,6 +611,76 @@ def test_a_lane_that_holds_little_is_served_whatever_its_user_s_others_hold(loop
     assert sorted(loop.closed()) == [CLIENT, CLIENT + 1, CLIENT + 2]
 
 
+def test_requests_on_all_lanes_of_a_user_are_bounded(loop: WorkerLoop) -> None:
+    """As they are kept. Both numbers are told, a lane has its share whatever the others hold, and all is given back."""
+    limits = replace(LIMITS, max_owner_request_byte_size=20 << 10)
+    full, other = [loop.open_client(CLIENT + n, limits, uid=77) for n in range(2)]
+    loop.worker.iterate()
+    owner = loop.worker._owners[Peer("unix", uid=77).owner]
+    for lane, count in ((full, 16), (other, 1)):
+        together(lane, count)
+    answers = loop.client_answers(full, 16)
+    assert loop.client_answers(other, 1)[0].code == ""
+    refused = [answer for answer in answers if answer.code]
+    assert 4 < len(refused) < 16
+    assert {answer.code for answer in refused} == {"UNAVAILABLE"}
+    assert re.fullmatch(
+        r"\d+ bytes of requests of clients of this user are held, and one of \d+ came: at most 20480 may be "
+        r"\(clients.max_owner_request_byte_size\)",
+        refused[0].message,
+    )
+    assert owner.request_byte_size == 0
+    full.prepare(0, addsub())
+    for _ in range(3):
+        full.ask(0, vector(3), vector(1))
+        loop.client_answers(full, 1)
+    assert 2048 < owner.request_byte_size < 4096
+    # What waits of a lane that ends counts no longer, nor does what it has prepared.
+    full.ask(addsub(), vector(3), vector(1))
+    for lane in (full, other):
+        lane.close()
+    while len(loop.worker._clients):
+        loop.worker.iterate()
+    assert owner.request_byte_size == 0
+    assert sorted(loop.closed()) == [CLIENT, CLIENT + 1]
+
+
+def test_a_record_that_does_not_become_whole_ends_its_lane(
+    loop: WorkerLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bytes of it count until then, and each record of a lane has its own time."""
+    slow, quick = [loop.open_client(CLIENT + n, uid=77) for n in range(2)]
+    datagrams = parts(Prepare(0, PreparedRequest("addsub", parameters={"x": "x" * 200_000})), 0)
+
+    def halves(*numbers: int) -> None:
+        while tuple(number for number, _ in loop.worker._halves.values()) != numbers:
+            loop.worker.iterate()
+
+    for number in (0, 2):
+        quick.send_bytes(datagrams[0])
+        halves(number)
+        assert loop.worker._owners[Peer("unix", uid=77).owner].request_byte_size >= 60_000
+        for datagram in [*datagrams[1:], *datagrams[:1]]:
+            quick.send_bytes(datagram)
+        halves(number + 1)
+        for datagram in datagrams[1:]:
+            quick.send_bytes(datagram)
+        halves()
+    slow.send_bytes(datagrams[0])
+    halves(0)
+    monkeypatch.setattr(loop.worker, "_body_ns", 0)
+    slow.send_bytes(datagrams[1])
+    loop.worker._watch_halves()
+    assert ended(loop, slow)
+    assert "bytes of a record came, and not its end within 60 s (clients.body_timeout)" in caplog.text
+    add(loop, quick)
+    quick.close()
+    slow.close()
+    while len(loop.worker._clients):
+        loop.worker.iterate()
+    assert sorted(loop.closed()) == [CLIENT, CLIENT + 1]
+
+
 def test_users_have_their_shares_of_a_queue(loop: WorkerLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who fills it is refused, and nobody else: on lanes the kernel says who it is; all that fronts send is of one user."""
     (version,) = [version for version in loop.worker._models if version.name == "addsub"]
@@ -610,11 +688,9 @@ def test_users_have_their_shares_of_a_queue(loop: WorkerLoop, monkeypatch: pytes
     many = [loop.open_client(CLIENT + n, uid=77) for n in range(3)]
     few = loop.open_client(CLIENT + 3, uid=78)
     loop.worker.iterate()
-    for lane in many:
-        for _ in range(LIMITS.in_flight):
-            lane.ask(addsub(), vector(3), vector(1))
+    for lane, count in (*[(lane, LIMITS.in_flight) for lane in many], (few, 2)):
+        together(lane, count)
     for _ in range(2):
-        few.ask(addsub(), vector(3), vector(1))
         loop.submit("addsub", [Tensor(f"INPUT{n}", "FP32", (1, 16), vector(1)) for n in (0, 1)])
     assert [answer.code for answer in loop.answers(2)] == ["", ""]
     assert [answer.code for answer in loop.client_answers(few, 2)] == ["", ""]
@@ -817,11 +893,15 @@ def wrong_records() -> Iterator[tuple[str, list[Record | bytes]]]:
     yield "a lease that is not on loan", [agreed, packed(Release(((0, 0, 1),)))]
     yield "an id twice", [agreed, packed(*[RequestRecord(1, addsub(), (vector(1), vector(1)))] * 2)]
     yield "a segment without memory", [agreed, packed(SegmentOpened(1, 4096))]
-    many = Prepare(0, PreparedRequest("addsub", parameters={f"p{n}": "x" * 1000 for n in range(900)}))
-    yield (
-        "too much that is prepared",
-        [agreed, *parts(many, 0), *parts(many, 1), *parts(many, 2), *parts(many, 3), *parts(many, 4)],
-    )
+    large = Prepare(0, PreparedRequest("addsub", parameters={f"p{n}": "x" * 1000 for n in range(900)}))
+    yield "too much that is prepared", [agreed, *[part for number in range(20) for part in parts(large, number)]]
+    # Ten times as much in memory as on its way.
+    many = Prepare(0, PreparedRequest("addsub", parameters={f"{n:x}": 1 for n in range(80_000)}))
+    yield "too many parameters", [agreed, *parts(many, 0), *parts(many, 1)]
+    axes = Prepare(0, PreparedRequest("addsub", 0, (PreparedTensor("INPUT0", "FP32", tuple(range(250_000))),)))
+    yield "too many axes", [agreed, *parts(axes, 0), *parts(axes, 1)]
+    inputs = Prepare(0, PreparedRequest("addsub", 0, tuple(PreparedTensor("x", "FP32", ()) for _ in range(70_000))))
+    yield "too many inputs", [agreed, *parts(inputs, 0)]
 
 
 def parts(record: Prepare, number: int) -> list[bytes]:

@@ -166,6 +166,8 @@ class Dispatcher:
             request = validate(record, preparation, submitter, version, submitter.segments or self._regions, now_ns)
             if version.joins:
                 version.loaded.join(request)
+            if submitter.owner is not None:
+                submitter.keep(request)
         except ServingError as error:
             self._outbox.reject(submitter, record, error)
             return

@@ -126,6 +126,7 @@ class Outbox:
         submitter = request.submitter
         submitter.in_flight.pop(request.request_id, None)
         if submitter.segments is not None:
+            submitter.forget(request.request_id)
             self.lane_answers.ended(request, error)
 
     def prepare(self, execution: Execution, sizes: Mapping[str, int]) -> None:

@@ -1,4 +1,8 @@
-"""Bounds how much of a worker's memory the answers to one user's clients hold, on all their lanes (sockets) together.
+"""Bounds what the requests of one user's clients, and answers to them, hold of a worker's memory, on all their lanes together.
+
+request ─▶ parts of a record that is not whole ─▶ held until it is, or its time is over
+       ├▶ prepared                              ─▶ held until the lane ends                     of all lanes of the user
+       └▶ waits, or runs                        ─▶ held until it is answered                    together: bounded
 
 answer ─▶ segment of a lane's response arena ─▶ held until the lane gives its leases back, or ends
       ├▶ blocked: the arena is full           ─▶ held until there is room                           of all lanes of the user
@@ -17,14 +21,17 @@ if TYPE_CHECKING:
 
 
 class LaneOwner(Budget):
-    """Counts the bytes of answers to one user's clients that this worker holds, on all their lanes (channels), and bounds them.
+    """Counts the bytes of one user's requests, and of answers to them, that this worker holds for all lanes; and bounds both.
 
-    Owned by the worker's loop.
+    The base class counts answers. Owned by the worker's loop.
     """
 
-    def __init__(self, name: str, max_byte_size: int) -> None:
+    def __init__(self, name: str, max_byte_size: int, max_request_byte_size: int = 1 << 30) -> None:
         super().__init__(max_byte_size)
         self.name = name
+        self._max_request_byte_size = max_request_byte_size
+        #: Bytes of requests, as they are kept.
+        self.request_byte_size = 0
         self.submitters: set[SubmitterLink[Any]] = set()
         #: Bytes of answers that are blocked, or that the sockets did not take.
         self.waiting_byte_size = 0
@@ -52,6 +59,19 @@ class LaneOwner(Budget):
             raise Unavailable(
                 f"{held} bytes of answers to clients of this user are held, at most {self.max_byte_size} may be "
                 "(clients.max_owner_response_byte_size)"
+            )
+
+    def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
+        """Checks that ``byte_size`` more bytes of requests may be held for a lane of the user.
+
+        Raises Unavailable: requests of the user hold all bytes they may, and those on this lane its share (as ``share`` says).
+        """
+        held, most = self.request_byte_size, self._max_request_byte_size
+        share = (2 * most - held) // max(1, len(self.submitters))
+        if held + byte_size > most and submitter.request_byte_size + byte_size > share:
+            raise Unavailable(
+                f"{held} bytes of requests of clients of this user are held, and one of {byte_size} came: at most {most} may be "
+                "(clients.max_owner_request_byte_size)"
             )
 
     def reclaim(self) -> bool:

@@ -5,6 +5,7 @@ Made by ``tensord.workers.requests.prepared``, owned by the worker's loop; model
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.messages import TIMING, AnswerRecord, Parameter, PreparedRequest, RequestedOutput, RequestRecord
+from tensord.shm.prepared import memory_of
 from tensord.workers.devices.late_tensor import LateTensor
 from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.requests.response_cache import Question
@@ -32,6 +34,8 @@ Moments = tuple[int, int, int]
 #: last; None with the last: there is no further one.
 Sink = Callable[["Request", "Result | None", "Moments | None", bool], None]
 _NONE: Mapping[str, Array] = {}
+#: Bytes of a request without what its record has, and of a string in an array without its text.
+_REQUEST, _STRING = 2 << 10, 56
 _UNTOLD: Mapping[str, Parameter] = {}
 
 
@@ -165,6 +169,17 @@ class Request(Sequenced):
         # What is gathered goes as bytes; the arrays are made if somebody asks for them.
         self._arrays, self._added = None, {**self._added, **inputs}
         self.contents = {**self.contents, **{name: array.tobytes() for name, array in inputs.items()}}
+
+    @property
+    def kept_byte_size(self) -> int:
+        """How many bytes of memory a request that waits takes, about: its record, and what was copied of its tensors."""
+        own, strings = self.own, 0
+        shared = 0 if isinstance(own.prepared, int) else memory_of(own.prepared)
+        if self._arrays is not None:
+            strings = sum([array.size for array in self._arrays.values() if array.dtype.kind == "O"])
+        texts = own.client_id, own.sequence_id, own.replace_key, own.parameter_set
+        record = sum(map(sys.getsizeof, (*own.contents, *texts)))
+        return _REQUEST + shared + record + self.copied_byte_size + strings * _STRING
 
     @property
     def is_cancelled(self) -> bool:

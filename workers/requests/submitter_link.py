@@ -12,25 +12,26 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tensord.shm.arrays import Array
 from tensord.shm.durations import PROTOCOLS
-from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import AnswerRecord, Prepare, PreparedAnswer, PreparedTensor, TraceContext
-from tensord.shm.prepared import Numbered, ReceivedNumbers
-from tensord.shm.record import encoder
+from tensord.shm.prepared import Numbered, ReceivedNumbers, memory_of
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.requests.lane_owner import LaneOwner
 from tensord.workers.requests.response_sender import Described, ResponseKind
 
 if TYPE_CHECKING:
     from tensord.workers.requests.prepared import Preparation
+    from tensord.workers.requests.request import Request
 
 #: A request.
 R = TypeVar("R")
 
 #: Kinds of small responses that are known at once.
 _MAX_KINDS = 1024
-#: Bytes of everything that a client's numbers stand for.
-_MAX_PREPARED = 4 << 20
+#: Bytes of everything that a client's numbers stand for, as it is kept; and what of it is made of each besides what came.
+_MAX_PREPARED = 16 << 20
+_PREPARATION = 2 << 10
 #: No number of leases that came back.
 NEVER_LOOKED = -1
 
@@ -102,6 +103,10 @@ class SubmitterLink(Generic[R]):
         #: Bytes of what each number of a client stands for, and of all.
         self._prepared_sizes: dict[int, int] = {}
         self._prepared_size = 0
+        #: Request id -> bytes of a client's request; of all of them, of what is prepared, and of a record that is not whole.
+        self._sizes: dict[int, int] = {}
+        self.request_byte_size = 0
+        self._half_size = 0
         #: Something was queued since the last flush.
         self.unflushed = False
         #: How often a number of answers had come to stand for another one when this was last looked at.
@@ -119,13 +124,63 @@ class SubmitterLink(Generic[R]):
         """
         self.preparations.learn(record.number, preparation)
         if self.segments is not None:
-            size = len(encoder.encode(record))
-            self._prepared_size += size - self._prepared_sizes.get(record.number, 0)
+            size = _PREPARATION + memory_of(record.prepared)
+            more = size - self._prepared_sizes.get(record.number, 0)
+            self._prepared_size += more
             self._prepared_sizes[record.number] = size
             if self._prepared_size > _MAX_PREPARED:
                 raise InvalidArgument(
                     f"{self._prepared_size} bytes of prepared requests, at most {_MAX_PREPARED} are kept for a lane"
                 )
+            self._hold(more)
+
+    def note_half(self, byte_size: int) -> None:
+        """Counts, for a client's lane, what has come of a record that is not whole.
+
+        Raises: InvalidArgument: the user's requests hold all bytes that they may.
+        """
+        more, self._half_size = byte_size - self._half_size, byte_size
+        self._hold(more)
+
+    def _hold(self, byte_size: int) -> None:
+        """Counts so many bytes more for the lane and its user. Raises InvalidArgument: they may not be held."""
+        assert self.owner is not None
+        try:
+            if byte_size > 0:
+                self.owner.check_room(self, byte_size)
+        except Unavailable as error:
+            raise InvalidArgument(error.message) from None
+        finally:
+            self._count(byte_size)
+
+    def _count(self, byte_size: int) -> None:
+        self.request_byte_size += byte_size
+        if self.owner is not None:
+            self.owner.request_byte_size += byte_size
+
+    def keep(self, request: Request) -> None:
+        """Counts a client's request, which is about to be in flight, until ``forget``.
+
+        Raises Unavailable: the user's requests hold all bytes that they may. Then nothing of the request is held.
+        """
+        byte_size = request.kept_byte_size
+        try:
+            if self.owner is not None:
+                self.owner.check_room(self, byte_size)
+        except Unavailable:
+            request.release()
+            raise
+        self._sizes[request.request_id] = byte_size
+        self._count(byte_size)
+
+    def forget(self, request_id: int) -> None:
+        """Ends what ``keep`` has begun for a client's request, if it has."""
+        self._count(-self._sizes.pop(request_id, 0))
+
+    def leave(self) -> None:
+        """Ends the count of all that the lane holds besides requests in flight, because it has ended."""
+        self._count(-self._prepared_size - self._half_size)
+        self._prepared_size = self._half_size = 0
 
     @property
     def returns(self) -> int:

@@ -80,6 +80,7 @@ def test_a_client_gets_one_lane_to_each_worker(start: Start, tmp_path: Path) -> 
             "segment_byte_size": 1 << 30,
             "response_byte_size": 256 << 20,
             "max_owner_response_byte_size": 4 << 30,
+            "max_owner_request_byte_size": 1 << 30,
         }
         for number in (one, two):
             assert first.say(number, b"hello") == f"{number} unix {os.getpid()} 256".encode()
