@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from tensord.shm.channel import Channel
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import PreparedAnswer, PreparedRequest
+from tensord.shm.messages import PreparedAnswer, PreparedRequest, PreparedTensor, RequestedOutput
 from tensord.shm.record import Record, encoder
 
 #: As many kinds of one sender have a number at the same time.
@@ -35,7 +35,8 @@ R = TypeVar("R")
 
 def memory_of(prepared: PreparedRequest) -> int:
     """Returns how many bytes of memory a received prepared request takes, about: many times what came, if its parts are small."""
-    tensors, parameters, size = (*prepared.inputs, *prepared.outputs), prepared.parameters, sys.getsizeof
+    tensors: list[PreparedTensor | RequestedOutput] = [*prepared.inputs, *prepared.outputs]
+    parameters, size = prepared.parameters, sys.getsizeof
     texts = sum([size(tensor.name) for tensor in tensors]) + size(prepared.model)
     regions = sum([size(tensor.region.region) for tensor in tensors if tensor.region is not None])
     inputs = sum([size(tensor.datatype) + _AXIS * len(tensor.shape) for tensor in prepared.inputs])
