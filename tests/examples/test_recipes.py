@@ -99,7 +99,7 @@ def test_commands_of_tensorctl() -> None:
 
 def test_what_the_readme_tries() -> None:
     """Each client is one that the tests run (``test_clients``), each target one that the Makefile has."""
-    typed = [line.split("#")[0].split() for block in blocks(ROOT / "README.md")[1:3] for line in block.splitlines()]
+    typed = [line.split("#")[0].split() for block in blocks(ROOT / "README.md")[2:4] for line in block.splitlines()]
     clients = {Path(words[-1]).name for words in typed if words and "examples/clients" in words[-1]}
     assert clients == set(OF_DIGITS)
     makefile = (ROOT / "Makefile").read_text()
