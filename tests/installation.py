@@ -70,15 +70,16 @@ def made() -> tuple[Path, Path]:
 
 
 def client_made() -> tuple[Path, Path]:
-    """Builds the client's source archive, and its wheel from that; returns both."""
+    """Builds the client's source archive, and its wheel from that; returns both. Its folder has a link to one beside it."""
     with only_one("client-wheel") as folder:
         finished = folder / "dist"
         if not finished.exists():
             source = folder / "source"
             shutil.rmtree(source, ignore_errors=True)
             ignored = shutil.ignore_patterns("*.egg-info", "*.so", "build", "__pycache__")
-            shutil.copytree(ROOT / "client", source, ignore=ignored)
-            archive, wheel = built(source, folder)
+            for name in ("client", "shm/common"):
+                shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+            archive, wheel = built(source / "client", folder)
             shutil.move(wheel, archive.parent)
             archive.parent.rename(finished)
     (archive,) = finished.glob("*.tar.gz")

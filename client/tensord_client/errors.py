@@ -3,86 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+
+from tensord_client.common.errors import AlreadyExists as AlreadyExists
+from tensord_client.common.errors import Cancelled as Cancelled
+from tensord_client.common.errors import DeadlineExceeded as DeadlineExceeded
+from tensord_client.common.errors import Internal as Internal
+from tensord_client.common.errors import InvalidArgument as InvalidArgument
+from tensord_client.common.errors import NotFound as NotFound
+from tensord_client.common.errors import Replaced as Replaced
+from tensord_client.common.errors import ServingError as ServingError
+from tensord_client.common.errors import Unavailable as Unavailable
+from tensord_client.common.errors import Unknown as Unknown
+from tensord_client.common.errors import Unsupported as Unsupported
+from tensord_client.common.errors import kind_of
 
 #: The message of errors raised by a client that was closed, and of requests that a process has from the one it was forked from.
 CLOSED, FORKED = "the client was closed", "the request is one of the process that this one was forked from"
-
-
-class ServingError(Exception):
-    """Base class of the client's errors. ``message``: a sentence for people; ``code``: the kind of error, such as "NOT_FOUND"."""
-
-    code: ClassVar[str] = "INTERNAL"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
-
-
-class InvalidArgument(ServingError):
-    """The request is wrong, and sending it again cannot succeed."""
-
-    code = "INVALID_ARGUMENT"
-
-
-class NotFound(ServingError):
-    """The model, version, parameter set or region that the request names does not exist."""
-
-    code = "NOT_FOUND"
-
-
-class AlreadyExists(ServingError):
-    """The request would make something under a name, such as a region, that exists already."""
-
-    code = "ALREADY_EXISTS"
-
-
-class Unavailable(ServingError):
-    """The server cannot answer now, or was lost; the request itself is not wrong.
-
-    Sending the request again is safe unless the message says that it may have run.
-    """
-
-    code = "UNAVAILABLE"
-
-
-class Unsupported(ServingError):
-    """The request was understood, but this server or this kind of connection does not offer what it asks for."""
-
-    code = "UNSUPPORTED"
-
-
-class Cancelled(ServingError):
-    """The request was cancelled, by its caller or because the client was closed while it was under way."""
-
-    code = "CANCELLED"
-
-
-class Replaced(ServingError):
-    """A newer request with the same ``replace_key`` took this one's place, or a newer push of parameters overtook this push."""
-
-    code = "REPLACED"
-
-
-class DeadlineExceeded(Cancelled):
-    """No answer came before the request's deadline, or within the time that the caller waits."""
-
-    code = "DEADLINE_EXCEEDED"
-
-    def __init__(self, message: str = "Deadline Exceeded") -> None:
-        super().__init__(message)
-
-
-class Internal(ServingError):
-    """The server or the model has a defect, or a worker process ended while it had a request that may not be run twice."""
-
-    code = "INTERNAL"
-
-
-class Unknown(ServingError):
-    """An error whose kind the client does not know."""
-
-    code = "UNKNOWN"
 
 
 class ResultsHeld(ServingError):
@@ -115,28 +51,13 @@ def too_many_waiting(count: int, most: int) -> Unavailable:
 #: How a message about a request without an id begins, and one about an output that is larger than its place.
 _NO_ID = "[request id: <id_unknown>] "
 _TOO_SMALL = re.compile(r"specified with the request for output '(.*)' \((\d+) bytes\) should be at least (\d+) bytes")
-_BY_CODE: dict[str, type[ServingError]] = {
-    kind.code: kind
-    for kind in (
-        InvalidArgument,
-        NotFound,
-        AlreadyExists,
-        Unavailable,
-        Unsupported,
-        Cancelled,
-        Replaced,
-        DeadlineExceeded,
-        Internal,
-        Unknown,
-    )
-}
 #: HTTP status -> error. What the table lacks is the request's fault up to 499, and the server's from 500 on.
 _BY_STATUS = {403: Unavailable, 404: NotFound, 409: Replaced, 501: Unsupported, 503: Unavailable, 504: DeadlineExceeded}
 
 
 def from_code(code: str, message: str) -> ServingError:
     """Makes the exception for an error code of the server, such as "NOT_FOUND"; for an unknown code an ``Unknown``."""
-    return _in_plain_words(_BY_CODE.get(code, Unknown), message)
+    return _in_plain_words(kind_of(code), message)
 
 
 def from_status(status: int, message: str) -> ServingError:

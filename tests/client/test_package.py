@@ -20,7 +20,9 @@ from tests.installation import Installation, client_made, needs_compiler, ran
 from tests.repositories import scale_model
 
 CLIENT = ROOT / "client"
-MODULES = sorted((CLIENT / "tensord_client").rglob("*.py"))
+#: Its modules; ``common`` is a link, to what ``tensord`` has too.
+MODULES = sorted(path for folder in ("", "common") for path in (CLIENT / "tensord_client" / folder).glob("*.py"))
+COMMON = {path.stem for path in MODULES if path.parent.name == "common"}
 #: What a module may import besides the standard library and its own package.
 FOREIGN = {
     "numpy": None,
@@ -105,6 +107,7 @@ def test_what_is_in_it(distributions: tuple[Path, Path]) -> None:
     assert metadata.get_all("Requires-Dist") == ["numpy>=1.22"]
     assert "has the surface of `tensord.testing`" in str(metadata.get_payload())
     with tarfile.open(archive) as packed:
+        assert all(member.isdir() or member.isfile() for member in packed.getmembers())
         inside = {name.partition("/")[2] for name in packed.getnames()}
     sources = {"setup.py", "setup.cfg", "pyproject.toml", "tensord_client/_exchange.c"}
     assert expected | sources | {"LICENSE", "README.md"} <= inside
@@ -141,8 +144,9 @@ def test_it_is_of_python_3_9_and_needs_numpy_alone(path: Path) -> None:
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            found.add(str(node.module).partition(".")[0])
+            # Of the link's own modules, and of no others.
+            assert node.level == (path.parent.name == "common" and str(node.module) in COMMON)
+            found |= set() if node.level else {str(node.module).partition(".")[0]}
     for name in found - set(sys.stdlib_module_names) - {"tensord_client"}:
         assert name in FOREIGN, f"{path.name} imports {name}"
         where = FOREIGN[name]

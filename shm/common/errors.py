@@ -1,0 +1,105 @@
+"""The one exception family of tensord, of the daemon and of the client. A message is a calm sentence with names and numbers.
+
+Between processes an error travels as code and text, never as a pickled exception: the sender takes ``ServingError.code``, the
+receiver calls ``from_code``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServingError(Exception):
+    """Base class of all errors that a client may see. ``message``: a sentence for people, without paths or keys.
+
+    ``code``: the kind of error, such as "NOT_FOUND".
+    """
+
+    code: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidArgument(ServingError):
+    """The request is wrong, and sending it again cannot succeed."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class NotFound(ServingError):
+    """The model, version, parameter set or region that the request names does not exist."""
+
+    code = "NOT_FOUND"
+
+
+class AlreadyExists(ServingError):
+    """The request would make something under a name, such as a region, that exists already."""
+
+    code = "ALREADY_EXISTS"
+
+
+class Unavailable(ServingError):
+    """The server cannot answer now, or was lost; the request itself is not wrong.
+
+    Sending the request again is safe unless the message says that it may have run.
+    """
+
+    code = "UNAVAILABLE"
+
+
+class Unsupported(ServingError):
+    """The request was understood, but this server or this kind of connection does not offer what it asks for."""
+
+    code = "UNSUPPORTED"
+
+
+class Replaced(ServingError):
+    """A newer request with the same ``replace_key`` took this one's place, or a newer push of parameters overtook this push."""
+
+    code = "REPLACED"
+
+
+class Cancelled(ServingError):
+    """The request was cancelled by its caller, or its client was closed or has gone away while the request was under way."""
+
+    code = "CANCELLED"
+
+    def __init__(self, message: str = "the request was cancelled") -> None:
+        super().__init__(message)
+
+
+class DeadlineExceeded(Cancelled):
+    """No answer came before the request's deadline, or within the time that the caller waits."""
+
+    code = "DEADLINE_EXCEEDED"
+
+    def __init__(self, message: str = "Deadline Exceeded") -> None:
+        super().__init__(message)
+
+
+class Internal(ServingError):
+    """The server or the model has a defect, or a worker process ended while it had a request that may not be run twice."""
+
+    code = "INTERNAL"
+
+
+class Unknown(ServingError):
+    """The error belongs to no other class here."""
+
+    code = "UNKNOWN"
+
+
+_KINDS = (InvalidArgument, NotFound, AlreadyExists, Unavailable, Unsupported, Replaced, Cancelled, DeadlineExceeded)
+_BY_CODE: dict[str, type[ServingError]] = {kind.code: kind for kind in (*_KINDS, Internal, Unknown)}
+
+
+def kind_of(code: str) -> type[ServingError]:
+    """Returns the class of errors with a code, such as "NOT_FOUND"; ``Unknown`` for a code that no class has."""
+    return _BY_CODE.get(code, Unknown)
+
+
+def from_code(code: str, message: str) -> ServingError:
+    """Makes the exception for a code and message that another process has sent; an unknown code becomes ``Unknown``."""
+    return kind_of(code)(message)
