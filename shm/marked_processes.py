@@ -3,18 +3,15 @@
     _TENSORD_MARK    of a worker: what any of its models started, whatever became of parents, groups and sessions
     _TENSORD_MODEL   of one load of a model there
 
-As a program, ``python marked_processes.py WORKER SUPERVISOR MARK``, it waits until the worker has ended. If the supervisor has
-ended as well, it kills the processes that the worker has left behind; otherwise the supervisor does that. It imports nothing of
-ours, and costs next to nothing.
+A worker ends those of a model, the supervisor those of a dead worker. Where both are killed, the service's control group or the
+container ends them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
-import sys
 import time
 from typing import NamedTuple
 
@@ -25,8 +22,6 @@ MODEL_MARK = "_TENSORD_MODEL"
 #: Each look may miss processes that were started meanwhile, so there are several.
 _MAX_LOOKS = 20
 _INTERVAL = 0.02
-#: How long a supervisor may take to die with its worker.
-_SUPERVISOR_MS = 2000
 
 
 class Found(NamedTuple):
@@ -96,34 +91,3 @@ def kill_all(variable: bytes) -> int:
         killed.update(each.pid for each in found)
         time.sleep(_INTERVAL)
     return len(killed)
-
-
-def _main(worker: int, supervisor: int, mark: str) -> None:
-    above = _held(supervisor)
-    # The worker started this process: where it is the parent no more, it has ended.
-    _ended(_held(worker) if os.getppid() == worker else -1, None)
-    if _ended(above, _SUPERVISOR_MS):
-        kill_all(f"{MARK}={mark}".encode())
-
-
-def _held(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1
-
-
-def _ended(process: int, timeout_ms: int | None) -> bool:
-    """Waits until the process behind this pidfd has ended, or the timeout has passed. Returns whether the process has ended.
-
-    Pidfd -1: the process had ended before. Timeout None: no limit.
-    """
-    if process < 0:
-        return True
-    poll = select.poll()
-    poll.register(process, select.POLLIN)
-    return bool(poll.poll(timeout_ms))
-
-
-if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -150,15 +149,6 @@ def test_they_end_with_their_model(daemon: DaemonProcess) -> None:
         assert daemon.stop() == 0
     psutil.wait_procs(other, timeout=PATIENCE)
     assert not any(map(lives, other))
-
-
-def test_they_end_with_a_supervisor_that_is_killed(daemon: DaemonProcess) -> None:
-    with daemon:
-        one, other = both_started(daemon)
-        both = [*one, *other]
-        daemon.signal(signal.SIGKILL)
-        psutil.wait_procs(both, timeout=PATIENCE)
-        assert not any(map(lives, both))
 
 
 def test_a_load_that_fails(tmp_path: Path, start_daemon: Callable[..., DaemonProcess]) -> None:

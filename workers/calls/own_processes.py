@@ -72,7 +72,6 @@ class OwnProcesses:
         """
         if self._closed:
             raise OSError(errno.ECANCELED, f"model '{self._name}' is unloaded, and starts no more processes")
-        _ensure_undertaker()
         worker = os.environ.get(MARK)
         return {MODEL_MARK: self._mark} | ({} if worker is None else {MARK: worker})
 
@@ -158,8 +157,6 @@ def _worker_mark() -> str:
 
 def _owner() -> OwnProcesses | None:
     """Returns the ``OwnProcesses`` of the model whose code starts a process in this thread now; None: no model's code does."""
-    if getattr(_thread, "undertakes", False):
-        return None
     found = caller()
     port: ModelPort | None = getattr(threading.current_thread(), _PORT, None) if found is None else found.port
     if port is None:
@@ -282,40 +279,3 @@ def _thread_start_for(usual: Callable[[Any], None]) -> Callable[[Any], None]:
         usual(self)
 
     return start
-
-
-# --------------------------------------------------------------------------------------------------------- a worker's end
-
-_thread = threading.local()
-_undertaking = threading.Lock()
-_undertaker: list[subprocess.Popen[bytes]] = []
-
-
-def _ensure_undertaker() -> None:
-    """Starts, before the first process of a model, a process that ends all models' processes once this worker has died.
-
-    If the supervisor is killed its workers die with it, and no other process would end those that their models have started.
-    """
-    mark = os.environ.get(MARK)
-    if _undertaker or mark is None or getattr(_thread, "undertakes", False):
-        return
-    with _undertaking:
-        if _undertaker:
-            return
-        _thread.undertakes = True
-        try:
-            _undertaker.append(
-                subprocess.Popen(
-                    [sys.executable, "-I", "-S", marked_processes.__file__, str(os.getpid()), str(os.getppid()), mark],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env={"PATH": os.environ.get("PATH", "")},
-                    cwd="/",
-                    start_new_session=True,
-                )
-            )
-        except OSError as error:
-            _log.warning("what models start may outlive a supervisor that is killed: %s", error)
-        finally:
-            _thread.undertakes = False
