@@ -11,32 +11,18 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  # with it numpy has bfloat16
 import numpy as np
 import numpy.typing as npt
 
 from tensord.shm import strings
+from tensord.shm.common.datatypes import DATATYPES
 from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
 
 Array = npt.NDArray[Any]
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype(np.uint8),
-    "UINT16": np.dtype(np.uint16),
-    "UINT32": np.dtype(np.uint32),
-    "UINT64": np.dtype(np.uint64),
-    "INT8": np.dtype(np.int8),
-    "INT16": np.dtype(np.int16),
-    "INT32": np.dtype(np.int32),
-    "INT64": np.dtype(np.int64),
-    "FP16": np.dtype(np.float16),
-    "FP32": np.dtype(np.float32),
-    "FP64": np.dtype(np.float64),
-    "BYTES": np.dtype(np.object_),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(kind) for name, (kind, _) in DATATYPES.items()}
 _DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 #: Strings that are converted in one call, in which Python serves no other thread.
 SLICE = 4096

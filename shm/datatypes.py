@@ -8,25 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tensord.shm.common.datatypes import DATATYPES
 from tensord.shm.errors import InvalidArgument
 
 #: Bytes per element; None where an element's length varies (BYTES: u32 little-endian length, then the bytes).
-ELEMENT_SIZES: dict[str, int | None] = {
-    "BOOL": 1,
-    "UINT8": 1,
-    "UINT16": 2,
-    "UINT32": 4,
-    "UINT64": 8,
-    "INT8": 1,
-    "INT16": 2,
-    "INT32": 4,
-    "INT64": 8,
-    "FP16": 2,
-    "FP32": 4,
-    "FP64": 8,
-    "BYTES": None,
-    "BF16": 2,
-}
+ELEMENT_SIZES = {name: size for name, (_, size) in DATATYPES.items()}
 
 #: KServe's other name for BYTES: its schema of requests has both.
 _BYTES_ALIAS = "STRING"

@@ -25,7 +25,6 @@ from tensord_client.connection import Connection
 from tensord_client.errors import InvalidArgument, ServingError, Unavailable
 from tensord_client.http import HttpConnection, reached
 from tensord_client.http_channel import Address
-from tensord_client.local import LocalConnection
 from tensord_client.model import Model
 from tensord_client.results import Tensor
 from tensord_client.service import ServiceConnection
@@ -202,6 +201,9 @@ def _way(address: str, patience: float) -> Connection:
     if not _holds_a_model(Path(path)):
         # A daemon that is being started has no sockets in its folder yet.
         raise Unavailable(f"{path}: it holds neither a daemon's sockets nor a model")
+    # Only such a client imports it.
+    from tensord_client.local import LocalConnection
+
     return LocalConnection(Path(path))
 
 

@@ -8,32 +8,22 @@ arrays with the same bits.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from tensord_client.common import strings
+from tensord_client.common.datatypes import DATATYPES
 from tensord_client.errors import InvalidArgument
 
+#: Of these the installed numpy is sure to have the dtypes.
 DTYPES: dict[str, np.dtype] = {
-    "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype(np.uint8),
-    "UINT16": np.dtype(np.uint16),
-    "UINT32": np.dtype(np.uint32),
-    "UINT64": np.dtype(np.uint64),
-    "INT8": np.dtype(np.int8),
-    "INT16": np.dtype(np.int16),
-    "INT32": np.dtype(np.int32),
-    "INT64": np.dtype(np.int64),
-    "FP16": np.dtype(np.float16),
-    "FP32": np.dtype(np.float32),
-    "FP64": np.dtype(np.float64),
+    name: np.dtype(kind) for name, (kind, _) in DATATYPES.items() if name not in ("BYTES", "BF16")
 }
 #: The dtypes that need no conversion: numbers in this host's byte order.
 NATIVE = frozenset(DTYPES.values())
 _DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
-_LENGTH = struct.Struct("<I")
 _UINT16 = DTYPES["UINT16"]
 
 
@@ -88,17 +78,15 @@ def encode_strings(array: np.ndarray) -> bytes:
 
     Elements of other types are encoded as ``str(element)``. Raises: InvalidArgument: an element is None, or no valid Unicode.
     """
-    pieces = []
-    for value in array.ravel().tolist():
-        if value is None:
-            raise InvalidArgument("an element of a BYTES tensor is None, bytes or str is expected")
-        try:
-            element = value if isinstance(value, bytes) else str(value).encode()
-        except UnicodeEncodeError as error:
-            raise InvalidArgument(f"an element of a BYTES tensor is not valid Unicode: {error}") from None
-        pieces.append(_LENGTH.pack(len(element)))
-        pieces.append(element)
-    return b"".join(pieces)
+    values = array.ravel().tolist()
+    try:
+        return strings.encode(values)
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"an element of a BYTES tensor is not valid Unicode: {error}") from None
+    except TypeError:
+        if any(value is None for value in values):
+            raise InvalidArgument("an element of a BYTES tensor is None, bytes or str is expected") from None
+    return encode_strings(np.array([value if isinstance(value, bytes) else str(value) for value in values], object))
 
 
 def decode_strings(content: Any, shape: Sequence[int]) -> np.ndarray:
@@ -106,18 +94,10 @@ def decode_strings(content: Any, shape: Sequence[int]) -> np.ndarray:
 
     Raises: ValueError: the content is cut off, or has more or fewer elements than the shape.
     """
-    view = memoryview(content)
-    values = []
-    at = 0
-    while at < len(view):
-        if at + 4 > len(view):
-            raise ValueError("a BYTES tensor ends within a length")
-        (length,) = _LENGTH.unpack_from(view, at)
-        at += 4
-        if at + length > len(view):
-            raise ValueError("a BYTES tensor ends within an element")
-        values.append(bytes(view[at : at + length]))
-        at += length
+    content = bytes(content)
+    values, end = strings.decode(content, 0, len(content))
+    if end < len(content):
+        raise ValueError(f"a BYTES tensor ends within {'a length' if end + 4 > len(content) else 'an element'}")
     made = np.empty(len(values), dtype=object)
     made[:] = values
     return made.reshape(tuple(shape))

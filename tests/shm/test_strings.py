@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tensord.shm import arrays, strings
 from tensord.shm.arrays import SLICE, Strings
+from tensord.shm.common import strings as in_python
 
 _strings = pytest.importorskip("tensord.shm._strings", reason="no compiler was there")
 ELEMENTS = st.lists(st.binary(max_size=9), max_size=9)
@@ -20,14 +21,14 @@ ELEMENTS = st.lists(st.binary(max_size=9), max_size=9)
 @given(ELEMENTS, st.integers(0, 20), st.binary(max_size=6))
 def test_both_do_the_same(elements: list[bytes], most: int, rest: bytes) -> None:
     content = _strings.encode(elements)
-    assert content == strings._encode(elements)
+    assert content == in_python.encode(elements)
     for whole in (content, content + rest, content[:-1]):
-        assert _strings.count(whole, most) == strings._count(whole, most)
+        assert _strings.count(whole, most) == in_python.count(whole, most)
         for at in (0, len(content), len(whole) + 1):
-            assert _strings.decode(whole, at, most) == strings._decode(whole, at, most)
+            assert _strings.decode(whole, at, most) == in_python.decode(whole, at, most)
 
 
-@pytest.mark.parametrize("encode", [_strings.encode, strings._encode])
+@pytest.mark.parametrize("encode", [_strings.encode, in_python.encode])
 def test_text_is_utf_8_and_others_are_refused(encode: Any) -> None:
     assert encode(["ä", b"\xff"]) == b"\2\0\0\0\xc3\xa4\1\0\0\0\xff"
     assert encode([]) == b""
@@ -60,11 +61,11 @@ def test_many_are_converted_in_slices(kind: str, monkeypatch: pytest.MonkeyPatch
 
     def encode(elements: list[Any]) -> bytes:
         calls.append(len(elements))
-        return strings._encode(elements)
+        return in_python.encode(elements)
 
     def decode(content: bytes, at: int, most: int) -> tuple[list[bytes], int]:
         calls.append(most)
-        return strings._decode(content, at, most)
+        return in_python.decode(content, at, most)
 
     monkeypatch.setattr(strings, "encode", encode)
     monkeypatch.setattr(strings, "decode", decode)
