@@ -131,7 +131,9 @@ class Control:
             elif isinstance(record, Reply):
                 self._operations.answered(record)
             elif isinstance(record, LogChanged):
-                log.configure(msgspec.msgpack.decode(record.options, type=Log), record.name)
+                settings = msgspec.msgpack.decode(record.options, type=Log)
+                log.configure(settings, record.name)
+                self._worker.log_every(settings.access)
             elif isinstance(record, Stop):
                 self._worker.stop(record.grace_ns)
             else:

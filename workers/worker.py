@@ -190,6 +190,7 @@ class Worker:
             if extensions.available
             else Poller(self._epoll, look_ns)
         )
+        self.log_every(options.log.access)
         self._gathers = False  # responses: it looks by itself
         #: Lanes that cannot be written to now, of fronts and of clients. Nothing is taken from such a client.
         self._writing: set[int] = set()
@@ -298,8 +299,13 @@ class Worker:
             self._gathers = gathers
             if self._inbox.look(gathers):
                 timeout_ns = 0
+        lanes = self._dispatcher.lane_answers
+        if lanes.watched:
+            self._poller.let_pass(lanes.may_pass)
         # Who spins takes the time of whoever makes them.
         woken = self._poller.wait(timeout_ns, idle, gathers)
+        if lanes.watched:
+            lanes.passed(self._poller.lane_requests)
         for fd, answers in woken.unsent:
             self._submitters[fd].lane.adopt(answers)
             self._submitters[fd].flush_soon()
@@ -614,6 +620,13 @@ class Worker:
         """The numbers of final answers on clients' lanes (channels to this worker) since it started, by code; "OK": no error."""
         answers = self._dispatcher.lane_answers.counts
         return {**answers, "OK": answers["OK"] + self._poller.lane_requests}
+
+    def log_every(self, access: int) -> None:
+        """Sets the access log for clients' lanes: every ``access``-th good answer, and errors; 0: there is none."""
+        answers = self._dispatcher.lane_answers
+        answers.passed(self._poller.lane_requests)
+        answers.log_every(access)
+        self._poller.let_pass(answers.may_pass)
 
     def recent_lane_errors(self) -> list[dict[str, Any]]:
         """Describes the last errors that clients got on their lanes (channels to this worker), the latest last."""

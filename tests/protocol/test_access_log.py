@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensord_client
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
@@ -140,6 +142,58 @@ def test_the_access_log(serve: Callable[..., DaemonProcess]) -> None:
             client.infer("scale", [given])
         assert daemon.request("GET", "/v2/health/live")[0] == 200
         assert len(lines(daemon)) == 5
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_the_access_log_of_lanes(serve: Callable[..., DaemonProcess], tmp_path: Path, prepared: bool) -> None:
+    """
+    1. Sixty calls over a lane with access = 20, most of which are answered outside of Python, and two that are refused.
+    2. Ten calls after a reload with access = 1. 3. A reload turns it off.
+    Result: one line in twenty, refusals, every one, and none: as of fronts, with the user in place of an address.
+    """
+    daemon, x = serve(access=20), np.ones((2, 4), np.float32)
+
+    def reload(before: int, after: int, done: int) -> None:
+        daemon.config.write_text(daemon.config.read_text().replace(f"access = {before}", f"access = {after}"))
+        daemon.signal(signal.SIGHUP)
+        wait_until(lambda: daemon.log.count("reload: done") == done, "reload", daemon)
+
+    with tensord_client.connect(str(tmp_path / "clients.sock")) as client:
+        model = client.model("scale")
+        call = (
+            model.prepare({"x": x}, request_id="p") if prepared else functools.partial(model, {"x": x}, request_id="p")
+        )
+        for _ in range(60):
+            call()
+        for name in ("wrong", "again"):
+            with pytest.raises(tensord_client.InvalidArgument):
+                model({"x": np.ones((2, 5), np.float32)}, request_id=name)
+        wait_until(lambda: len(lines(daemon)) == 5, "five lines", daemon)
+        *good, wrong, again = lines(daemon)
+        for line in good:
+            assert line.pop("duration_us") > 0
+            assert line == {
+                "protocol": "lane",
+                "code": "OK",
+                "model": "scale",
+                "version": 1,
+                "id": "p",
+                "input_bytes": 32,
+                "client": f"uid {os.getuid()}",
+            }
+        assert (wrong["code"], wrong["id"], again["id"]) == ("INVALID_ARGUMENT", "wrong", "again")
+        assert (wrong["model"], wrong["client"]) == ("scale", f"uid {os.getuid()}")
+        assert "x" in wrong["error"]
+        reload(20, 1, 1)
+        for _ in range(10):
+            call()
+        wait_until(lambda: len(lines(daemon)) == 15, "every one", daemon)
+        reload(1, 0, 2)
+        for _ in range(10):
+            call()
+        with pytest.raises(tensord_client.InvalidArgument):
+            model({"x": np.ones((2, 5), np.float32)})
+        assert len(lines(daemon)) == 15
 
 
 def test_what_else_is_refused_is_logged_with_its_sentence(serve: Callable[..., DaemonProcess]) -> None:

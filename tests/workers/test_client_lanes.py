@@ -185,6 +185,23 @@ def test_answers_are_counted_by_code(loop: WorkerLoop, lane: RawLane) -> None:
     assert counted == {"OK": 40, "NOT_FOUND": 1, "INVALID_ARGUMENT": 2}
 
 
+def test_one_good_answer_in_ten_is_logged_and_the_others_pass(
+    loop: WorkerLoop, lane: RawLane, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever they are answered: with the access log on, nine in ten are still answered outside of Python."""
+    lane.prepare(3, addsub())
+    with caplog.at_level("INFO", "tensord.access"):
+        for every, wanted in ((10, 6), (0, 0)):
+            loop.worker.log_every(every)
+            before = loop.worker._poller.lane_requests
+            caplog.clear()
+            for value in range(60):
+                lane.ask(3, vector(value), vector(1))
+                loop.client_answers(lane, 1)
+            assert len(caplog.records) == wanted
+            assert not extensions.available or loop.worker._poller.lane_requests - before >= 48
+
+
 def test_the_last_errors_are_kept(loop: WorkerLoop, lane: RawLane) -> None:
     """Not good answers, nor what a client has cancelled; as many as operators are shown, and of texts the beginning."""
     unknown = msgspec.structs.replace(addsub(), model="nobody" * 100)

@@ -73,6 +73,9 @@ class Poller:
         """The number of requests that ``wait`` has answered so far, of clients with their own socket to the worker."""
         return 0
 
+    def let_pass(self, most: int) -> None:
+        """Sets how many further requests of clients with their own socket ``wait`` may answer; the loop then looks at each."""
+
     def close(self) -> None:
         """Releases everything that ``learn`` has stored, before the worker's loop ends."""
 

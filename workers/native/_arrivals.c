@@ -87,7 +87,7 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         PyObject *set;
         if (find_set(plan, &record, &set))
             goto refused;
-        if (lane->most && waits + (uint64_t)PyDict_Size(lane->in_flight) >= lane->most)
+        if (lane->most && (waits + (uint64_t)PyDict_Size(lane->in_flight) >= lane->most || self->lane_requests + self->count >= self->pass_until))
             goto refused;
         waits++;
         last_id = record.id;

@@ -368,6 +368,14 @@ static PyObject *lane_requests(fast_path_t *self, PyObject *unused) {
     return PyLong_FromUnsignedLongLong(self->lane_requests);
 }
 
+static PyObject *let_pass(fast_path_t *self, PyObject *arguments) {
+    unsigned long long most;
+    if (!PyArg_ParseTuple(arguments, "K", &most))
+        return NULL;
+    self->pass_until = self->lane_requests + most;
+    Py_RETURN_NONE;
+}
+
 /* --------------------------------------------------------------------------------------------------------------------- type */
 
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
@@ -401,6 +409,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     self->slot = (size_t)slot;
     self->idle = idle;
     self->executing = executing;
+    self->pass_until = UINT64_MAX;
     Py_INCREF(left);
     self->left = left;
     if (spin != Py_None) {
@@ -455,6 +464,7 @@ static PyMethodDef methods[] = {
      "(timeout_ns, fast, sleeps): serves what is known; returns events, datagrams and unsent answers that are for Python."},
     {"figures", (PyCFunction)figures, METH_NOARGS, "Returns what was counted of each batch since the last call."},
     {"lane_requests", (PyCFunction)lane_requests, METH_NOARGS, "Counts requests of clients' lanes that were served here, ever."},
+    {"let_pass", (PyCFunction)let_pass, METH_VARARGS, "(most): serves so many further requests of clients' lanes, and then gives Python each."},
     {"release", (PyCFunction)close_all, METH_NOARGS, "Lets go of everything; to be called last."},
     {NULL, NULL, 0, NULL},
 };

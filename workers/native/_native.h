@@ -333,8 +333,8 @@ typedef struct fast_path {
     /* Datagrams of waiting requests, and the bytes that they take. ``kept``: as much memory, for what waits beyond this iteration. */
     unsigned char *received, *kept;
     size_t used;
-    /* Requests of clients' lanes that were served here, ever. */
-    uint64_t lane_requests;
+    /* Requests of clients' lanes that were served here, ever; and the count up to which they may be, until Python has looked at one. */
+    uint64_t lane_requests, pass_until;
     /* The requests that wait are those from ``first`` to ``count``; there is room for ``room``. While they are served, the first
      * ``held`` places have those that go on waiting for others, the first of them until ``due_ns``. */
     request_t *waiting;

@@ -152,7 +152,7 @@ async def test_recent_errors_are_bounded(page: SharedCounters) -> None:
     found = made.recent()
     assert len(found) == answered._MAX_RECENT
     assert [str(row["error"]).split()[0] for row in found[:2]] == ["51", "52"]
-    assert max(len(str(row[name])) for row in found for name in ("error", "model", "id")) == answered._MAX_TEXT
+    assert max(len(str(row[name])) for row in found for name in ("error", "model", "id")) == answered.MAX_TEXT
     assert (found[0]["code"], found[0]["protocol"], found[0]["trace_id"]) == (
         "400",
         "http",

@@ -1,0 +1,104 @@
+"""Writes the access log of a process: every n-th good answer, and errors, ten a second at most.
+
+A line is a JSON object: the message in the text formats of the log, its ``request`` in the format ``json``. Fronts write it for
+HTTP and gRPC, workers for clients' lanes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from tensord.shm.messages import Content, RequestRecord
+
+_log = logging.getLogger("tensord.access")
+#: Counts never get there.
+_NEVER = 1 << 64
+#: Errors that one process logs in a second at most.
+_MAX_ERRORS = 10
+_SECOND_NS = 10**9
+#: Characters of an error's text, and of names that a client has chosen, in a line.
+MAX_TEXT = 300
+
+
+class AccessLog:
+    """Writes the access log of one process for one protocol. ``protocol``: "http", "grpc" or "lane"."""
+
+    def __init__(self, protocol: str) -> None:
+        self._protocol = protocol
+        #: Every so many good answers one is logged; 0: there is no log.
+        self.every = 0
+        #: The count of good answers at which the next one is logged.
+        self.next = _NEVER
+        #: Since when errors are counted for their rate, how many were logged, and how many were not.
+        self._window_ns = self._logged = self._left_out = 0
+
+    def log_every(self, every: int, count: int) -> None:
+        """Logs every ``every``-th good answer from now on, and errors; 0: logs neither. ``count``: good answers so far."""
+        if every != self.every:
+            self.every = every
+            self.next = count + every if every else _NEVER
+
+    def admits_error(self) -> bool:
+        """Returns whether an error may be logged now. If not, the next line says that it was left out."""
+        if not self.every:
+            return False
+        now_ns = time.monotonic_ns()
+        if now_ns - self._window_ns >= _SECOND_NS:
+            self._window_ns, self._logged = now_ns, 0
+        self._logged += 1
+        self._left_out += self._logged > _MAX_ERRORS
+        return self._logged <= _MAX_ERRORS
+
+    def write(
+        self,
+        code: str,
+        names: tuple[str, str] | None,
+        record: RequestRecord | None,
+        received_ns: int,
+        client: str | None,
+        trace_id: str = "",
+        version: int = 0,
+        size: int = 0,
+        error: str = "",
+    ) -> None:
+        """Writes a line about an answer.
+
+        Args:
+          code: of the protocol.
+          names: the model and the client's id of the request; None: it was no inference request, or none that was understood.
+          record: the request as a worker gets it; None: it was sent to none.
+          received_ns: when it had come, CLOCK_MONOTONIC.
+          client: whose it is; None: nobody knows.
+          version: the model version that answered; 0: none did.
+          size: bytes of the answer; 0: not known.
+        """
+        line: dict[str, object] = {"protocol": self._protocol, "code": code}
+        if trace_id:
+            line["trace_id"] = trace_id
+        if names is not None:
+            line |= {"model": names[0][:MAX_TEXT], "version": version, "id": names[1][:MAX_TEXT]}
+        if record is not None:
+            line["input_bytes"] = _size(record.contents)
+            line["duration_us"] = (time.monotonic_ns() - received_ns) // 1000
+        if client is not None:
+            line["client"] = client
+        if size:
+            line["answer_bytes"] = size
+        if error:
+            line["error"] = error[:MAX_TEXT]
+        if self._left_out:
+            line["left_out"] = self._left_out
+            self._left_out = 0
+        _log.info("%s", msgspec.json.encode(line).decode(), extra={"request": line})
+
+    def __repr__(self) -> str:
+        return f"<AccessLog of one in {self.every} over {self._protocol}>"
+
+
+def _size(contents: Iterable[Content]) -> int:
+    """Returns the total size in bytes of a request's input tensors, except those in clients' shared-memory regions."""
+    return sum(len(content) if isinstance(content, bytes) else content.byte_size for content in contents)
