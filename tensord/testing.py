@@ -26,8 +26,8 @@ import numpy as np
 
 from tensord.config import ensemble_graph, layers, model_config
 from tensord.daemon.models.repository import FoundModel, find
-from tensord.latest import Latest
 from tensord.shm.arrays import DTYPES, Array, datatype_of
+from tensord.shm.common.latest import Latest
 from tensord.shm.errors import (
     AlreadyExists,
     Cancelled,

@@ -24,6 +24,7 @@ OURS = {
             "tensord",
             "config",
             "shm.arrays",
+            "shm.common",
             "shm.errors",
             "shm.messages",
             "daemon.cli",
@@ -152,7 +153,6 @@ FENCED = {
         "daemon/http/",
         "daemon/grpc/",
         "tensord/parameter_files.py",
-        "tensord/latest.py",
         "tensord/testing.py",
     ),
 }

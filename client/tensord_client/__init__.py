@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tensord_client.client import Client, connect
+from tensord_client.common.latest import Latest
 from tensord_client.errors import (
     AlreadyExists,
     Cancelled,
@@ -26,7 +27,6 @@ from tensord_client.errors import (
     Unknown,
     Unsupported,
 )
-from tensord_client.latest import Latest
 from tensord_client.model import Model, ModelSequence
 from tensord_client.results import Answer, Tensor, Timing
 

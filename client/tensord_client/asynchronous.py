@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensord_client.call import Call, Own, SequenceId, named
 from tensord_client.client import Client, Place, connection
+from tensord_client.common.latest import Newest
 from tensord_client.connection import Connection
 from tensord_client.errors import DeadlineExceeded, InvalidArgument
-from tensord_client.latest import Newest
 from tensord_client.model import Calls
 from tensord_client.parameters import ModelParameters
 from tensord_client.results import Answer, Array, Tensor
@@ -216,7 +216,7 @@ class AsyncPrepared:
         return await self._connection.ask(call)
 
 
-class AsyncLatest(Newest):
+class AsyncLatest(Newest[Answer]):
     """Sends inputs to a model by ``put``, which does not wait; ``await get()`` returns the newest answer.
 
     While two requests are in flight, ``put`` keeps only the newest inputs, to be sent next. Requests end with their event loop.

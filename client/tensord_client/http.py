@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from tensord_client.call import MAX_WAITING, Call, begun, begun_async
+from tensord_client.common.forks import forgotten_by_children
 from tensord_client.connection import RepeatedCall
 from tensord_client.datatypes import datatype_of, decode, dtype_of
 from tensord_client.errors import (
@@ -33,7 +34,6 @@ from tensord_client.errors import (
     from_code,
     from_status,
 )
-from tensord_client.forks import forgotten_by_children
 from tensord_client.http_channel import Address, Buffer, Response
 from tensord_client.http_pending import Exchange, HttpPending, Pool, Unreached, Waiter
 from tensord_client.results import Answer, Array, Description, Parameter, Timing, check_place, written

@@ -27,6 +27,7 @@ from tensord_client import wire
 from tensord_client.answer_memory import HeldResults
 from tensord_client.call import MAX_WAITING, Call
 from tensord_client.clients_socket import ClientsSocket
+from tensord_client.common.forks import forgotten_by_children
 from tensord_client.errors import (
     CLOSED,
     Cancelled,
@@ -36,7 +37,6 @@ from tensord_client.errors import (
     Unsupported,
     too_many_waiting,
 )
-from tensord_client.forks import forgotten_by_children
 from tensord_client.http_channel import Buffer
 from tensord_client.lane_socket import LaneEnded, WaitEnded
 from tensord_client.memory import Memory

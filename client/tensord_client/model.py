@@ -12,8 +12,8 @@ import numpy as np
 
 from tensord_client import tensors
 from tensord_client.call import Call, Own, SequenceId, checked, seconds
+from tensord_client.common.latest import Latest
 from tensord_client.errors import InvalidArgument, Unavailable
-from tensord_client.latest import Latest
 from tensord_client.results import Answer, Array, Description, Tensors
 from tensord_client.results import tensors as described
 
@@ -210,7 +210,7 @@ class Model(Calls):
 
         return ModelParameters(self._connection, self.name, self._asked_version)
 
-    def latest(self) -> Latest:
+    def latest(self) -> Latest[Answer]:
         """Makes a ``Latest``: ``put`` sends inputs, only the newest if many wait; ``get`` returns the newest answer."""
         return Latest(self.submit)
 

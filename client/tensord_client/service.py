@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tensord_client.call import Call
+from tensord_client.common.forks import forgotten_by_children
 from tensord_client.connection import Connection, Pending, PreparedCall
 from tensord_client.errors import ServingError, Unsupported
-from tensord_client.forks import forgotten_by_children
 from tensord_client.http_channel import Buffer
 from tensord_client.lane import LaneConnection
 from tensord_client.results import Array, Description

@@ -2,8 +2,6 @@
 
 put ─▶ two requests in flight? ─ no ─▶ model ─▶ newest answer ─▶ get
              ╰─ yes: the inputs wait, and replace inputs that waited
-
-``tensord.testing`` has the same class (``tensord/latest.py``), and the same tests run against both.
 """
 
 from __future__ import annotations
@@ -12,19 +10,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from tensord_client.errors import Cancelled, DeadlineExceeded, ServingError
-from tensord_client.forks import forgotten_by_children
-from tensord_client.results import Answer
+from .errors import Cancelled, DeadlineExceeded, ServingError
+from .forks import forgotten_by_children
 
 #: One request is executed while the next waits at the server: so the model never waits for the next inputs.
 _UNDER_WAY = 2
+#: An answer.
+A = TypeVar("A")
 
 
-class Newest:
+class Newest(Generic[A]):
     """Base class of ``Latest`` and ``AsyncLatest``: sends the inputs of ``put``, stores the newest answer for their ``get``."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
@@ -45,7 +44,7 @@ class Newest:
         #: Futures of the requests in flight, by number.
         self._under_way: dict[int, Any] = {}
         self._waiting: tuple[int, Mapping[str, Any]] | None = None
-        self._newest: Answer | ServingError | None = None
+        self._newest: A | ServingError | None = None
         self._taken = self._came
 
     def put(self, inputs: Mapping[str, Any]) -> None:
@@ -107,7 +106,7 @@ class Newest:
             raise Cancelled("it was closed")
         return self._came != self._taken
 
-    def _take(self) -> Answer:
+    def _take(self) -> A:
         """Returns the newest answer and marks it as returned; if it is an error, raises it (ServingError)."""
         self._taken = self._came
         newest, self._newest = self._newest, None
@@ -138,13 +137,13 @@ class Newest:
             future.cancel()
 
 
-class Latest(Newest):
+class Latest(Newest[A]):
     """Sends inputs to a model by ``put``, only the newest while two requests are in flight; ``get`` returns the newest answer."""
 
     def _notify(self) -> None:
         self._changed.notify_all()
 
-    def get(self, timeout: float | None = None) -> Answer:
+    def get(self, timeout: float | None = None) -> A:
         """Waits until there is an answer newer than the last one that ``get`` returned, and returns the newest.
 
         Args:
@@ -166,7 +165,7 @@ class Latest(Newest):
         """Cancels the requests in flight; from now on ``put``, and ``get`` without a new answer, raise Cancelled. Idempotent."""
         self._end()
 
-    def __enter__(self) -> Latest:
+    def __enter__(self) -> Latest[A]:
         return self
 
     def __exit__(
