@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from tensord.config import model_folder
+from tensord.shm.common.tensors import leaves
 
 #: The codes by which Flax's msgpack marks an array, a complex number and a number of numpy.
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
@@ -83,23 +84,10 @@ def flat(tree: Any) -> dict[str, Any]:
     Leaves that are None are left out. Raises ValueError: two leaves have the same name.
     """
     found: dict[str, Any] = {}
-
-    def walk(node: Any, name: str) -> None:
-        if isinstance(node, Mapping):
-            entries = [(str(key), value) for key, value in node.items()]
-        elif isinstance(node, (list, tuple)):
-            entries = [(str(number), value) for number, value in enumerate(node)]
-        elif node is None:
-            return
-        else:
-            if name in found:
-                raise ValueError(f"two parameters are called '{name}'")
-            found[name] = node
-            return
-        for key, value in entries:
-            walk(value, f"{name}.{key}" if name else key)
-
-    walk(tree, "")
+    for name, leaf in leaves(tree):
+        if name in found:
+            raise ValueError(f"two parameters are called '{name}'")
+        found[name] = leaf
     return found
 
 

@@ -9,25 +9,23 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import math
 import os
-import reprlib
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 import numpy as np
 
 from tensord.config import ensemble_graph, layers, model_config
 from tensord.daemon.models.repository import FoundModel, find
-from tensord.shm.arrays import DTYPES, Array, datatype_of
+from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.common import tensors
 from tensord.shm.common.latest import Latest
+from tensord.shm.common.tensors import Tensor, Timing, check_place
 from tensord.shm.errors import (
     AlreadyExists,
     Cancelled,
@@ -71,45 +69,8 @@ __all__ = [
     "Unsupported",
     "load",
 ]
-#: Kinds of DLPack devices whose memory the processor reads: the processor, and memory that is page-locked for CUDA or ROCm.
-_HOST = (1, 3, 11)
 #: Threads that wait for the answers of ``submit``.
 _WAITERS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """Name, datatype and shape of a model's input or output, as clients see them."""
-
-    name: str
-    datatype: str
-    #: The shape that clients see: with the batch dimension, -1 where the size varies.
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Returns the numpy dtype of the tensor's arrays; for BYTES it is object."""
-        return DTYPES.get(self.datatype, np.dtype(object))
-
-
-class Tensors(tuple[Tensor, ...]):
-    """The inputs or the outputs of a model, in the order of its configuration; ``inputs["image"]`` finds one by its name."""
-
-    def __getitem__(self, key: Any) -> Any:
-        if not isinstance(key, str):
-            return super().__getitem__(key)
-        for tensor in self:
-            if tensor.name == key:
-                return tensor
-        raise KeyError(key)
-
-
-class Timing(NamedTuple):
-    """How long a request waited and was computed, in nanoseconds, and how many bytes were copied for it."""
-
-    queue_ns: int
-    compute_ns: int
-    copied_bytes: int
 
 
 class Answer(dict[str, Array]):
@@ -244,8 +205,8 @@ class Model:
         described = msgspec.json.decode(version.loaded.metadata)
         #: Seconds for an answer, of a stream for each response; None: any time.
         self.timeout: float | None = None
-        self.inputs = _tensors(described["inputs"])
-        self.outputs = _tensors(described["outputs"])
+        self.inputs = tensors.tensors(described["inputs"])
+        self.outputs = tensors.tensors(described["outputs"])
         #: The completed configuration, as the protocol has it.
         self.config: dict[str, Any] = msgspec.json.decode(version.loaded.config)
         #: Threads that wait for those who have submitted.
@@ -361,7 +322,7 @@ class Model:
         if isinstance(outputs, str):
             raise InvalidArgument(f"outputs are the text {outputs!r}, a sequence of names is expected")
         datatypes = {tensor.name: tensor.datatype for tensor in self.inputs}
-        given = _flat(inputs, datatypes)
+        given = tensors.flat(inputs, datatypes)
         arrays = {name: _array(name, value, datatypes.get(name)) for name, value in given.items()}
         if "version" in own:
             raise TypeError("a request to a loaded model has no version")
@@ -420,9 +381,7 @@ class Prepared:
         answer = self._model(self._inputs, outputs=self._outputs, **self._own)
         for name, place in self._out.items():
             made = answer[name]
-            if place.shape != made.shape or place.dtype != made.dtype:
-                given = f"{place.dtype}{list(place.shape)}"
-                raise InvalidArgument(f"output '{name}' is {made.dtype}{list(made.shape)}, and its place is {given}")
+            check_place(name, made.shape, made.dtype, place)
             place[...] = made
             answer[name] = place
         return answer
@@ -468,79 +427,13 @@ class ModelSequence:
             self._model.end_sequence(self.sequence_id)
 
 
-def _tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
-    return Tensors(Tensor(each["name"], each["datatype"], tuple(map(int, each["shape"]))) for each in described)
-
-
-def _flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Flattens nested mappings and sequences: keys are joined by "/", or by "." where ``known`` has an input of that name.
-
-    ``known``: the model's inputs, name -> datatype. Raises: InvalidArgument: two inputs get the same name.
-    """
-    if not isinstance(inputs, Mapping):
-        raise InvalidArgument(f"inputs are {type(inputs).__name__}, a mapping of names to arrays is expected")
-    found: dict[str, Any] = {}
-    for path, value in _leaves(inputs.items(), (), known):
-        name = "/".join(path)
-        if len(path) > 1 and name not in known and ".".join(path) in known:
-            name = ".".join(path)
-        if name in found:
-            raise InvalidArgument(f"input '{name}' is given twice")
-        found[name] = value
-    return found
-
-
-def _leaves(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields (path, value) of each input. Sequences are walked if ``known`` has inputs below them; others are lists of values."""
-    for key, value in node:
-        inner = (*path, str(key))
-        below = ("/".join(inner) + "/", ".".join(inner) + ".")
-        if isinstance(value, Mapping):
-            yield from _leaves(value.items(), inner, known)
-        elif isinstance(value, tuple | list) and any(name.startswith(below) for name in known):
-            yield from _leaves(zip(getattr(value, "_fields", range(len(value))), value, strict=True), inner, known)
-        else:
-            yield inner, value
-
-
-def _foreign(name: str, value: Any) -> Array:
-    """Returns another library's array as a numpy array, without a copy where that library allows it.
-
-    Raises InvalidArgument: the array is on a device, or the library refuses to give it.
-    """
-    try:
-        # Another thread may just import it, which then has made no tensor yet.
-        torch = sys.modules.get("torch")
-        kind = getattr(torch, "Tensor", None)
-        if torch is not None and kind is not None and isinstance(value, kind) and value.dtype is torch.bfloat16:
-            # PyTorch gives numpy no array of it: here are the bits.
-            return np.asarray(value.view(torch.int16)).view(DTYPES["BF16"])
-        if hasattr(value, "__array__"):
-            return np.asarray(value)
-        where = int(value.__dlpack_device__()[0])
-        if where not in _HOST:
-            raise InvalidArgument(f"input '{name}' lies on a device (DLPack type {where}): bring it to the host first")
-        return np.from_dlpack(value)
-    except InvalidArgument:
-        raise
-    except Exception as error:
-        raise InvalidArgument(f"input '{name}': {type(value).__name__} gives no array: {error}") from None
-
-
 def _array(name: str, value: Any, datatype: str | None) -> Array:
     """Returns a read-only numpy copy of an input, of a dtype that requests can have.
 
     ``datatype``: the one that a value that is no array gets; None: numpy chooses. Raises InvalidArgument: the value cannot be
     such an array.
     """
-    if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
-        made = np.array(value if isinstance(value, np.ndarray) else _foreign(name, value))
-    else:
-        made = _cast(name, value, datatype)
-    if made.dtype.kind == "T":  # numpy's strings of any length
-        made = made.astype(object)
-    if not made.dtype.isnative:
-        made = made.astype(made.dtype.newbyteorder("="))
+    made = np.array(tensors.array(name, value, datatype))
     if datatype_of(made.dtype) == "BYTES":
         from tensord.shm.arrays import as_strings
 
@@ -550,49 +443,5 @@ def _array(name: str, value: Any, datatype: str | None) -> Array:
             made = as_strings(made)
         except UnicodeEncodeError as error:
             raise InvalidArgument(f"an element of a BYTES tensor is not valid Unicode: {error}") from None
-    elif datatype_of(made.dtype) is None:
-        raise InvalidArgument(f"input '{name}': arrays of {made.dtype} have no datatype in the protocol")
     made.flags.writeable = False
     return made
-
-
-def _cast(name: str, value: Any, datatype: str | None) -> Array:
-    """Makes an array of ``datatype`` of an array's or a list's values; fractions are rounded to what a float type can hold.
-
-    ``datatype`` None: numpy chooses a dtype. Raises InvalidArgument: a value would become another one, such as a fraction, NaN or
-    a text for INT32, or is out of range.
-    """
-    dtype = None if datatype is None else DTYPES[datatype]
-    try:
-        made = given = np.array(value, dtype if datatype == "BYTES" else None)
-        if dtype is None:
-            return made
-        with np.errstate(all="ignore"):
-            # Of integers and floats in one list numpy makes floats, which large integers are rounded to.
-            is_direct = given.dtype.kind in "biu" or given.dtype.kind == dtype.kind
-            made = given.astype(dtype, copy=False) if is_direct else np.array(value, dtype)
-    except (ValueError, TypeError, OverflowError) as error:
-        of = "" if datatype is None else f" of {datatype}"
-        raise InvalidArgument(f"input '{name}' cannot be an array{of}: {error}") from None
-    if datatype == "BYTES":
-        for each in made.flat:
-            if not isinstance(each, str | bytes):
-                raise InvalidArgument(f"an element of a BYTES tensor is {reprlib.repr(each)}, bytes or str is expected")
-        return made
-    is_float = dtype.kind not in "biu"
-    if given.dtype.kind in "biufV":
-        same = np.isfinite(made) >= np.isfinite(given) if is_float else made == given
-        if same.all():
-            return made
-    for each, became in zip(np.array(value, object).flat, made.ravel().tolist(), strict=True):
-        if not _is_kept(each, became, is_float):
-            change = "is no value" if each is None else f"would become {became}"
-            raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: {reprlib.repr(each)} {change}")
-    return made
-
-
-def _is_kept(each: Any, became: Any, is_float: bool) -> bool:
-    """Returns whether a value is the same after its cast, or, with ``is_float``, the same but for its rounding."""
-    if not is_float or isinstance(each, str | bytes | complex | None):
-        return bool(each == became)
-    return math.isfinite(became) or not math.isfinite(each)

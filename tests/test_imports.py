@@ -186,7 +186,7 @@ def imports(path: Path, types: bool = True) -> set[str]:
 
 def module_of(node: ast.ImportFrom) -> str:
     """Returns the module that names are imported from. A relative import is of ``shm.common``, which the client has, too."""
-    return within(f"shm.common.{node.module}") if node.level else within(str(node.module))
+    return f"shm.common.{node.module or ''}".rstrip(".") if node.level else within(str(node.module))
 
 
 class WithoutTypes(ast.NodeTransformer):

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from tensord_client.call import MAX_WAITING, Call, begun, begun_async
+from tensord_client.common.arrays import datatype_of, decode, dtype_of
 from tensord_client.common.forks import forgotten_by_children
+from tensord_client.common.tensors import content
 from tensord_client.connection import RepeatedCall
-from tensord_client.datatypes import datatype_of, decode, dtype_of
 from tensord_client.errors import (
     CLOSED,
     DeadlineExceeded,
@@ -37,7 +38,6 @@ from tensord_client.errors import (
 from tensord_client.http_channel import Address, Buffer, Response
 from tensord_client.http_pending import Exchange, HttpPending, Pool, Unreached, Waiter
 from tensord_client.results import Answer, Array, Description, Parameter, Timing, check_place, written
-from tensord_client.tensors import content
 
 if TYPE_CHECKING:
     from tensord_client.device_memory import DeviceMemory

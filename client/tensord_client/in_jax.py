@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensord_client.datatypes import datatype_of
+from tensord_client.common.arrays import datatype_of
+from tensord_client.common.tensors import cast, flat
 from tensord_client.errors import InvalidArgument
 from tensord_client.model import Model
 from tensord_client.results import Array, Tensor
-from tensord_client.tensors import cast, flat
 
 if TYPE_CHECKING:
     import jax as jax_library

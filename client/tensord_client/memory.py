@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tensord_client.datatypes import typestr
+from tensord_client.common.arrays import typestr
 from tensord_client.errors import CLOSED, InvalidArgument, Unavailable
 from tensord_client.wire import Place
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensord_client import tensors
 from tensord_client.call import Call, Own, SequenceId, checked, seconds
+from tensord_client.common import tensors
 from tensord_client.common.latest import Latest
 from tensord_client.errors import InvalidArgument, Unavailable
 from tensord_client.results import Answer, Array, Description, Tensors
-from tensord_client.results import tensors as described
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -51,8 +50,8 @@ class Calls:
         self.max_batch_size = description.max_batch_size
         #: Seconds to wait for an answer, and in a stream for each response; None: without limit.
         self.timeout = seconds(timeout)
-        self.inputs: Tensors = described(description.metadata["inputs"])
-        self.outputs: Tensors = described(description.metadata["outputs"])
+        self.inputs: Tensors = tensors.tensors(description.metadata["inputs"])
+        self.outputs: Tensors = tensors.tensors(description.metadata["outputs"])
         self._datatypes = {tensor.name: tensor.datatype for tensor in self.inputs}
 
     @property

@@ -13,14 +13,14 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
+from tensord_client.common.tensors import bfloat16_of_torch, leaves
 from tensord_client.errors import InvalidArgument, Unavailable
 from tensord_client.results import Array
-from tensord_client.tensors import bfloat16_of_torch
 
 if TYPE_CHECKING:
     from tensord_client.connection import Connection
@@ -170,24 +170,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
         yield from in_jax.leaves(tree)
     else:
-        yield from _plain_leaves(tree, "")
-
-
-def _plain_leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
-    inside: list[tuple[Any, Any]]
-    if isinstance(node, Mapping):
-        inside = [*node.items()]
-    elif isinstance(node, tuple) and hasattr(node, "_fields"):
-        inside = [*zip(node._fields, node)]
-    elif isinstance(node, (list, tuple)):
-        inside = [*enumerate(node)]
-    elif node is None:
-        return
-    else:
-        yield name or "array", node
-        return
-    for key, value in inside:
-        yield from _plain_leaves(value, f"{name}.{key}" if name else str(key))
+        yield from leaves(tree)
 
 
 def _array(leaf: Any) -> tuple[str, Array] | None:

@@ -21,7 +21,7 @@ import numpy as np
 from tensord_client import native, wire
 from tensord_client.answer_memory import Lease
 from tensord_client.call import Call, begun, begun_async
-from tensord_client.datatypes import decode_strings, dtype_of, typestr
+from tensord_client.common.arrays import decode_strings, dtype_of, typestr
 from tensord_client.errors import (
     CLOSED,
     FORKED,

@@ -4,50 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Union
+from typing import Any, Union
 
-import numpy as np
-
-from tensord_client.datatypes import dtype_of
-from tensord_client.errors import InvalidArgument
+from tensord_client.common.arrays import Array as Array
+from tensord_client.common.tensors import Tensor as Tensor
+from tensord_client.common.tensors import Tensors as Tensors
+from tensord_client.common.tensors import Timing as Timing
+from tensord_client.common.tensors import check_place as check_place
 from tensord_client.msgpack import unpack
 
 Parameter = Union[bool, int, float, str]
-Array = np.ndarray[Any, Any]
-
-
-class Tensor(NamedTuple):
-    """Describes an input or output of a model: its name, its datatype in the protocol (such as "FP32") and its shape."""
-
-    name: str
-    datatype: str
-    #: The shape that clients see: with the batch dimension, -1 where the size varies.
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Returns the numpy dtype of the tensor's arrays; for BYTES it is object."""
-        return dtype_of(self.datatype)
-
-
-class Tensors(tuple):  # type: ignore[type-arg]
-    """The inputs or the outputs of a model, in the model's order; found by position or by name: ``inputs["image"]``."""
-
-    def __getitem__(self, key: Any) -> Any:
-        if not isinstance(key, str):
-            return super().__getitem__(key)
-        for tensor in self:
-            if tensor.name == key:
-                return tensor
-        raise KeyError(key)
-
-
-class Timing(NamedTuple):
-    """How long one request was queued and executed in the server (nanoseconds), and how many bytes were copied for it."""
-
-    queue_ns: int
-    compute_ns: int
-    copied_bytes: int
 
 
 class Answer(dict):  # type: ignore[type-arg]
@@ -118,18 +84,6 @@ class Description:
         self.pure: bool = answer["pure"]
         #: in_flight, segments, segment_byte_size, response_byte_size; empty where there are none of a lane.
         self.limits: dict[str, int] = answer.get("limits", {})
-
-
-def tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
-    """Makes ``Tensors`` of the "inputs" or "outputs" of a model's metadata, as the Open Inference Protocol writes them."""
-    return Tensors(Tensor(each["name"], each["datatype"], tuple(map(int, each["shape"]))) for each in described)
-
-
-def check_place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], place: Any) -> None:
-    """Raises InvalidArgument unless ``place``, the caller's array for an output, has the output's shape and dtype."""
-    if place.shape != shape or place.dtype != dtype:
-        given = f"{place.dtype}{list(place.shape)}"
-        raise InvalidArgument(f"output '{name}' is {dtype}{list(shape)}, and its place is {given}")
 
 
 def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str, Array]:

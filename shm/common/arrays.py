@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tensord_client.common import strings
-from tensord_client.common.datatypes import DATATYPES
-from tensord_client.errors import InvalidArgument
+from . import strings
+from .datatypes import DATATYPES
+from .errors import InvalidArgument
 
+Array = np.ndarray[Any, Any]
 #: Of these the installed numpy is sure to have the dtypes.
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(kind) for name, (kind, _) in DATATYPES.items() if name not in ("BYTES", "BF16")

@@ -1,21 +1,66 @@
-"""Turns what a caller gives as inputs into arrays: nested mappings, arrays of other libraries, lists of numbers."""
+"""Describes the tensors of models, and makes arrays of what a caller gives for them, such as lists or other libraries' arrays."""
 
 from __future__ import annotations
 
 import math
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensord_client.datatypes import DTYPES, NATIVE, bfloat16_bits, datatype_of, dtype_of, encode_strings
-from tensord_client.errors import InvalidArgument
-from tensord_client.results import Array
+from .arrays import DTYPES, NATIVE, Array, bfloat16_bits, datatype_of, dtype_of, encode_strings
+from .errors import InvalidArgument
 
 #: Kinds of DLPack devices whose memory the processor reads: the processor, and memory that is page-locked for CUDA or ROCm.
 _HOST = (1, 3, 11)
+
+
+class Tensor(NamedTuple):
+    """Describes an input or output of a model: its name, its datatype in the protocol (such as "FP32") and its shape."""
+
+    name: str
+    datatype: str
+    #: The shape that clients see: with the batch dimension, -1 where the size varies.
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Returns the numpy dtype of the tensor's arrays; for BYTES it is object."""
+        return dtype_of(self.datatype)
+
+
+class Tensors(tuple[Tensor, ...]):
+    """The inputs or the outputs of a model, in the model's order; found by position or by name: ``inputs["image"]``."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        for tensor in self:
+            if tensor.name == key:
+                return tensor
+        raise KeyError(key)
+
+
+class Timing(NamedTuple):
+    """How long one request was queued and executed in the server (nanoseconds), and how many bytes were copied for it."""
+
+    queue_ns: int
+    compute_ns: int
+    copied_bytes: int
+
+
+def tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
+    """Makes ``Tensors`` of the "inputs" or "outputs" of a model's metadata, as the Open Inference Protocol writes them."""
+    return Tensors(Tensor(each["name"], each["datatype"], tuple(map(int, each["shape"]))) for each in described)
+
+
+def check_place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], place: Any) -> None:
+    """Raises InvalidArgument unless ``place``, the caller's array for an output, has the output's shape and dtype."""
+    if place.shape != shape or place.dtype != dtype:
+        given = f"{place.dtype}{list(place.shape)}"
+        raise InvalidArgument(f"output '{name}' is {dtype}{list(shape)}, and its place is {given}")
 
 
 def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
@@ -33,7 +78,7 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
         return inputs
     if not isinstance(inputs, Mapping):
         raise InvalidArgument(f"inputs are {type(inputs).__name__}, a mapping of names to arrays is expected")
-    for path, value in _leaves(inputs.items(), (), known):
+    for path, value in _given(inputs.items(), (), known):
         name = "/".join(path)
         if len(path) > 1 and name not in known and ".".join(path) in known:
             name = ".".join(path)
@@ -43,15 +88,15 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _leaves(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _given(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields (path, value) of each input. Sequences are walked if ``known`` has inputs below them; others are lists of values."""
     for key, value in node:
         inner = (*path, str(key))
         below = ("/".join(inner) + "/", ".".join(inner) + ".")
         if isinstance(value, Mapping):
-            yield from _leaves(value.items(), inner, known)
+            yield from _given(value.items(), inner, known)
         elif isinstance(value, (tuple, list)) and any(name.startswith(below) for name in known):
-            yield from _leaves(zip(getattr(value, "_fields", range(len(value))), value), inner, known)
+            yield from _given(zip(getattr(value, "_fields", range(len(value))), value), inner, known)
         else:
             yield inner, value
 
@@ -171,3 +216,25 @@ def content(values: Array) -> bytes | memoryview:
     if values.dtype.kind in "SUO":
         return encode_strings(values)
     return values.reshape(-1).view(np.uint8).data
+
+
+def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (name, leaf) for each leaf of nested mappings, lists and tuples, as JAX names it; None is no leaf.
+
+    The name is the keys, fields and indices on the way to the leaf, joined by dots and behind ``name``, such as
+    ``dense.0.kernel``; a tree that is a single leaf has the name "array".
+    """
+    inside: list[tuple[Any, Any]]
+    if isinstance(tree, Mapping):
+        inside = [*tree.items()]
+    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        inside = [*zip(tree._fields, tree)]
+    elif isinstance(tree, (list, tuple)):
+        inside = [*enumerate(tree)]
+    elif tree is None:
+        return
+    else:
+        yield name or "array", tree
+        return
+    for key, value in inside:
+        yield from leaves(value, f"{name}.{key}" if name else str(key))
