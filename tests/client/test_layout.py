@@ -19,6 +19,9 @@ import safetensors.numpy
 from tensord_client import InvalidArgument
 from tensord_client.parameters import layout, sealed
 
+from tensord import parameter_files
+from tensord.workers.parameters.leaves import names_of
+
 
 class Layer(NamedTuple):
     kernel: Any
@@ -65,6 +68,14 @@ def test_names_are_the_same_without_jax() -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     tree = {"dense": Layer(np.ones(2), np.ones(1)), "scales": [np.ones(1), (np.ones(1), None)], "a.b": np.ones(1)}
     assert json.loads(found) == sorted(safetensors.numpy.load(b"".join(layout(tree))))
+
+
+@pytest.mark.parametrize(
+    "tree", [TREE, np.ones(2, np.float32), [np.ones(1), (np.ones(1), None)]], ids=["dict", "one", "list"]
+)
+def test_names_are_those_of_a_worker_and_of_a_file(tree: Any) -> None:
+    names = safetensors.numpy.load(b"".join(layout(tree))).keys()
+    assert names == set(names_of(tree)) == parameter_files.flat(tree).keys()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])

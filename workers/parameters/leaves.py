@@ -184,9 +184,12 @@ def _placed(dtype: Any) -> Any:
 
 
 def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
-    """Returns the names of a tree's leaves of certain types (``kinds``): the keys on the path to each, joined by dots."""
+    """Returns the names of a tree's leaves of certain types (``kinds``): the keys on the path to each, joined by dots.
+
+    As everywhere, a tree that is a single leaf has the name "array".
+    """
     return [
-        jax.tree_util.keystr(path, simple=True, separator=".")
+        jax.tree_util.keystr(path, simple=True, separator=".") or "array"
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
         if isinstance(leaf, kinds)
     ]
