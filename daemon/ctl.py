@@ -412,7 +412,7 @@ def _with_units(version: Mapping[str, Any]) -> dict[str, Any]:
 @click.argument("name", shell_complete=_model_name)
 @click.pass_obj
 def models_show(daemon: _Daemon, name: str) -> None:
-    """Show a model's versions: where each is, what it takes, its inputs and outputs; with --json its whole configuration."""
+    """Show a model's versions: where each is, what it takes, why it is slow, its inputs and outputs; --json: all of it."""
     daemon.show(None, _print_model, "model", name=name)
 
 
@@ -422,6 +422,9 @@ def _print_model(versions: Sequence[Mapping[str, Any]]) -> None:
         for label in ("reason", "folder", "workers", "parameters", "programs", "program_bytes", "largest_batch"):
             if version.get(label) not in (None, "", []):
                 click.echo(f"    {label}: {tables.shown(version[label])}")
+        for worker, slow in version.get("not_in_c", {}).items():
+            for why, requests in slow.items():
+                click.echo(f"    not in C on {worker}: {why} (requests: {requests})")
         metadata = version["metadata"] or {}
         for kind in ("inputs", "outputs"):
             for tensor in metadata.get(kind, ()):

@@ -60,9 +60,14 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     replaced: int = 0
     #: Time of all runs, each once however many requests it was for, in ns. Of an ensemble 0: its steps' runs are theirs.
     busy_ns: int = 0
+    #: Label of ``SlowReason`` -> requests that were not answered in C for this reason.
+    slow: dict[str, int] = {}
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*map(operator.add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
+        *counts, slow = msgspec.structs.astuple(self)
+        *others, more = msgspec.structs.astuple(other)
+        slow = {label: slow.get(label, 0) + more.get(label, 0) for label in slow | more}
+        return msgspec.structs.replace(Counts(*map(operator.add, counts, others)), slow=slow)
 
 
 class SetFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -29,6 +29,7 @@ from tensord.shm.control_records import Footprint
 from tensord.shm.durations import PROTOCOLS, QUEUE
 from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
 from tensord.shm.refusals import Refusal
+from tensord.shm.slow_reasons import SlowReason
 
 #: Patterns of histograms that are kept: three or four for each model version and protocol.
 _MAX_HISTOGRAMS = 4096
@@ -253,6 +254,15 @@ def _models(snapshot: MetricsSnapshot) -> Iterator[Family]:
     )
     rows = [((*labels, why.value), of(total.counts)) for labels, total in models for why, of in _REFUSALS]
     yield refused.fill(rows)
+    slow = Counter(
+        "tensord_model_python_requests_total",
+        "Requests that workers answered in Python and not in C, by reason",
+        labels=[*_MODEL, "reason"],
+    )
+    rows = [
+        ((*labels, why.label), total.counts.slow.get(why.label, 0)) for labels, total in models for why in SlowReason
+    ]
+    yield slow.fill(rows)
     cached = [(labels, total) for labels, total in models if total.cached]
     for counters, counted in ((_COUNTERS, models), (_CACHE_COUNTERS, cached)):
         for name, text, of in counters:

@@ -88,12 +88,19 @@ def of_models(models: Models) -> dict[str, Any]:
     }
 
 
-def of_model(models: Models, name: str, index: Iterable[Mapping[str, Any]], workers: Mapping[int, str]) -> bytes:
+def of_model(
+    models: Models,
+    name: str,
+    index: Iterable[Mapping[str, Any]],
+    workers: Mapping[int, str],
+    slow: Mapping[str, Mapping[int, Mapping[str, int]]],
+) -> bytes:
     """Returns one model's versions as JSON, each with its entry in ``index``, its workers, folder, metadata and configuration.
 
     Args:
       index: the entries of the repository index, with the bytes that each version takes.
       workers: the name of each worker by its incarnation.
+      slow: by the name of a worker, and by version: why it does not answer requests in C, with how many it did not.
 
     Raises InvalidArgument: there is no such model.
     """
@@ -110,6 +117,7 @@ def of_model(models: Models, name: str, index: Iterable[Mapping[str, Any]], work
             record = version.state_record(number)
             row["folder"] = version.load.version_path
             row["workers"] = [workers[worker] for worker in record.workers if worker in workers]
+            row["not_in_c"] = {worker: why[number] for worker, why in slow.items() if why.get(number)}
             if record.config:
                 row |= {"metadata": msgspec.Raw(record.metadata), "config": msgspec.Raw(record.config)}
         found.append(row)

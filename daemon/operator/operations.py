@@ -22,6 +22,7 @@ from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
 from tensord.shm.control_records import ControlCall, Reply
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
+from tensord.shm.figures import Figures
 from tensord.shm.operations import (
     FAILED,
     ChangeLog,
@@ -43,7 +44,9 @@ from tensord.shm.operations import (
     Settle,
     UnloadModel,
     UnregisterRegion,
+    WorkerFigures,
 )
+from tensord.shm.slow_reasons import SlowReason
 
 _log = logging.getLogger(__name__)
 #: Seconds to wait for a worker's statistics; it answers later if its loop is busy for longer.
@@ -172,7 +175,23 @@ class Operations:
         """
         index = await self._models.index(ready=False, detailed=True)
         workers = {worker.incarnation: worker.name for worker in self._workers}
-        return model_list.of_model(self._models, name, index, workers)
+        asked = self._workers.ready()
+        found = await asyncio.gather(*(self._slow(worker, name) for worker in asked))
+        slow = {worker.name: why for worker, why in zip(asked, found, strict=True)}
+        return model_list.of_model(self._models, name, index, workers, slow)
+
+    async def _slow(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
+        """Returns, by version of a model, why a worker does not answer requests in C; {}: the worker does not say so in time."""
+        try:
+            async with asyncio.timeout(_READY_SECONDS):
+                figures = msgspec.json.decode(await _ask(worker, WorkerFigures()), type=Figures)
+        except (ServingError, TimeoutError):
+            return {}
+        return {
+            of.version: {SlowReason[label.upper()].value: count for label, count in of.counts.slow.items()}
+            for of in figures.versions
+            if of.name == name
+        }
 
     async def _statistics(self, operation: ModelStatistics) -> bytes:
         name, version = operation.name, operation.version

@@ -185,7 +185,13 @@ class FakeWorker:
                 self.connection.send(Reply(call_id, result=msgspec.json.encode(used)))
             case WorkerFigures():
                 versions = tuple(
-                    VersionFigures(name, version, self.began_ns, 2, Counts(success=loads, copied_byte_size=os.getpid()))
+                    VersionFigures(
+                        name,
+                        version,
+                        self.began_ns,
+                        2,
+                        Counts(success=loads, copied_byte_size=os.getpid(), slow={"large": loads}),
+                    )
                     for (name, version), loads in self.models.items()
                 )
                 figures = Figures(versions, {"system": len(self.regions), "cuda": 0}, (), self.lane_requests, 0)

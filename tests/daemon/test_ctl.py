@@ -16,6 +16,7 @@ import click
 import pytest
 
 from tensord.daemon.ctl import main
+from tensord.shm.slow_reasons import SlowReason
 from tests import prepared
 from tests.daemon.fake_daemon import ROOT, FakeDaemon, write_model
 
@@ -61,6 +62,7 @@ def test_models(daemon: FakeDaemon) -> None:
     shown = tensorctl(daemon.control, "models", "show", "good")
     assert shown.stdout.startswith("good version 1: READY\n")
     assert "    workers: worker-0\n" in shown.stdout
+    assert f"    not in C on worker-0: {SlowReason.LARGE.value} (requests: 1)\n" in shown.stdout
     (version,) = json.loads(tensorctl(daemon.control, "--json", "models", "show", "good").stdout)
     assert version["metadata"]["name"] == "good"
     assert json.loads(tensorctl(daemon.control, "models", "show", "good", "--json").stdout) == [version]

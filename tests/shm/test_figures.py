@@ -9,9 +9,10 @@ from tensord.shm.figures import Counts, Figures, VersionFigures
 
 
 def test_sum() -> None:
-    names = Counts.__struct_fields__
-    one, other = Counts(*range(len(names))), Counts(*(100 * n for n in range(len(names))))
-    assert one + other == Counts(*(101 * n for n in range(len(names))))
+    count = len(Counts.__struct_fields__) - 1
+    one = Counts(*range(count), slow={"large": 1, "new": 2})
+    other = Counts(*(100 * n for n in range(count)), slow={"new": 3, "queue": 4})
+    assert one + other == Counts(*(101 * n for n in range(count)), slow={"large": 1, "new": 5, "queue": 4})
     assert one + Counts() == one
 
 

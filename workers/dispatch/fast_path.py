@@ -20,12 +20,14 @@ from __future__ import annotations
 import functools
 import select
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from tensord.shm.arrays import address_of
 from tensord.shm.errors import ServingError
-from tensord.shm.messages import RegionSlice
+from tensord.shm.messages import PreparedAnswer, RegionSlice
+from tensord.shm.prepared import Numbered
 from tensord.shm.regions import Region
+from tensord.shm.slow_reasons import SlowReason
 from tensord.shm.status_page import StatusPage, WorkerState
 from tensord.workers.dispatch.poller import Poller, Woken
 from tensord.workers.dispatch.sequence_runs import SequenceRuns
@@ -33,7 +35,7 @@ from tensord.workers.models.ensemble_pipeline import EnsemblePipeline, EnsembleP
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.model_table import ModelTable
-from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.model_version import ModelVersion, VersionState
 from tensord.workers.models.sequence_register import SequenceRegister
 from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.native.extensions import available
@@ -43,8 +45,8 @@ from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.pipeline_program import PipelineProgram
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import RegionTable, check_intact
-from tensord.workers.requests.answer_plan import AnswerPlan
-from tensord.workers.requests.prepared import Preparation
+from tensord.workers.requests.answer_plan import OutputLayout
+from tensord.workers.requests.prepared import Checked, Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.requests.timeline import timeline_end
@@ -53,12 +55,12 @@ from tensord.workers.tensors.buckets import Shapes
 
 if available:
     from tensord.workers.native import _native
-if TYPE_CHECKING:
-    from tensord.workers.processor.single_run import SingleRun
 
 #: Bytes of inputs in regions from which on a request is run by itself, where they lie.
 _LARGE = 1 << 16
 AnyProgram = Executable | GroupedProgram | PipelineProgram
+#: By name.
+Regions = dict[str, Region]
 
 
 class _Batch:
@@ -247,47 +249,105 @@ class FastPath(Poller):
             self.forget(submitter, number)
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        # A sequence may live in the load before this one, while that has not ended.
-        if not version.native or (version.sequences is not None and self._models.draining):
-            return
-        loaded, made, jitted = version.loaded, execution.outputs, version.jitted
-        if (
-            version.sequences is None
-            and jitted is not None
-            and len(execution.requests) == 1
-            and (made is None or _is_large(execution.requests[0]))
-        ):
-            self._learn_alone(version, jitted, execution)
-        if made is None:
-            return
-        model: JaxModel | EnsemblePipeline | None = jitted
+        statistics = version.statistics
+        if statistics.slow is None:
+            for request in execution.requests:
+                if (why := self._learn(version, execution, request)) is not None:
+                    statistics.slow_requests[why] += 1
+
+    def _learn(self, version: ModelVersion, execution: Execution, request: Request) -> SlowReason | None:
+        """Tells the C extension to answer repeats of a request. Returns why it does not; None: it does, or the run failed."""
+        preparation, submitter = request.preparation, request.submitter
+        if preparation is None or submitter.closed:
+            return SlowReason.NEW if request.sink is None else SlowReason.INSIDE
+        fd = submitter.lane.fileno()
+        if preparation.number in self._numbers.get(fd, ()):
+            return None
+        # What is learned has to hold for the next ones, which are another load's if this one drains. And a sequence may live in
+        # the load before this one, while that has not ended.
+        others = version.state is not VersionState.SERVING or (version.sequences is not None and self._models.draining)
+        if others or self._seen != self._changes or preparation.load is not version.checked:
+            return SlowReason.NEW
+        prepared, checked, made = preparation.prepared, preparation.checked, execution.outputs
+        if any(output.classification for output in prepared.outputs):
+            return SlowReason.CLASSIFICATION
+        if checked is None or not checked.plain:
+            return SlowReason.LARGE
+        if not _says_what_holds(request, execution):
+            return SlowReason.PARAMETERS
+        places = [*(tensor.region for tensor in prepared.inputs), *(output.region for output in prepared.outputs)]
+        regions = self._found(places, submitter)
+        # What a region has lost shows when the program has run, and a step is not run again.
+        if regions is None or (regions and version.sequences is not None):
+            return SlowReason.REGIONS
+        if made is None and any(isinstance(result, ServingError) for result in execution.results):
+            return None
+        why: SlowReason | None = SlowReason.LARGE
+        if made is None or _is_large(request, preparation, checked):
+            why = self._learn_alone(execution, request, preparation, regions)
+        if why is not None and made is not None:
+            why = self._learn_together(execution, request, preparation, regions, made.layout)
+        if why is None:
+            self._numbers.setdefault(fd, set()).add(preparation.number)
+        return why
+
+    def _learn_together(
+        self, execution: Execution, request: Request, preparation: Preparation, regions: Regions, layout: OutputLayout
+    ) -> SlowReason | None:
+        """Tells the C extension to answer repeats of a request in runs that they share. Returns why it cannot, or None."""
+        version, plan, prepared = request.version, preparation.plans.get(layout), preparation.prepared
+        if plan is None:
+            return SlowReason.TRACED if request.timeline is not None else SlowReason.LARGE
+        # Another plan may be the last one, of an answer that names another set.
+        if plan.numbered is None or not _holds(plan.numbered, request):
+            return SlowReason.NEW
+        if preparation.own and not request.small:
+            return SlowReason.UNFIT  # its tensors lie in an arena: such are never gathered here
+        model: JaxModel | EnsemblePipeline | None = version.jitted
         program: AnyProgram | None = execution.executable
-        if model is None and loaded.ensemble is not None:
-            found = self._pipelines.find(version, loaded.ensemble, execution.requests)
-            model, program = found or (None, None)
-        if model is None:
-            return
-        for request in execution.requests:
-            preparation, submitter = request.preparation, request.submitter
-            plan = None if preparation is None else preparation.plans.get(made.layout)
-            if preparation is None or plan is None or submitter.closed:
-                continue
-            # Another plan may be the last one, of an answer that names another set.
-            if not _says_what_holds(request, execution) or (request.tells and plan.told != request.told):
-                continue
-            known = preparation.number in self._numbers.get(submitter.lane.fileno(), ())
-            if known or (preparation.own and not request.small):
-                continue  # or its tensors lie in an arena: such are never gathered here
-            if isinstance(model, EnsemblePipeline) and not model.answers(request):
-                continue
-            if self._seen == self._changes and preparation.load is version.checked:
-                key = cast(Shapes, shapes_of(request.key))
-                batch = self._batches.get((model, key))
-                if batch is None:
-                    batch = self._batches[model, key] = self._batch(version, model, key)
-                # The plan says how that program's outputs lie; those of the others lie alike.
-                if program in batch.programs:
-                    self._learn(batch, request, preparation, plan)
+        if (ensemble := version.loaded.ensemble) is not None:
+            found = self._pipelines.find(version, ensemble, execution.requests)
+            if found is None or not found[0].answers(request):
+                return SlowReason.STEPS
+            model, program = found
+        assert model is not None
+        assert preparation.checked is not None
+        key = cast(Shapes, shapes_of(request.key))
+        batch = self._batches.get((model, key))
+        if batch is None:
+            batch = self._batches[model, key] = self._batch(version, model, key)
+        arguments = {name: number for number, (name, _, _) in enumerate(batch.inputs)}
+        # The plan says how that program's outputs lie; those of the others lie alike.
+        if program not in batch.programs or len(arguments) != len(prepared.inputs) + len(
+            version.loaded.made_inputs.specs
+        ):
+            return SlowReason.UNFIT
+        inputs = [
+            (arguments[tensor.name], size, _address(tensor.region, size, regions))
+            for tensor, size in zip(prepared.inputs, preparation.checked.sizes, strict=True)
+        ]
+        outputs = [
+            (part.content, part.start, part.step, size, _address(part.region, size, regions))
+            for part in plan.parts
+            for size in [part.byte_size * request.rows]
+        ]
+        try:
+            self._native.learn(
+                request.submitter.lane.fileno(),
+                preparation.number,
+                batch.native(),
+                request.rows,
+                tuple(inputs),
+                tuple(outputs),
+                plan.numbered.number,
+                functools.partial(check_intact, tuple(regions.values())) if regions else None,
+                None if ensemble is not None else _timeline_end(version),
+                None if ensemble is not None else _sets_of(request),
+            )
+        except ValueError:
+            # Too many tensors, too large an answer, a shape that is padded: such requests go on as they do.
+            return SlowReason.UNFIT
+        return None
 
     def _batch(self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes) -> _Batch:
         runs: SequenceRuns | None = None
@@ -295,70 +355,27 @@ class FastPath(Poller):
             runs = SequenceRuns(version, model, version.sequences, self._submitters, self._register)
         return _Batch(version, model, key, runs)
 
-    def _learn(self, batch: _Batch, request: Request, preparation: Preparation, plan: AnswerPlan) -> None:
-        """Tells the C extension to answer repeats of a request, in runs that they share. Does nothing if it cannot."""
-        submitter, prepared = request.submitter, preparation.prepared
-        lane = submitter.lane
-        checked, numbered = preparation.checked, plan.numbered
-        if checked is None or not checked.plain or numbered is None or numbered not in lane.published:
-            return
-        places = [*(part.region for part in plan.parts), *(tensor.region for tensor in prepared.inputs)]
-        regions = self._found(places, submitter)
-        arguments = {name: number for number, (name, _, _) in enumerate(batch.inputs)}
-        made = batch.version.loaded.made_inputs.specs
-        if regions is None or len(arguments) != len(prepared.inputs) + len(made):
-            return
-        # What a region has lost shows when the program has run, and a step is not run again.
-        if regions and batch.version.sequences is not None:
-            return
-        inputs: list[tuple[int, int, int]] = []
-        for tensor, byte_size in zip(prepared.inputs, checked.sizes, strict=True):
-            inputs.append((arguments[tensor.name], byte_size, _address(tensor.region, byte_size, regions)))
-        outputs = [
-            (part.content, part.start, part.step, size, _address(part.region, size, regions))
-            for part in plan.parts
-            for size in [part.byte_size * request.rows]
-        ]
-        intact = functools.partial(check_intact, tuple(regions.values())) if regions else None
-        try:
-            self._native.learn(
-                lane.fileno(),
-                preparation.number,
-                batch.native(),
-                request.rows,
-                tuple(inputs),
-                tuple(outputs),
-                numbered.number,
-                intact,
-                None if isinstance(batch.model, EnsemblePipeline) else _timeline_end(batch.version),
-                None if isinstance(batch.model, EnsemblePipeline) else _sets_of(request),
-            )
-        except ValueError:
-            # Too many tensors, too large an answer, a shape that is padded: such requests go on as they do.
-            return
-        self._numbers.setdefault(lane.fileno(), set()).add(preparation.number)
-
-    def _learn_alone(self, version: ModelVersion, model: JaxModel, execution: Execution) -> None:
-        """Tells the C extension to answer repeats of a large request, which was the only one of its run, from now on.
-
-        Does nothing if such requests cannot be answered in C.
-        """
-        (request,) = execution.requests
-        preparation, lane, executable = request.preparation, request.submitter.lane, execution.executable
-        if preparation is None or not isinstance(executable, Executable):
-            return
-        run = self._single_run(version, model, execution, preparation, executable)
-        if run is None:
-            return
-        fd, number = lane.fileno(), preparation.number
+    def _learn_alone(
+        self, execution: Execution, request: Request, preparation: Preparation, regions: Regions
+    ) -> SlowReason | None:
+        """Tells the C extension to answer repeats of a large request in runs of their own. Returns why it cannot, or None."""
+        version, executable = request.version, execution.executable
+        model = version.jitted
+        if model is None or version.sequences is not None or not isinstance(executable, Executable):
+            return SlowReason.STEPS if version.loaded.ensemble is not None else SlowReason.LARGE
+        if version.batcher.delays or not model.is_whole(execution):
+            return SlowReason.UNFIT
+        run = executable.single_run(execution, preparation, regions)
+        if run is None or not _holds(run.numbered, request):
+            return SlowReason.LARGE if run is None else SlowReason.NEW
         key = shapes_of(request.key)
         batch = self._alone.get((version, key))
         if batch is None or batch.executable is not executable:
             batch = self._alone[version, key] = _Alone(version, model, executable)
         try:
             self._native.learn_alone(
-                fd,
-                number,
+                request.submitter.lane.fileno(),
+                preparation.number,
                 batch.native(),
                 request.rows,
                 run.sizes,
@@ -369,44 +386,16 @@ class FastPath(Poller):
                 _sets_of(request),
             )
         except ValueError:
-            return
-        self._numbers.setdefault(fd, set()).add(number)
+            return SlowReason.UNFIT
+        return None
 
-    def _single_run(
-        self,
-        version: ModelVersion,
-        model: JaxModel,
-        execution: Execution,
-        preparation: Preparation,
-        executable: Executable,
-    ) -> SingleRun | None:
-        """Returns the ``SingleRun`` that runs repeats of a large request, one at a time; None: C cannot answer such requests."""
-        (request,) = execution.requests
-        submitter, checked, prepared = request.submitter, preparation.checked, preparation.prepared
-        if checked is None or not checked.plain or submitter.closed or not _says_what_holds(request, execution):
-            return None
-        places = [tensor.region for tensor in prepared.inputs] + [output.region for output in prepared.outputs]
-        if (regions := self._found(places, submitter)) is None:
-            return None
-        known = preparation.number in self._numbers.get(submitter.lane.fileno(), ())
-        if known or self._seen != self._changes or preparation.load is not version.checked:
-            return None
-        if not model.is_whole(execution) or version.batcher.delays:
-            return None
-        run = executable.single_run(execution, preparation, regions)
-        if run is None or run.numbered not in submitter.lane.published:
-            return None
-        return None if request.tells and run.numbered.prepared.parameters != request.told else run
-
-    def _found(
-        self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]
-    ) -> dict[str, Region] | None:
+    def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
         """Returns the regions (name -> region) in which ``places`` lie; None: one is not mapped here, or a place is empty.
 
         ``places``: of tensors; None: a tensor lies in no region. ``submitter``: has regions of its own, if it is a client.
         """
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
-        found: dict[str, Region] = {}
+        found: Regions = {}
         for place in places:
             if place is None:
                 continue
@@ -476,12 +465,15 @@ def _sets_of(request: Request) -> dict[str, ParameterSet] | None:
     return None if version.sets is None or version.sequences is not None or request.tells else version.sets.named
 
 
-def _is_large(request: Request) -> bool:
+def _is_large(request: Request, preparation: Preparation, checked: Checked) -> bool:
     """Returns whether a request's inputs are too large to be copied into a batch, even if other requests could share its run."""
-    preparation = request.preparation
-    if preparation is None or preparation.own or preparation.checked is None:
-        return not request.small
-    return sum(preparation.checked.sizes) >= _LARGE
+    return not request.small if preparation.own else sum(checked.sizes) >= _LARGE
+
+
+def _holds(numbered: Numbered[PreparedAnswer], request: Request) -> bool:
+    """Returns whether a request's submitter knows a prepared answer, and that names the parameters that it ran with."""
+    known = numbered in request.submitter.lane.published
+    return known and (not request.tells or numbered.prepared.parameters == request.told)
 
 
 def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
@@ -497,7 +489,7 @@ def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
     return submitter.unflushed
 
 
-def _address(place: RegionSlice | None, byte_size: int, regions: dict[str, Region]) -> int:
+def _address(place: RegionSlice | None, byte_size: int, regions: Regions) -> int:
     """Returns the memory address of a tensor in a region; 0: the tensor came inside the request's record (message).
 
     Raises InvalidArgument: the place is not completely inside the region.

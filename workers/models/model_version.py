@@ -18,12 +18,14 @@ from tensord.shm.errors import ServingError
 from tensord.shm.figures import VersionFigures
 from tensord.shm.operations import MAIN_SET
 from tensord.shm.response_order import ResponseOrder
+from tensord.shm.slow_reasons import SlowReason
 from tensord.shm.status_page import model_key
 from tensord.workers.models.host_model import shapes_key
 from tensord.workers.models.instance import Instance
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.sequence_register import RegisteredSequences, SequenceRegister
 from tensord.workers.models.statistics import VersionStatistics
+from tensord.workers.native.extensions import available
 from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets, Replaced
 from tensord.workers.requests.prepared import CheckedInputs
 from tensord.workers.requests.request import Request
@@ -80,14 +82,6 @@ class ModelVersion:
         self.sets = loaded.sets
         #: Whether a request is given something besides what its client has sent, or may be refused for its sequence.
         self.joins = loaded.sequences is not None or bool(loaded.made_inputs)
-        #: Whether the C part may answer requests to it. It knows neither rules of queues nor requests that answers depend on, and
-        #: answers that leave in order wait for one another where there is no room.
-        self.native = (
-            not (loaded.instances or loaded.streams or loaded.ordered)
-            and loaded.queue_rules.single_line
-            and loaded.made_inputs.asked is None
-            and (loaded.repeatable or loaded.sequences is not None)
-        )
         self.state = VersionState.SERVING
         self.queue: RequestQueue[Request] = RequestQueue(loaded.queue_rules)
         self.batcher = DynamicBatcher(loaded.batch_rules, self.queue)
@@ -126,6 +120,7 @@ class ModelVersion:
         #: Whether any request of a stepped model that has a slot may go on with other parameters than main's newest.
         self.steps_hold = False
         self.statistics = VersionStatistics(loaded.name, loaded.version, buckets)
+        self.statistics.slow = _why_slow(loaded)
         #: Of requests to it, and what stands for this load.
         self.checked = CheckedInputs()
         #: The worker's, where it is used for this model.
@@ -273,7 +268,7 @@ class ModelVersion:
     def use(self, cache: ResponseCache) -> None:
         """From now on requests to this version are looked up in the response cache, and their answers are stored there."""
         self.cache = cache
-        self.native = False
+        self.statistics.slow = self.statistics.slow or SlowReason.CACHE
         self.when_closed(lambda: cache.forget(self))
 
     @property
@@ -331,8 +326,6 @@ class ModelVersion:
         self.when_closed(on_closed)
         if self.state is VersionState.SERVING:
             self.state = VersionState.DRAINING
-            # What the C part learns of a prepared request has to hold for its next ones, which are another load's.
-            self.native = False
             self.planner.end_delays()
             if self._registered is not None:
                 self._registered.retire()
@@ -392,6 +385,21 @@ class ModelVersion:
 
     def __repr__(self) -> str:
         return f"<ModelVersion {self.name}:{self.version} {self.state.name} {self.planner!r}>"
+
+
+def _why_slow(loaded: LoadedModel) -> SlowReason | None:
+    """Returns why C answers no request to a model version; None: it may answer some."""
+    found = {
+        SlowReason.NOT_COMPILED: not available,
+        SlowReason.INSTANCES: bool(loaded.instances),
+        SlowReason.STREAMS: loaded.streams,
+        SlowReason.ORDERED: loaded.ordered,
+        SlowReason.QUEUE: not loaded.queue_rules.single_line,
+        SlowReason.PROPERTIES: loaded.made_inputs.asked is not None,
+        SlowReason.DATATYPES: not all(spec.plain for spec in loaded.signature.inputs.values()),
+        SlowReason.STEPS: not loaded.repeatable and loaded.sequences is None,
+    }
+    return next((why for why, holds in found.items() if holds), None)
 
 
 def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:

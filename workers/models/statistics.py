@@ -20,6 +20,7 @@ from tensord.shm.durations import FIRST_RESPONSE, QUEUE, REQUEST, Counted, Durat
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
 from tensord.shm.refusals import Refusal
+from tensord.shm.slow_reasons import SlowReason
 from tensord.workers.models.execution import Execution
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender, Sent
@@ -199,6 +200,9 @@ class VersionStatistics:
         self.failures: Counter[Failure] = Counter()
         #: Requests that got 503 for want of room: they are in no statistics, as in Triton, but in metrics.
         self.refused: Counter[Refusal] = Counter()
+        #: Why no request is answered in C; None: some may be, and the others are counted by reason.
+        self.slow: SlowReason | None = None
+        self.slow_requests: Counter[SlowReason] = Counter()
         #: Sequences whose state went with a run that failed.
         self.lost_sequences = 0
         self.inference_count = 0
@@ -402,6 +406,7 @@ class VersionStatistics:
     def counts(self) -> Counts:
         """Returns the version's counts for metrics since it was first loaded: those of replaced loads are added."""
         former = self._inherited if self._former is None else self._former.counts()
+        slow = self.slow_requests if self.slow is None else {self.slow: self.success_count + self.fail.count}
         return former + Counts(
             success=self.success_count,
             rejected=self.failures[Failure.REJECTED],
@@ -434,6 +439,7 @@ class VersionStatistics:
             lost_sequences=self.lost_sequences,
             replaced=self.failures[Failure.REPLACED],
             busy_ns=sum([each.input_ns + each.infer_ns + each.output_ns for each in self._batches.values()]),
+            slow={why.label: count for why, count in slow.items()},
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ COUNTS = Counts(
     lost_sequences=3,
     replaced=12,
     busy_ns=7_500_000_000,
+    slow={"large": 21},
 )
 #: Of two buckets: counts, and sums in ns, of each kind.
 DURATIONS = {"lane": (1, 2, 3, 4_500_000_000, 6, 0, 0, 250, 0, 0, 6, 60_000_000_000, 1, 0, 0, 1000)}
@@ -157,6 +158,8 @@ def test_ours() -> None:
         'tensord_model_refused_total{model="m",reason="queue_timeout",version="3"} 1.0',
         'tensord_model_refused_total{model="m",reason="compiling",version="3"} 6.0',
         'tensord_model_refused_total{model="m",reason="answer_room",version="3"} 7.0',
+        'tensord_model_python_requests_total{model="m",reason="large",version="3"} 21.0',
+        'tensord_model_python_requests_total{model="m",reason="queue",version="3"} 0.0',
         'tensord_front_refused_total{front="http-0",protocol="http",reason="in_flight"} 9.0',
         'tensord_request_duration_seconds_bucket{model="m",protocol="lane",version="3",le="0.0005"} 1',
         'tensord_request_duration_seconds_bucket{model="m",protocol="lane",version="3",le="2.5"} 3',
