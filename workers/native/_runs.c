@@ -277,8 +277,8 @@ static int run(fast_path_t *self) {
     count_run(requests->plan->batch, requests, count, rows, moments);
     self->first += (size_t)count;
     double work = batch->share * program->rows;
-    /* Of a step of sequences the work is seldom known, as XLA makes a loop of what writes the states: it is taken for one iteration's. */
-    self->done += 1.0 / CALLS + (batch->choose != NULL && work > 1 ? 1 : work);
+    /* Work that is not known is taken for one iteration's: XLA makes loops also of small programs, such as a step of sequences. */
+    self->done += 1.0 / CALLS + (work > 1 ? 1 : work);
     return 0;
 }
 
