@@ -35,6 +35,8 @@ class Newest(Generic[A]):
         self._closed = False
         #: How many inputs were put but never sent, because newer ones replaced them.
         self.replaced = 0
+        #: How many answers and errors came that ``get`` never returns, because newer ones came before it was called.
+        self.missed = 0
         self.forget()
         forgotten_by_children(self)
 
@@ -77,10 +79,9 @@ class Newest(Generic[A]):
         asked: Any = None
         with self._changed:
             del self._under_way[number]
-            if not future.cancelled() and number > self._came:
+            if not future.cancelled():
                 error = future.exception()
-                self._came = number
-                self._newest = error if isinstance(error, ServingError) else future.result()
+                self._keep(number, error if isinstance(error, ServingError) else future.result())
             # One that is cancelled ends with its event loop.
             if self._waiting is not None and not (self._closed or future.cancelled()):
                 number, inputs = self._waiting
@@ -88,10 +89,16 @@ class Newest(Generic[A]):
                 try:
                     self._under_way[number] = asked = self._submit(inputs)
                 except ServingError as error:
-                    self._came, self._newest = number, error
+                    self._keep(number, error)
             self._notify()
         if asked is not None:
             self._watch(number, asked)
+
+    def _keep(self, number: int, came: Any) -> None:
+        """Stores what came for the ``number``-th ``put`` for ``get``, unless something newer has come."""
+        self.missed += number < self._came or self._came != self._taken
+        if number > self._came:
+            self._came, self._newest = number, came
 
     def _notify(self) -> None:
         """Wakes the threads or tasks that wait in ``get``. Subclasses implement it."""

@@ -52,12 +52,13 @@ def test_ten_times_too_fast(library: Any) -> None:
                 model.answer(number // 10)
                 got.append(int(live.get(timeout=0)["x"][0]))
         assert got == [0, 1, 9, 19, 29, 39, 49, 59, 69, 79]
-        assert live.replaced == 88
+        assert (live.replaced, live.missed) == (88, 0)
         assert len(model.asked) == 12
         assert live.behind == 2
         model.answer(10)
         model.answer(11)
         assert int(live.get(timeout=0)["x"][0]) == 99
+        assert live.missed == 1, "the one before"
         assert live.behind == 0
         with pytest.raises(library.DeadlineExceeded):
             live.get(timeout=0)
