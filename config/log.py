@@ -26,6 +26,7 @@ from logging.handlers import WatchedFileHandler
 from typing import Any, TextIO
 
 from tensord.config.options import Log
+from tensord.shm.seldom import Seldom
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 #: syslog's numbers (sd-daemon(3)), which journald reads at the beginning of a line.
@@ -34,8 +35,6 @@ _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ER
 _OURS = ("tensord", "model")
 #: Loggers that report every selector they open, every program they compile.
 _TALKATIVE = ("asyncio", "jax")
-#: Seconds between two lines about the same failure (``Seldom``).
-_SELDOM_SECONDS = 60.0
 #: Returns the id of the trace that the code works for which writes a line; "": of none. A worker has one.
 _find_trace: Callable[[], str] = str
 
@@ -127,27 +126,6 @@ class _StandardError(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
-
-
-class Seldom:
-    """Limits log lines about a failure that may come with every request to one a minute. Safe for several threads."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        #: Subject of a failure -> the time (of the clock) from which it may be logged again.
-        self._next: dict[str, float] = {}
-
-    def is_due(self, what: str = "") -> bool:
-        """Returns whether the caller should log the failure now: not if this returned True for it less than a minute ago.
-
-        ``what``: which failure, if the caller has several.
-        """
-        now = self._clock()
-        if now < self._next.get(what, now):
-            return False
-        self._next = {each: due for each, due in list(self._next.items()) if now < due}
-        self._next[what] = now + _SELDOM_SECONDS
-        return True
 
 
 class LineRate:

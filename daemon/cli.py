@@ -26,8 +26,7 @@ from tensord.daemon.command_group import CommandGroup
 from tensord.daemon.processes import spawned
 from tensord.daemon.processes.devices import MissingDevice, find_devices
 from tensord.daemon.processes.first_signals import FirstSignals
-from tensord.daemon.tracing import trace_file
-from tensord.shm import device_names
+from tensord.shm import device_names, trace_file
 from tensord.shm.errors import InvalidArgument, ServingError
 
 if TYPE_CHECKING:

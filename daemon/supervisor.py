@@ -74,6 +74,8 @@ from tensord.shm.control_records import (
     ModelGone,
     ModelState,
     RequestsRefused,
+    TraceChanged,
+    TraceCleared,
     Unloaded,
     WorkerFenced,
 )
@@ -146,7 +148,7 @@ class Supervisor:
         self.lanes = ClientLanes(options, self)
         audit = Audit()
         self._log_settings = LogSettings(options.log, self._log_changed)
-        self._trace_settings = TraceSettings(options.trace, self.models.lifecycle.is_ready, self.fronts.publish)
+        self._trace_settings = TraceSettings(options.trace, self.models.lifecycle.is_ready, self._traces_changed)
         #: Sends spans to a collector; None: none are sent.
         self._spans: SpanExporter | None = None
         self._span_counts = SpanCounts()
@@ -278,7 +280,7 @@ class Supervisor:
             worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
 
     async def _join(self, worker: WorkerProcess) -> None:
-        """Sends a new worker the registered regions, then lanes (sockets) to the fronts, then models to load.
+        """Sends a new worker the registered regions, then lanes (sockets) to the fronts, trace settings, and models to load.
 
         Regions come first, so that no request can name one that the worker lacks.
         """
@@ -288,6 +290,8 @@ class Supervisor:
         for front in self.fronts:
             if front.alive:
                 self._open_lane(front, worker)
+        for record, *fds in self._trace_settings.records():
+            worker.send(record, *fds)
         self.models.worker_joined(worker.incarnation, worker.device)
 
     async def _become_ready(self, outcomes: list[asyncio.Future[str]]) -> None:
@@ -366,7 +370,7 @@ class Supervisor:
         self._tasks.spawn(self._answer(front, call, fds))
 
     def traces_ended(self, traces: Sequence[EndedTrace]) -> None:
-        """Sends the ended traces that a front has handed over to the OpenTelemetry collector, if one is configured."""
+        """Sends ended traces that a front or a worker has handed over to the OpenTelemetry collector, if one is configured."""
         if self._spans is not None:
             self._spans.export(traces)
 
@@ -411,6 +415,12 @@ class Supervisor:
 
     async def _answer_worker(self, worker: WorkerProcess, call: ControlCall) -> None:
         worker.send(await self._operations.reply_to_model(call))
+
+    def _traces_changed(self, record: TraceChanged | TraceCleared, *fds: int) -> None:
+        """Sends changed trace settings to every front and worker, with duplicates of their counters' descriptors."""
+        self.fronts.publish(record, *fds)
+        for worker in self.workers:
+            worker.send(record, *fds)
 
     def _log_changed(self, options: Log) -> None:
         """Applies changed log settings to this process, to every front and worker, and to those that start later."""

@@ -14,6 +14,7 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
     control     Start Stop LaneOpened LaneClosed         ChildReady Loaded Reply
                 Load Unload CancelLoad                   Unloaded Loading
                 LogChanged ControlCall Reply             ControlCall LaneClosed
+                TraceChanged TraceCleared                TracesEnded
 
 Every ControlCall is answered by one Reply with the same ``call_id``, whoever sent it. The operations that it may ask for are in
 ``tensord.shm.operations``.
@@ -163,10 +164,12 @@ class LogChanged(Record, frozen=True, tag="log"):
 
 
 class TraceChanged(Record, frozen=True, tag="trace"):
-    """Changes how a front samples requests for a model for tracing; model "": for all models without settings of their own.
+    """Changes how a front, or a worker for its clients, samples requests for a model for tracing.
+
+    Model "": for all models without settings of their own.
 
     If anything is traced, the descriptor of the shared counter for sampling comes with it and, if the number of traces is
-    limited, that of the count of traces that may still be taken (``tensord.daemon.tracing.trace_counters``).
+    limited, that of the count of traces that may still be taken (``tensord.shm.trace_counters``).
     """
 
     model: str
@@ -179,7 +182,7 @@ class TraceChanged(Record, frozen=True, tag="trace"):
 
 
 class TraceCleared(Record, frozen=True, tag="untrace"):
-    """Tells a front to drop a model's own trace settings: the settings for all models hold for it again."""
+    """Tells a front or a worker to drop a model's own trace settings: the settings for all models hold for it again."""
 
     model: str
 
@@ -380,5 +383,18 @@ ToFront = (
     | Reply
 )
 FromFront = ChildReady | StateAcknowledged | ControlCall | Reply | TracesEnded
-ToWorkerControl = Start | Stop | LogChanged | LaneOpened | LaneClosed | Load | CancelLoad | Unload | ControlCall | Reply
-FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | LaneClosed
+ToWorkerControl = (
+    Start
+    | Stop
+    | LogChanged
+    | TraceChanged
+    | TraceCleared
+    | LaneOpened
+    | LaneClosed
+    | Load
+    | CancelLoad
+    | Unload
+    | ControlCall
+    | Reply
+)
+FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | LaneClosed | TracesEnded

@@ -186,13 +186,14 @@ class Prepare(Record, frozen=True, tag="Q+"):
 class TraceContext(Record, frozen=True, tag="tc"):
     """Names the trace of the next request on this lane (connection); ignored if that request has another ``request_id``.
 
-    Only fronts send it.
+    A front sends the ids of the request's own span. A client sends those of a ``traceparent`` whose sender samples the trace; the
+    request joins it if spans are sent to a collector.
     """
 
     request_id: int
     #: In hexadecimal digits as W3C Trace Context has it, or the number of the trace in its file.
     trace_id: Annotated[str, msgspec.Meta(max_length=32)]
-    #: Of the request's own span; "": it has none, because the trace goes to a file alone.
+    #: "": there is no span, because the trace goes to a file alone.
     span_id: Annotated[str, msgspec.Meta(max_length=16)] = ""
 
 

@@ -15,7 +15,7 @@ ROOMS = ("config", "daemon", "shm", "tensord", "workers")
 #: What a room of ours may import of ours.
 OURS = {
     "shm": {"shm"},
-    "config": {"config", "shm.datatypes", "shm.errors", "tensord.protocol"},
+    "config": {"config", "shm.datatypes", "shm.errors", "shm.seldom", "tensord.protocol"},
     "daemon": {"daemon", "config", "shm", "tensord.protocol"},
     # ``python -m tensord`` is the daemon's command; for authors of models it calls the worker's code, with what the daemon reads
     # of their folders.

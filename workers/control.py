@@ -7,6 +7,7 @@ CancelLoad                      cancels all loads of a version; each Load still 
 Call                            answered with Reply: statistics, figures for metrics, regions, parameters, a held version serves
 Reply                           answers a Call of this worker's models
 LogChanged                      changes level or format of the log
+TraceChanged, TraceCleared      changes which requests on clients' lanes are traced
 Stop                            ends the worker once all requests are answered
 """
 
@@ -37,6 +38,8 @@ from tensord.shm.control_records import (
     LogChanged,
     Reply,
     Stop,
+    TraceChanged,
+    TraceCleared,
     Unload,
     Unloaded,
 )
@@ -133,7 +136,10 @@ class Control:
             elif isinstance(record, LogChanged):
                 settings = msgspec.msgpack.decode(record.options, type=Log)
                 log.configure(settings, record.name)
-                self._worker.log_every(settings.access)
+                self._worker.lanes.log_every(settings.access)
+            elif isinstance(record, TraceChanged | TraceCleared):
+                self._worker.lanes.trace(record, fds[:])
+                fds.clear()
             elif isinstance(record, Stop):
                 self._worker.stop(record.grace_ns)
             else:
@@ -307,6 +313,9 @@ class Control:
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:
                 self._channel.put(LaneClosed(record.peer))
+                continue
+            if isinstance(record, TraceChanged):
+                self._worker.lanes.trace(TraceCleared(record.model), [])
                 continue
             if not isinstance(record, ControlCall):
                 raise InvalidArgument(f"{lost}: {descriptors.limit()} files may be open")

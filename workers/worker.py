@@ -190,7 +190,8 @@ class Worker:
             if extensions.available
             else Poller(self._epoll, look_ns)
         )
-        self.log_every(options.log.access)
+        self.lanes = self._dispatcher.lane_answers
+        self.lanes.begin(self._poller, options.log.access)
         self._gathers = False  # responses: it looks by itself
         #: Lanes that cannot be written to now, of fronts and of clients. Nothing is taken from such a client.
         self._writing: set[int] = set()
@@ -219,6 +220,7 @@ class Worker:
         Raises: DeviceLost: the GPU failed for good. Requests that it failed are answered; those that wait will run elsewhere.
         """
         self._page.set_state(WorkerState.IDLE, time.monotonic_ns())
+        self.lanes.trace_as(incarnation, self._options.trace, self._channel, self._dispatcher.agenda)
         pages = self._page.fd, self._sequences.page.fd
         self._channel.put(ChildReady(incarnation, extensions.missing(), interfaces.missing()), *pages)
         # Our modules live as long as the process: the collector need not look at them again and again. Those of models do not, so
@@ -299,13 +301,12 @@ class Worker:
             self._gathers = gathers
             if self._inbox.look(gathers):
                 timeout_ns = 0
-        lanes = self._dispatcher.lane_answers
-        if lanes.watched:
-            self._poller.let_pass(lanes.may_pass)
+        if self.lanes.watched:
+            self.lanes.let_pass()
         # Who spins takes the time of whoever makes them.
         woken = self._poller.wait(timeout_ns, idle, gathers)
-        if lanes.watched:
-            lanes.passed(self._poller.lane_requests)
+        if self.lanes.watched:
+            self.lanes.passed()
         for fd, answers in woken.unsent:
             self._submitters[fd].lane.adopt(answers)
             self._submitters[fd].flush_soon()
@@ -449,8 +450,9 @@ class Worker:
                 self._poller.forget(submitter, record.number)
             elif type(record) is TraceContext:
                 if submitter.segments is not None:
-                    raise InvalidArgument("only fronts say which trace a request belongs to")
-                submitter.context = record
+                    submitter.parent = record
+                else:
+                    submitter.context = record
             elif type(record) is EndSequence:
                 self._dispatcher.end_sequence(submitter, record)
             elif type(record) is SegmentClosed:
@@ -618,19 +620,12 @@ class Worker:
     @property
     def lane_answers(self) -> dict[str, int]:
         """The numbers of final answers on clients' lanes (channels to this worker) since it started, by code; "OK": no error."""
-        answers = self._dispatcher.lane_answers.counts
+        answers = self.lanes.counts
         return {**answers, "OK": answers["OK"] + self._poller.lane_requests}
-
-    def log_every(self, access: int) -> None:
-        """Sets the access log for clients' lanes: every ``access``-th good answer, and errors; 0: there is none."""
-        answers = self._dispatcher.lane_answers
-        answers.passed(self._poller.lane_requests)
-        answers.log_every(access)
-        self._poller.let_pass(answers.may_pass)
 
     def recent_lane_errors(self) -> list[dict[str, Any]]:
         """Describes the last errors that clients got on their lanes (channels to this worker), the latest last."""
-        return self._dispatcher.lane_answers.recent()
+        return self.lanes.recent()
 
     # ------------------------------------------------------------------------------------------------- models, the end
 
@@ -687,6 +682,7 @@ class Worker:
         """
         for submitter in list(self._submitters.values()):
             self._close_lane(submitter)
+        self.lanes.close()
         self._poller.close()
         self._pushes.close()
         self._regions.close()

@@ -37,6 +37,9 @@
  *                                                      prepared: a number, or the request itself. ids are not 0, are never used again and
  *                                                      grow. The bytes are those of the inputs without a place, in order.
  *                                                      deadline: CLOCK_MONOTONIC, 0 is none. trace 4 asks for times, else 0.
+ *                ["tc", request id, trace id, span id] right before a request, in its datagram or, where it takes several, in one of its own: it
+ *                                                      belongs to that trace of W3C Trace Context, which its sender samples (32 and 16
+ *                                                      hexadecimal digits). May be left out.
  *                ["L", [[segment, offset, generation], ...]]    leases that are given back, each once
  *                ["T", request id, byte size]          so much more of its responses was taken: 256 and the bytes of the contents for each
  *                                                      that is not final. A model that streams stops where too much is not taken.

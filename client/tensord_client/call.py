@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import re
 import reprlib
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any, TypedDict, Union
@@ -21,6 +22,7 @@ MAX_WAITING = 1 << 16
 _MAX_SEQUENCE_ID = 128
 #: Seconds (31 years) from which on a timeout is no limit.
 _FOREVER = 1e9
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 class Own(TypedDict, total=False):
@@ -34,6 +36,7 @@ class Own(TypedDict, total=False):
     sequence_start: bool
     sequence_end: bool
     replace_key: str
+    traceparent: str
 
 
 def checked(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,6 +69,17 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidArgument(f"{name} is {reprlib.repr(value)}, True or False is expected")
     return bool(value)
+
+
+def _traceparent(name: str, value: Any) -> str:
+    """Returns a ``traceparent`` as W3C Trace Context has it; "": it is malformed, or not sampled, which servers ignore."""
+    found = _TRACEPARENT.fullmatch(_text(name, value).strip())
+    if found is None:
+        return ""
+    version, trace_id, span_id, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
+        return ""
+    return f"00-{trace_id}-{span_id}-01" if int(flags, 16) & 1 else ""
 
 
 def _sequence(name: str, value: Any) -> SequenceId:
@@ -107,6 +121,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "sequence_start": _flag,
     "sequence_end": _flag,
     "replace_key": _text,
+    "traceparent": _traceparent,
 }
 
 
@@ -168,6 +183,7 @@ class Call:
         "sequence_start",
         "streams",
         "timeout_us",
+        "traceparent",
         "version",
     )
 
@@ -188,6 +204,7 @@ class Call:
         sequence_end: bool = False,
         replace_key: str = "",
         parameter_set: str = "",
+        traceparent: str = "",
         deadline: float | None = None,
         streams: bool = False,
         pure: bool = False,
@@ -207,6 +224,7 @@ class Call:
           sequence_start, sequence_end: whether the request is the first, and the last, of its sequence.
           replace_key: while the request is in the queue, the next request with the same key replaces it (Replaced); "": never.
           parameter_set: the model's parameter set that the answer is computed with; "": ``main``.
+          traceparent: the trace and the span in it that the request belongs to, as W3C Trace Context has them; "": to none.
           deadline: seconds of ``time.monotonic()``, after which the caller does not wait any more; None: no deadline.
           streams: whether any number of responses is expected, in place of exactly one.
           pure: whether running the request twice does no harm, so that it may be sent again after a failure.
@@ -226,6 +244,7 @@ class Call:
         self.sequence_end = sequence_end
         self.replace_key = replace_key
         self.parameter_set = parameter_set
+        self.traceparent = traceparent
         self.deadline = deadline
         self.streams = streams
         self.pure = pure
@@ -235,7 +254,7 @@ class Call:
 
     @property
     def is_bare(self) -> bool:
-        """Returns whether the request has no parameters, id, priority, queue timeout, sequence, replace key or parameter set."""
+        """Returns whether the request has no parameters, id, priority, queue timeout, sequence, replace key, set or trace."""
         return not (
             self.parameters
             or self.request_id
@@ -244,4 +263,5 @@ class Call:
             or self.sequence_id
             or self.replace_key
             or self.parameter_set
+            or self.traceparent
         )

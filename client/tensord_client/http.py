@@ -343,6 +343,8 @@ class HttpConnection:
         if call.sequence_id and not self.address.path:
             # For a balancer between, which sees no bodies.
             head += b"Tensord-Sequence: %s\r\n" % _quoted(str(call.sequence_id)).encode()
+        if call.traceparent:
+            head += b"Traceparent: %s\r\n" % call.traceparent.encode()
         made = head + text, len(text)
         if key is not None:
             if len(self._heads) >= _REMEMBERED:

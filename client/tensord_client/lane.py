@@ -398,9 +398,8 @@ class LaneConnection:
             pending.lane = lane
             pending.sent += 1
             try:
-                pending.request_id = lane.submit(
-                    pending, placed.prepared, placed.contents, pending.own, placed.segments, loop, max_waiting
-                )
+                said = placed.prepared, placed.contents, pending.own, placed.segments
+                pending.request_id = lane.submit(pending, *said, loop, max_waiting, call.traceparent)
             except LaneEnded:
                 pending.lane = None
                 pending.sent -= 1

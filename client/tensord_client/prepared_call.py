@@ -154,10 +154,13 @@ class PreparedCall:
         self._copies: list[tuple[Array, Array]] = []
         #: Arrays that travel inside the record.
         self._inline: list[Array] = []
-        #: Strings are encoded anew each time, so the call is an ordinary one.
+        #: Strings are encoded anew each time, and what belongs to a trace is said anew: the call is an ordinary one.
         self._is_plain = False
         tensors: list[Tensor] = []
         segments: set[int] = set()
+        if call.traceparent:
+            self._is_plain = True
+            return
         room = 4 * INLINE
         for name, array in call.inputs.items():
             datatype = input_datatype(name, array, model)

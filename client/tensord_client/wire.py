@@ -181,6 +181,12 @@ def own_fields(
     )
 
 
+def trace_context(request_id: int, traceparent: str) -> bytes:
+    """Encodes the record that says, right before a request's, which trace the request belongs to, by its ``traceparent``."""
+    _, trace_id, span_id, _ = traceparent.split("-")
+    return pack(("tc", request_id, trace_id, span_id))
+
+
 def release(leases: Sequence[tuple[int, int, int]]) -> bytes:
     """Encodes the message that gives memory of answers back to the worker: (segment, offset, generation) of each lease."""
     return pack(("L", tuple(leases)))

@@ -117,6 +117,8 @@ class WorkerLane:
         self._outgoing_size = 0
         #: Requests, by their ids, that are more than the worker takes at a time; they count as in flight.
         self.queued: dict[int, bytes] = {}
+        #: What is said of the traces of requests that are not sent yet, by their ids.
+        self._contexts: dict[int, bytes] = {}
 
         self._parts = bytearray()
         self._agreed = False
@@ -158,6 +160,7 @@ class WorkerLane:
         segments: Sequence[int],
         loop: Any = None,
         max_waiting: int | None = None,
+        traceparent: str = "",
     ) -> int:
         """Sends a request, now or when the worker has answered others. Returns its id.
 
@@ -170,6 +173,7 @@ class WorkerLane:
           loop: the running event loop, or None. Small requests that a loop submits while others are in flight are sent together,
             when the loop's iteration ends.
           max_waiting: the most requests that may wait already, if this one has to wait, too; None: any number.
+          traceparent: the trace that the request belongs to, as W3C Trace Context has it; "": none.
 
         Raises: LaneEnded: the request was not sent.  InvalidArgument: it is too large for one record.  Unavailable: as many wait
           already.
@@ -189,6 +193,8 @@ class WorkerLane:
             if len(record) >= wire.MAX_RECORD:
                 raise InvalidArgument(f"a request of {len(record)} bytes, at most {wire.MAX_RECORD - 1} are allowed")
             busy = bool(self.in_flight)
+            if traceparent:
+                self._contexts[request_id] = wire.trace_context(request_id, traceparent)
             self.in_flight[request_id] = request
             if waits:
                 self.queued[request_id] = record
@@ -196,7 +202,7 @@ class WorkerLane:
                     self._advance()
                 return request_id
             try:
-                if loop is not None and busy and len(record) < wire.ROOM // 4:
+                if loop is not None and busy and not traceparent and len(record) < wire.ROOM // 4:
                     self._send_later(record, request_id, loop)
                 else:
                     self._send_now(record, request_id)
@@ -262,16 +268,17 @@ class WorkerLane:
         return self.publish(prepared)
 
     def _send_now(self, record: bytes, request_id: int) -> None:
-        if not self.answers.releases and not self._outgoing and len(record) <= wire.ROOM:
+        context = self._contexts.pop(request_id, b"") if self._contexts else b""
+        if not (self.answers.releases or self._outgoing or context) and len(record) <= wire.ROOM:
             self.socket.send(b"\x01\x91" + record, -1, (request_id,))
             return
         self._flush_outgoing()
-        release = self.answers.release_record()
-        if release and len(release) + len(record) <= wire.ROOM:
-            self.socket.send(wire.datagram((release, record)), -1, (request_id,))
+        before = [each for each in (self.answers.release_record(), context) if each]
+        if sum(map(len, before)) + len(record) <= wire.ROOM:
+            self.socket.send(wire.datagram((*before, record)), -1, (request_id,))
             return
-        if release:
-            self.socket.send(wire.datagram((release,)))
+        if before:
+            self.socket.send(wire.datagram(before))
         parts = wire.datagrams(record)
         for part in parts[:-1]:
             self.socket.send(part)
@@ -378,6 +385,8 @@ class WorkerLane:
     def _cancel(self, request_id: int) -> None:
         with self.lock:
             request = None if self.queued.pop(request_id, None) is None else self.in_flight.pop(request_id, None)
+            if request is not None:
+                self._contexts.pop(request_id, None)
         if request is None:
             self.say(wire.cancel(request_id))
         else:

@@ -29,7 +29,6 @@ from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
-from tensord.daemon.tracing.tracer import Tracer
 from tensord.shm import child_process, stack_report
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import (
@@ -58,6 +57,8 @@ from tensord.shm.extensions import missing
 from tensord.shm.operations import AwaitIdle, ConnectionRecords, RecentErrors, TraceExemplars
 from tensord.shm.progress import Readiness
 from tensord.shm.record import decoder
+from tensord.shm.trace_file import TraceFiles
+from tensord.shm.tracer import Tracer
 
 #: Enough for a few requests of some MiB as JSON: the text, its values, the text of the answer.
 _KEPT_BYTE_SIZE = 64 << 20
@@ -149,9 +150,9 @@ class Front(ABC):
                 stack_report.enable(*fds)
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
-                self.tracer = Tracer(
-                    record.incarnation, options.trace, options.metrics.buckets, self._hand_over, self.protocol
-                )
+                files = TraceFiles(options.trace.max_byte_size, options.trace.max_files)
+                hand_over = self._hand_over if options.trace.otlp else None
+                self.tracer = Tracer(record.incarnation, files, options.metrics.buckets, hand_over, self.protocol)
                 row = self.place.row
                 counters = self.place.counters.front(row)
                 self.submitter = Submitter(

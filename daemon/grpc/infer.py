@@ -33,7 +33,6 @@ from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.placement import begin, place
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
-from tensord.daemon.tracing.tracer import Trace, Tracer
 from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
 from tensord.shm.control_records import ModelState
@@ -41,6 +40,7 @@ from tensord.shm.errors import DEFECT, Internal, ServingError, Unsupported
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, RequestRecord, is_mark
 from tensord.shm.prepared import MAX_NUMBERS
+from tensord.shm.tracer import Trace, Tracer
 
 _log = logging.getLogger(__name__)
 #: Whole; one that is no buffer was placed while it arrived (``Infer.ask_placed``).

@@ -10,9 +10,9 @@ Source: grpc_service.proto; protobuf's encoding specification.
 from __future__ import annotations
 
 from tensord.daemon.front.entries import MAX_ENTRIES
-from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import Buffer
+from tensord.shm.tracer import Trace
 
 #: More raw tensors than any model takes; each costs two bytes on the wire and far more here.
 MAX_RAWS = MAX_ENTRIES

@@ -24,10 +24,10 @@ from tensord.daemon.grpc.codes import INTERNAL, NAMES, OK, number
 from tensord.daemon.grpc.infer import CallRequest, Infer, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
-from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.errors import DEFECT, ServingError
 from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer
 from tensord.shm.response_order import ResponseOrder
+from tensord.shm.tracer import Trace
 
 _log = logging.getLogger(__name__)
 #: An answer that waits for its turn: its bytes, what sends it, and what is called instead where it will not be sent.

@@ -26,10 +26,10 @@ from tensord.daemon.grpc.infer import DECOUPLED, CallRequest, Infer, Message, Se
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.walk import fields
-from tensord.daemon.tracing.tracer import Trace
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.errors import DEFECT, ServingError, Unsupported, from_code
 from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer, SequenceId
+from tensord.shm.tracer import Trace
 
 _log = logging.getLogger(__name__)
 #: Model and correlation id.

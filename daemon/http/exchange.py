@@ -39,12 +39,12 @@ from tensord.daemon.submit import placement
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.placement import InputContent, Unconverted
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from tensord.daemon.tracing.tracer import Trace
 from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
 from tensord.shm.errors import DEFECT, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, Content, PreparedAnswer, RequestRecord
+from tensord.shm.tracer import Trace
 
 if TYPE_CHECKING:
     from tensord.daemon.http.answer_order import AnswerOrder

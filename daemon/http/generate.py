@@ -30,12 +30,12 @@ from tensord.daemon.http.response_codec import CLOSE, status_line
 from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.placement import UnsentRequest, begin
-from tensord.daemon.tracing.tracer import Trace
 from tensord.shm import trace_stamps
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import DEFECT, Internal, InvalidArgument, ServingError, Unavailable, Unsupported, from_code
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, is_mark
+from tensord.shm.tracer import Trace
 
 if TYPE_CHECKING:
     from tensord.daemon.http.answer_order import AnswerOrder

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp
 
-from tensord.config.options import COMPRESSION_LEVELS, Options, TraceOptions
+from tensord.config.options import COMPRESSION_LEVELS, Options
 from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.front.access import Rule
 from tensord.daemon.front.answered import Answered
@@ -20,7 +20,8 @@ from tensord.daemon.http.heads import Heads
 from tensord.daemon.http.prepared import PreparedRequests
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
-from tensord.daemon.tracing.tracer import Tracer
+from tensord.shm.trace_file import TraceFiles
+from tensord.shm.tracer import Tracer
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class HttpServing:
     forwarding: Forwarding | None = None
     #: The origins whose web pages may send requests; None: none.
     cross_origin: CrossOrigin | None = None
-    tracer: Tracer = field(default_factory=lambda: Tracer(0, TraceOptions()))
+    tracer: Tracer = field(default_factory=lambda: Tracer(0, TraceFiles()))
     #: Whether clients' ``traceparent`` is read.
     joins: bool = field(init=False)
     conversions: Conversions = field(default_factory=Conversions)

@@ -20,7 +20,7 @@ from tensord.daemon.processes.child import OF_JAX, MissingParts, WorkerProcess
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.shm import child_process, descriptors, device_names, marked_processes
-from tensord.shm.control_records import ChildReady, ControlCall, LaneClosed, Loaded, Reply, Unloaded
+from tensord.shm.control_records import ChildReady, ControlCall, LaneClosed, Loaded, Reply, TracesEnded, Unloaded
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.marked_processes import MARK
 from tensord.shm.progress import Loading
@@ -227,6 +227,8 @@ class WorkerPool:
                 self._supervisor.worker_answered(worker, record)
             case ControlCall():
                 self._supervisor.worker_asked(worker, record)
+            case TracesEnded(traces):
+                self._supervisor.traces_ended(traces)
             case LaneClosed():
                 self._supervisor.worker_ended_lane(worker, record)
         return descriptors.close(fds)

@@ -22,7 +22,6 @@ import msgspec
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
-from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.arena import ALIGNMENT, Lease
 from tensord.shm.errors import DEFECT, Internal, ServingError
 from tensord.shm.messages import (
@@ -34,6 +33,7 @@ from tensord.shm.messages import (
     RequestedOutput,
     Slice,
 )
+from tensord.shm.tracer import Trace
 
 _log = logging.getLogger(__name__)
 

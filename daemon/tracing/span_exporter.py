@@ -29,10 +29,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from tensord import __version__
-from tensord.config.log import Seldom
 from tensord.shm import trace_stamps as stamps
 from tensord.shm.control_records import EndedTrace
 from tensord.shm.messages import Timeline
+from tensord.shm.seldom import Seldom
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 2.0

@@ -20,7 +20,7 @@ from opentelemetry.util.re import parse_env_headers
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
-from tensord.config.log import Seldom
+from tensord.shm.seldom import Seldom
 
 _log = logging.getLogger(__name__)
 _TIMEOUT_SECONDS = 10.0

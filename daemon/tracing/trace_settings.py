@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 
 from tensord.config.options import TraceOptions
-from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.shm.operations import ChangeTrace
+from tensord.shm.trace_counters import SampleCounter, TraceBudget
 
 LEVELS = {"TIMESTAMPS": 1, "TENSORS": 2}
 FILE_REFUSED = "trace file location can not be updated through network protocol"

@@ -14,6 +14,7 @@ import pytest
 
 from tensord.config import log
 from tensord.config.options import Log
+from tensord.shm.seldom import Seldom
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +158,7 @@ def test_a_full_disk_is_named_once_and_costs_no_line(capfd: pytest.CaptureFixtur
 
 def test_what_comes_often_is_due_once_a_minute() -> None:
     now = [0.0]
-    seldom = log.Seldom(lambda: now[0])
+    seldom = Seldom(lambda: now[0])
     found = []
     for now[0] in (0.0, 1.0, 59.0, 60.0, 61.0, 200.0):
         found.append(seldom.is_due())

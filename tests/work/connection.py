@@ -19,7 +19,6 @@ from tensord.daemon.http.connection import Http1Connection
 from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
-from tensord.daemon.tracing.tracer import Tracer
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
 from tensord.shm.lane import WorkerLane
@@ -27,6 +26,8 @@ from tensord.shm.messages import Prepare, RequestRecord, TraceContext
 from tensord.shm.sequence_keys import SequenceKeys
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
+from tensord.shm.trace_file import TraceFiles
+from tensord.shm.tracer import Tracer
 from tests.fakes import CalledBack, WholeRequests, complete_numbered
 from tests.records import WholeAnswer, WholeRequest
 from tests.work.counter import Work
@@ -208,7 +209,7 @@ class Bench(LaneBench):
 
     def __init__(self, options: Options = OPTIONS, tracer: Tracer | None = None) -> None:
         super().__init__(options)
-        tracer = tracer or Tracer(1, options.trace)
+        tracer = tracer or Tracer(1, TraceFiles())
         self.serving = HttpServing(options, self.table, self.submitter, self.counters.front(0), tracer=tracer)
         self.connections: set[Http1Connection] = set()
 

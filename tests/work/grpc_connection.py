@@ -17,7 +17,8 @@ from tensord.daemon.grpc.serving import GrpcServing
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.stream_infer import StreamInfer
 from tensord.daemon.grpc.unary_infer import UnaryInfer
-from tensord.daemon.tracing.tracer import Tracer
+from tensord.shm.trace_file import TraceFiles
+from tensord.shm.tracer import Tracer
 from tests.daemon.grpc.frame_client import INFER, STREAM, prefixed
 from tests.work.connection import OPTIONS, KeptTransport, LaneBench
 
@@ -51,7 +52,7 @@ class GrpcBench(LaneBench):
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         super().__init__()
-        tracer = tracer or Tracer(1, OPTIONS.trace)
+        tracer = tracer or Tracer(1, TraceFiles())
         infer = Infer(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, tracer)
         methods: dict[str, Callable[[Stream], Call]] = {
             INFER: functools.partial(UnaryInfer, infer),

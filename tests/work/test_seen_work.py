@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from tensord.config.options import TraceOptions
 from tensord.daemon.grpc.walk import walk, walk_in_python
-from tensord.daemon.tracing.trace_counters import SampleCounter
-from tensord.daemon.tracing.tracer import Tracer
 from tensord.shm.control_records import EndedTrace, TraceChanged, TracesEnded
+from tensord.shm.trace_counters import SampleCounter
+from tensord.shm.trace_file import TraceFiles
+from tensord.shm.tracer import Tracer
 from tests.work.baseline import counts
 from tests.work.connection import Bench, LaneBench
 from tests.work.counter import Work
@@ -65,7 +65,7 @@ class Asked:
             self.traces += record.traces
             return True
 
-        tracer = Tracer(1, TraceOptions(otlp="http://collector/v1/traces" if self._rate else ""), (), take)
+        tracer = Tracer(1, TraceFiles(), (), take if self._rate else None)
         if self._rate:
             tracer.changed(TraceChanged("", 1, self._rate, 0, ""), [SampleCounter.create(self._rate).fd])
         try:

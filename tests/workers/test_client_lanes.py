@@ -192,7 +192,7 @@ def test_one_good_answer_in_ten_is_logged_and_the_others_pass(
     lane.prepare(3, addsub())
     with caplog.at_level("INFO", "tensord.access"):
         for every, wanted in ((10, 6), (0, 0)):
-            loop.worker.log_every(every)
+            loop.worker.lanes.log_every(every)
             before = loop.worker._poller.lane_requests
             caplog.clear()
             for value in range(60):

@@ -185,6 +185,10 @@ class Dispatcher:
         """
         assert submitter.segments is not None
         self.lane_requests += 1
+        if record.received_ns or record.strikes or record.trace & ~TIMING:
+            record = replace(record, received_ns=0, strikes=0, trace=record.trace & TIMING)
+        if self.lane_answers.watched:
+            record = self.lane_answers.arrived(submitter, record, now_ns)
         count, most = len(submitter.in_flight), submitter.segments.limits.in_flight
         if count >= most and record.request_id not in submitter.in_flight:
             error = Unavailable(f"{count} requests are in flight on this lane, at most {most} may be")
@@ -196,8 +200,6 @@ class Dispatcher:
             except Unavailable as refused:
                 self._outbox.reject(submitter, record, refused)
                 return
-        if record.received_ns or record.strikes or record.trace & ~TIMING:
-            record = replace(record, received_ns=0, strikes=0, trace=record.trace & TIMING)
         self.submit(submitter, record, now_ns)
 
     def enter(self, version: ModelVersion, request: Request, now_ns: int) -> None:

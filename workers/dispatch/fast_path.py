@@ -222,8 +222,8 @@ class FastPath(Poller):
     def lane_requests(self) -> int:
         return self._native.lane_requests()
 
-    def let_pass(self, most: int) -> None:
-        self._native.let_pass(most)
+    def let_pass(self, most: int, joins: bool) -> None:
+        self._native.let_pass(most, joins)
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
         if self._seen != self._models.changes + self._regions.changes:

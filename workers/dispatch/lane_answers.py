@@ -1,27 +1,41 @@
-"""Counts final answers on clients' lanes (their own sockets to a worker) by code, logs some, and keeps the last errors.
+"""Counts final answers on clients' lanes (their own sockets to a worker) by code, logs and traces some, keeps the last errors.
 
-Fronts do so for answers over HTTP and gRPC (``tensord.daemon.front.answered``). What the C part answers is counted by it: it is
-told how many may pass until Python has to look at a request, because its answer may be one for the access log.
+Fronts do so for HTTP and gRPC (``tensord.daemon.front.answered``, ``tensord.shm.tracer``). What the C part answers is counted by
+it: it is told how many may pass until Python has to look at a request, because that may be one to trace or to log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
+from tensord.config.options import TraceOptions
 from tensord.shm.access_log import MAX_TEXT, AccessLog
+from tensord.shm.channel import Channel, ChannelClosed
+from tensord.shm.control_records import TraceChanged, TraceCleared, TracesEnded
 from tensord.shm.errors import Cancelled, InvalidArgument, ServingError
-from tensord.shm.messages import RequestRecord
+from tensord.shm.messages import TIMING, RequestRecord, TraceContext
+from tensord.shm.trace_file import TraceFiles
+from tensord.shm.tracer import Tracer
+from tensord.workers.dispatch.poller import Poller
+from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import SubmitterLink
+from tensord.workers.scheduling.agenda import Agenda
 
 #: The last errors that are kept.
 _MAX_RECENT = 100
+#: Records that may wait for the supervisor while ended traces are sent to it.
+_MAX_WAITING = 1024
 #: More requests than ever pass.
 _ENDLESS = 1 << 62
-#: When, in seconds since 1970, code, sentence, model, the request's id, and the user whose client has the lane.
-_Error = tuple[float, str, str, str, str, str]
+#: When, in seconds since 1970, code, sentence, model, the request's id, the user whose client has the lane, and the trace.
+_Error = tuple[float, str, str, str, str, str, str]
 
 
 class LaneAnswers:
@@ -37,47 +51,125 @@ class LaneAnswers:
         self._passed = 0
         self._recent: deque[_Error] = deque(maxlen=_MAX_RECENT)
         self._log = AccessLog("lane")
+        self.tracer = Tracer(0, TraceFiles(), protocol="lane")
         #: Whether the C part has to be told how many requests may pass, and to say how many did.
         self.watched = False
+        self._poller: Poller
+        self._channel: Channel | None = None
+
+    def begin(self, poller: Poller, access: int) -> None:
+        """Begins to tell the C part how many requests may pass. ``access``: as ``log_every``."""
+        self._poller = poller
+        self.log_every(access)
+
+    def trace_as(self, incarnation: int, options: TraceOptions, channel: Channel, agenda: Agenda[AgendaPart]) -> None:
+        """Begins to trace requests as a front traces its own, once settings have come. ``incarnation``: of this process."""
+
+        def hand_over(traces: TracesEnded) -> bool:
+            if channel.waiting < _MAX_WAITING:
+                channel.put(traces)
+                return True
+            return False
+
+        def later(seconds: float, call: Callable[[], None]) -> None:
+            agenda.put(lambda _: call(), time.monotonic_ns() + int(seconds * 1e9))
+
+        files = TraceFiles(options.max_byte_size, options.max_files)
+        self._channel = channel
+        self.tracer = Tracer(incarnation, files, (), hand_over if options.otlp else None, "lane", later)
+        self.let_pass()
 
     def log_every(self, access: int) -> None:
         """Logs every ``access``-th good answer from now on, and errors, ten a second at most; 0: logs neither."""
+        self.passed()
         self._log.log_every(access, self.counts["OK"] + self._passed)
-        self.watched = access > 0
+        self.let_pass()
 
-    @property
-    def may_pass(self) -> int:
-        """Returns how many requests the C part may answer before Python has to look at each."""
-        return min(_ENDLESS, max(0, self._log.next - self.counts["OK"] - self._passed - 1))
+    def trace(self, record: TraceChanged | TraceCleared, fds: list[int]) -> None:
+        """Changes how requests are sampled for traces. ``fds``: of the shared counters, which it owns then."""
+        self.passed()
+        if isinstance(record, TraceChanged):
+            self.tracer.changed(record, fds)
+        else:
+            self.tracer.cleared(record)
+        self.let_pass()
 
-    def passed(self, count: int) -> None:
-        """Notes how many requests the C part has answered so far."""
+    def close(self) -> None:
+        """Writes and hands over the traces that wait, at the process's end."""
+        self.tracer.close()
+        if self._channel is not None:
+            with contextlib.suppress(ChannelClosed):
+                self._channel.flush()
+
+    def let_pass(self) -> None:
+        """Tells the C part how many requests it may answer before Python has to look at each."""
+        self.watched = self.tracer.on or self._log.every > 0
+        unlogged = self._log.next - self.counts["OK"] - self._passed - 1
+        self._poller.let_pass(max(0, min(_ENDLESS, unlogged, self.tracer.passes.left)), self.tracer.joins)
+
+    def passed(self) -> None:
+        """Counts the requests that the C part has answered since the last call."""
+        count = self._poller.lane_requests
+        self.tracer.passes.left -= count - self._passed
         self._passed = count
+
+    def arrived(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> RequestRecord:
+        """Begins a trace of a client's request if it is sampled, and returns its record, which says so then."""
+        tracer, said = self.tracer, submitter.parent
+        submitter.parent = None
+        parent = ""
+        if said is not None and said.request_id == record.request_id:
+            parent = f"00-{said.trace_id}-{said.span_id}-01"
+        if tracer.passes.left and not parent:
+            tracer.passes.left -= 1
+            return record
+        trace = tracer.sample(_model(submitter, record), parent, now_ns)
+        if trace is None:
+            return record
+        submitter.traces[record.request_id] = trace
+        submitter.context = TraceContext(record.request_id, *trace.context)
+        record = replace(record, trace=record.trace & TIMING | trace.level)
+        trace.sent(record, now_ns)
+        return record
+
+    @staticmethod
+    def _end_trace(
+        submitter: SubmitterLink[Request], request_id: int, error: ServingError | None, request: Request | None = None
+    ) -> str:
+        """Ends the trace of a request that was answered, or whose client is gone. Returns its id; "": it is not traced."""
+        trace = submitter.traces.pop(request_id, None)
+        if trace is None:
+            return ""
+        if error is None and submitter.closed:
+            error = Cancelled()
+        if error is not None:
+            trace.failed(error.code, error.message)
+        timeline = None if request is None or request.timeline is None else request.timeline.told()
+        trace.completed(0 if request is None else request.version.version, timeline)
+        trace.end()
+        return trace.context[0]
 
     def ended(self, request: Request, error: ServingError | None) -> None:
         """Counts a request's final answer. ``error``: what it reports; None: it reports no error."""
         submitter = request.submitter
+        trace_id = self._end_trace(submitter, request.request_id, error, request) if submitter.traces else ""
         if submitter.segments is None or submitter.closed:
             return
         if error is not None:
-            self._failed(submitter, error, request.version.name, request.client_id, request)
+            self._failed(submitter, error, request.version.name, request.client_id, trace_id, request)
             return
         self.counts["OK"] = count = self.counts["OK"] + 1
         if count + self._passed >= self._log.next:
             self._log.next = count + self._passed + self._log.every
             version, names = request.version.version, (request.version.name, request.client_id)
-            self._log.write("OK", names, request.own, request.arrived_ns, _client(submitter), version=version)
+            self._log.write("OK", names, request.own, request.arrived_ns, _client(submitter), trace_id, version)
 
     def rejected(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
         """Counts an error that answers a received record (message) which is no valid request."""
         if submitter.segments is None:
             return
-        prepared = record.prepared
-        try:
-            model = (submitter.preparations[prepared].prepared if isinstance(prepared, int) else prepared).model
-        except InvalidArgument:
-            model = ""
-        self._failed(submitter, error, model, record.client_id)
+        trace_id = self._end_trace(submitter, record.request_id, error) if submitter.traces else ""
+        self._failed(submitter, error, _model(submitter, record), record.client_id, trace_id)
 
     def _failed(
         self,
@@ -85,6 +177,7 @@ class LaneAnswers:
         error: ServingError,
         model: str,
         client_id: str,
+        trace_id: str,
         request: Request | None = None,
     ) -> None:
         self.counts[error.code] += 1
@@ -92,16 +185,16 @@ class LaneAnswers:
         if error.code == Cancelled.code:
             return
         texts = (text[:MAX_TEXT] for text in (error.message, model, client_id))
-        self._recent.append((time.time(), error.code, *texts, _client(submitter)))  # type: ignore[arg-type]
+        self._recent.append((time.time(), error.code, *texts, _client(submitter), trace_id))  # type: ignore[arg-type]
         if self._log.admits_error():
             own, arrived_ns = (None, 0) if request is None else (request.own, request.arrived_ns)
             names = model, client_id
-            self._log.write(error.code, names, own, arrived_ns, _client(submitter), error=error.message)
+            self._log.write(error.code, names, own, arrived_ns, _client(submitter), trace_id, error=error.message)
 
     def recent(self) -> list[dict[str, Any]]:
         """Describes the last errors for operators, the latest last: time, code, message, model, request id and client of each."""
-        names = ("time", "code", "error", "model", "id", "client")
-        return [{"protocol": "lane", **dict(zip(names, row, strict=True)), "trace_id": ""} for row in self._recent]
+        names = ("time", "code", "error", "model", "id", "client", "trace_id")
+        return [{"protocol": "lane", **dict(zip(names, row, strict=True))} for row in self._recent]
 
     def __repr__(self) -> str:
         return f"<LaneAnswers {self.counts.total()}, {len(self._recent)} errors>"
@@ -110,3 +203,12 @@ class LaneAnswers:
 def _client(submitter: SubmitterLink[Request]) -> str:
     """Returns the name of the user whose client has the lane."""
     return "" if submitter.owner is None else submitter.owner.name
+
+
+def _model(submitter: SubmitterLink[Request], record: RequestRecord) -> str:
+    """Returns the name of the model that a received record asks; "": its number stands for nothing."""
+    prepared = record.prepared
+    try:
+        return (submitter.preparations[prepared].prepared if isinstance(prepared, int) else prepared).model
+    except InvalidArgument:
+        return ""

@@ -73,8 +73,11 @@ class Poller:
         """The number of requests that ``wait`` has answered so far, of clients with their own socket to the worker."""
         return 0
 
-    def let_pass(self, most: int) -> None:
-        """Sets how many further requests of clients with their own socket ``wait`` may answer; the loop then looks at each."""
+    def let_pass(self, most: int, joins: bool) -> None:
+        """Sets how many further requests of clients with their own socket ``wait`` may answer; the loop then looks at each.
+
+        ``joins``: whether the loop looks at every request whose client says that it belongs to a trace.
+        """
 
     def close(self) -> None:
         """Releases everything that ``learn`` has stored, before the worker's loop ends."""

@@ -65,7 +65,7 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         const unsigned char *start = reader.at;
         if (is_trace_context(&reader)) {
             /* It belongs to the request behind it. */
-            if (lane->most || skip_trace_context(&reader) || ++n == records)
+            if ((lane->most && self->joins) || skip_trace_context(&reader) || ++n == records)
                 goto refused;
         } else if (is_release(&reader)) {
             if (releases == MAX_RELEASES || skip_release(&reader))

@@ -370,7 +370,7 @@ static PyObject *lane_requests(fast_path_t *self, PyObject *unused) {
 
 static PyObject *let_pass(fast_path_t *self, PyObject *arguments) {
     unsigned long long most;
-    if (!PyArg_ParseTuple(arguments, "K", &most))
+    if (!PyArg_ParseTuple(arguments, "Kp", &most, &self->joins))
         return NULL;
     self->pass_until = self->lane_requests + most;
     Py_RETURN_NONE;
@@ -464,7 +464,7 @@ static PyMethodDef methods[] = {
      "(timeout_ns, fast, sleeps): serves what is known; returns events, datagrams and unsent answers that are for Python."},
     {"figures", (PyCFunction)figures, METH_NOARGS, "Returns what was counted of each batch since the last call."},
     {"lane_requests", (PyCFunction)lane_requests, METH_NOARGS, "Counts requests of clients' lanes that were served here, ever."},
-    {"let_pass", (PyCFunction)let_pass, METH_VARARGS, "(most): serves so many further requests of clients' lanes, and then gives Python each."},
+    {"let_pass", (PyCFunction)let_pass, METH_VARARGS, "(most, joins): serves so many further requests of clients' lanes; gives Python each after them, and with joins each of a trace."},
     {"release", (PyCFunction)close_all, METH_NOARGS, "Lets go of everything; to be called last."},
     {NULL, NULL, 0, NULL},
 };

@@ -335,6 +335,8 @@ typedef struct fast_path {
     size_t used;
     /* Requests of clients' lanes that were served here, ever; and the count up to which they may be, until Python has looked at one. */
     uint64_t lane_requests, pass_until;
+    /* Whether Python looks at requests of clients' lanes that belong to a trace, as their clients say. */
+    int joins;
     /* The requests that wait are those from ``first`` to ``count``; there is room for ``room``. While they are served, the first
      * ``held`` places have those that go on waiting for others, the first of them until ``due_ns``. */
     request_t *waiting;

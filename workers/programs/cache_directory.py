@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tensord.config.log import Seldom
+from tensord.shm.seldom import Seldom
 
 _log = logging.getLogger(__name__)
 _MAGIC = b"tensord-executable-4\r\n"

@@ -20,7 +20,7 @@ from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.requests.response_cache import Question
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter_link import SubmitterLink
-from tensord.workers.requests.timeline import begun, trace_id_of
+from tensord.workers.requests.timeline import RequestTimeline, begun, trace_id_of
 from tensord.workers.scheduling.sequence import Controls, Sequenced
 
 if TYPE_CHECKING:
@@ -138,7 +138,10 @@ class Request(Sequenced):
         self.since_ns = self.arrived_ns
         self.replace_key = own.replace_key
         #: Of a sampled request.
-        self.timeline = begun(own, submitter.context, now_ns) if own.trace & ~TIMING else None
+        self.timeline: RequestTimeline | None = None
+        if own.trace & ~TIMING:
+            self.timeline = begun(own, submitter.context, now_ns)
+            self.timeline.attaches = submitter.segments is None
 
     @property
     def arrays(self) -> dict[str, Array]:

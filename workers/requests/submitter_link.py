@@ -16,6 +16,7 @@ from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import AnswerRecord, Prepare, PreparedAnswer, PreparedTensor, TraceContext
 from tensord.shm.prepared import Numbered, ReceivedNumbers, memory_of
+from tensord.shm.tracer import Trace
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.requests.lane_owner import LaneOwner
 from tensord.workers.requests.response_sender import Described, ResponseKind
@@ -113,6 +114,9 @@ class SubmitterLink(Generic[R]):
         self.renumbered = 0
         #: Which trace the next request belongs to, if it has that id and is traced.
         self.context: TraceContext | None = None
+        #: What a client says of the trace that its next request belongs to; and its requests that are traced, by their ids.
+        self.parent: TraceContext | None = None
+        self.traces: dict[int, Trace] = {}
         self.closed = False
 
     def learn(self, record: Prepare, preparation: Preparation) -> None:

@@ -65,12 +65,14 @@ class RequestTimeline:
 
     __slots__ = (
         *("_characters", "_children", "_count", "_has_responded", "_moments", "_spans", "_tensors", "_within"),
-        *("context", "level", "parameters"),
+        *("attaches", "context", "level", "parameters"),
     )
 
     def __init__(self, level: int, queued_ns: int) -> None:
         #: The trace level for ``RequestRecord.trace`` of requests that are made for this one.
         self.level = level
+        #: Whether its submitter gets it with the answer; of a client's request the worker itself makes the trace.
+        self.attaches = True
         #: Name and number of the pushed parameter set that it was computed with, if it was.
         self.parameters: tuple[str, int] | None = None
         self._moments = [(trace_stamps.QUEUE_START, queued_ns)]
@@ -123,11 +125,11 @@ class RequestTimeline:
             self._moments.append((trace_stamps.RESPONSE_START, now_ns))
 
     def attach(self, answer: AnswerRecord) -> AnswerRecord:
-        """Returns the answer with this timeline added, which ends at the moment of this call.
+        """Returns the answer with this timeline added, which ends at the moment of this call, or as it is for a client.
 
         To be called when the outputs have been written to the memory that the client or front reads them from.
         """
-        return msgspec.structs.replace(answer, trace=self._timeline())
+        return msgspec.structs.replace(answer, trace=self.told()) if self.attaches else answer
 
     def add(self, model: str, version: int, child: RequestTimeline, within: Span | None = None) -> None:
         """Adds the timeline of a request that was made for this one and has ended.
@@ -144,12 +146,13 @@ class RequestTimeline:
         if self._characters > _MAX_CHARACTERS:
             child._tensors.clear()
         child._moments.insert(0, (trace_stamps.REQUEST_START, child._moments[0][1]))
-        made = child._timeline()
+        made = child.told()
         moments = made.moments and (*made.moments, (trace_stamps.REQUEST_END, time.monotonic_ns()))
         self._children.append(msgspec.structs.replace(made, moments=moments, model=model, version=version))
         self._within.append(within)
 
-    def _timeline(self) -> Timeline:
+    def told(self) -> Timeline:
+        """Returns the timeline as a record, which ends at the moment of this call."""
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
         stamps = tuple(moments) if self.level & TIMESTAMPS else ()

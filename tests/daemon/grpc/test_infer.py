@@ -12,8 +12,8 @@ import pytest
 
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.codes import INTERNAL, OK
-from tensord.daemon.tracing.trace_counters import SampleCounter
 from tensord.shm.control_records import TraceChanged
+from tensord.shm.trace_counters import SampleCounter
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
 from tests.fakes import EchoWorker, until
 from tests.records import Tensor

@@ -12,9 +12,9 @@ import pytest
 
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, OK
-from tensord.daemon.tracing.trace_counters import SampleCounter
 from tensord.shm.control_records import ModelGone, TraceChanged
 from tensord.shm.messages import Slice
+from tensord.shm.trace_counters import SampleCounter
 from tests.daemon.grpc.frame_client import (
     INFER,
     STREAM,

@@ -12,9 +12,9 @@ from tritonclient.grpc import service_pb2
 
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, OK
-from tensord.daemon.tracing.trace_counters import SampleCounter
 from tensord.shm.control_records import ModelGone, TraceChanged
 from tensord.shm.messages import AnswerRecord, RegionSlice
+from tensord.shm.trace_counters import SampleCounter
 from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, GrpcFrontProcess, prefixed, serving
 from tests.daemon.grpc.test_infer import BEGIN, END, traces
 from tests.fakes import EchoWorker, until

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.tracing.trace_counters import SampleCounter
 from tensord.shm.control_records import TraceChanged
+from tensord.shm.trace_counters import SampleCounter
 from tests.daemon.http.large_client import head_size, request
 from tests.fakes import MIB, PATIENCE_SECONDS, SMALL_BUFFER, Answer, Client, EchoWorker, FrontProcess, serving, until
 from tests.records import is_numbered

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.tracing.trace_counters import SampleCounter
 from tensord.shm.control_records import TraceChanged
 from tensord.shm.messages import AnswerRecord, RegionSlice
+from tensord.shm.trace_counters import SampleCounter
 from tests.fakes import PATIENCE_SECONDS, Answer, Client, EchoWorker, front_process, serving, until
 from tests.records import Tensor, WholeAnswer, is_numbered
 

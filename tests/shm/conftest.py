@@ -1,10 +1,10 @@
-"""Provides what all tests of tracing need."""
+"""Provides what tests of traces need."""
 
 from __future__ import annotations
 
 import pytest
 
-from tensord.daemon.tracing import trace_file
+from tensord.shm import trace_file
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import os
 import queue
 import threading
 
-from tensord.config.log import Seldom
+from tensord.shm.seldom import Seldom
 
 _log = logging.getLogger(__name__)
 #: Pieces that may wait for the thread.
@@ -30,7 +30,7 @@ _MODE = 0o640
 class TraceFiles:
     """Writes the trace files of one front, at any number of paths."""
 
-    def __init__(self, max_byte_size: int, max_files: int) -> None:
+    def __init__(self, max_byte_size: int = 0, max_files: int = 0) -> None:
         self._left = max_byte_size
         self._max_files = max_files
         #: Path -> the first number of its series whose file may not exist yet.

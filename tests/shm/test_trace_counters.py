@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
+from tensord.shm.trace_counters import SampleCounter, TraceBudget
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 2**31 - 1])

@@ -6,15 +6,15 @@ import json
 import os
 from pathlib import Path
 
-from tensord.config.options import TraceOptions
-from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
-from tensord.daemon.tracing.tracer import Tracer
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.messages import OwnSpan, Timeline
+from tensord.shm.trace_counters import SampleCounter, TraceBudget
+from tensord.shm.trace_file import TraceFiles
+from tensord.shm.tracer import Tracer
 
 
 def test_rate_count_and_inheritance(tmp_path: Path) -> None:
-    tracer = Tracer(7, TraceOptions(max_byte_size=1 << 20))
+    tracer = Tracer(7, TraceFiles(1 << 20, 1000))
     assert not tracer.on
     turn, budget = SampleCounter.create(3), TraceBudget.create(2)
     tracer.changed(TraceChanged("", 1, 3, 0, str(tmp_path / "t")), [os.dup(turn.fd), os.dup(budget.fd)])
@@ -37,7 +37,7 @@ def test_rate_count_and_inheritance(tmp_path: Path) -> None:
 
 def test_a_trace_says_which_parameters_its_request_was_computed_with(tmp_path: Path) -> None:
     """A trace names the set where one was pushed, also for requests that were made for its request."""
-    tracer = Tracer(7, TraceOptions(max_byte_size=1 << 20))
+    tracer = Tracer(7, TraceFiles(1 << 20, 1000))
     tracer.changed(TraceChanged("", 1, 1, 0, str(tmp_path / "t")), [SampleCounter.create(1).fd])
     trace = tracer.sample("m")
     assert trace is not None
@@ -52,7 +52,7 @@ def test_a_trace_says_which_parameters_its_request_was_computed_with(tmp_path: P
 
 def test_a_trace_that_ends_after_its_settings_is_written(tmp_path: Path) -> None:
     path = tmp_path / "t"
-    tracer = Tracer(7, TraceOptions(max_byte_size=1 << 20))
+    tracer = Tracer(7, TraceFiles(1 << 20, 1000))
     tracer.changed(TraceChanged("", 1, 1, 2, str(path)), [SampleCounter.create(1).fd])
     first, second = tracer.sample("m"), tracer.sample("m")
     assert first is not None
@@ -75,7 +75,7 @@ def test_a_trace_that_ends_after_its_settings_is_written(tmp_path: Path) -> None
 
 def test_what_a_model_has_named_is_in_the_file(tmp_path: Path) -> None:
     """A model's marks are moments of the request, in order, and the file carries the trace's number."""
-    tracer = Tracer(7, TraceOptions(max_byte_size=1 << 20))
+    tracer = Tracer(7, TraceFiles(1 << 20, 1000))
     tracer.changed(TraceChanged("", 1, 1, 0, str(tmp_path / "t")), [SampleCounter.create(1).fd])
     trace = tracer.sample("m")
     assert trace is not None

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from tensord.daemon.tracing.spans import SpanIds, Spans, without_tensors
 from tensord.shm.control_records import EndedTrace, TracesEnded
 from tensord.shm.messages import Timeline, TracedTensor
+from tensord.shm.spans import SpanIds, Spans, without_tensors
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 KNOWN = SpanIds(TRACE, SPAN)

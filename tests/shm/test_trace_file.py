@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tensord.daemon.tracing import trace_file
-from tensord.daemon.tracing.trace_file import TraceFiles, append
+from tensord.shm import trace_file
+from tensord.shm.trace_file import TraceFiles, append
 
 
 def test_many_writers_one_array(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import json
 
 import msgspec
 
-from tensord.daemon.tracing import exemplars
-from tensord.daemon.tracing.exemplars import Exemplars
+from tensord.shm import exemplars
 from tensord.shm.durations import COMPUTE, FIRST_RESPONSE, QUEUE, REQUEST
+from tensord.shm.exemplars import Exemplars
 
 MS = 10**6
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tensord.config.log import Seldom
 from tensord.shm.control_records import EndedTrace, TracesEnded
 from tensord.shm.messages import Timeline
+from tensord.shm.seldom import Seldom
 
 _log = logging.getLogger(__name__)
 #: Traces that are handed over together, and seconds after which fewer are.
@@ -27,6 +27,8 @@ _TOGETHER = 64
 _SECONDS = 0.5
 _TRACEPARENT = re.compile(r"[ \t]*([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?[ \t]*")
 _SAMPLED = 1
+#: Has a function called in so many seconds.
+Later = Callable[[float, Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,20 @@ class SpanIds:
 
 
 class Spans:
-    """Hands the ended traces of a front to the supervisor, several at a time. Used in the front's loop only."""
+    """Hands the ended traces of a front or a worker to the supervisor, several at a time. Used in its loop only."""
 
-    def __init__(self, hand_over: Callable[[TracesEnded], bool]) -> None:
-        """Starts without traces. ``hand_over``: sends traces; returns False if it drops them because too much waits."""
+    def __init__(self, hand_over: Callable[[TracesEnded], bool], later: Later | None = None) -> None:
+        """Starts without traces.
+
+        Args:
+          hand_over: sends traces; returns False if it drops them because too much waits.
+          later: has a function called in so many seconds; None: the running event loop does.
+        """
         self._hand_over = hand_over
+        self._later = later or _in_loop
         self._waiting: list[EndedTrace] = []
-        self._timer: asyncio.TimerHandle | None = None
+        #: Whether a flush is due.
+        self._due = False
         #: Traces that were dropped so far.
         self.dropped = 0
         self._seldom = Seldom()
@@ -71,14 +80,16 @@ class Spans:
         self._waiting.append(trace)
         if len(self._waiting) >= _TOGETHER:
             self.flush()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_SECONDS, self.flush)
+        elif not self._due:
+            self._due = True
+            self._later(_SECONDS, self._flush_due)
+
+    def _flush_due(self) -> None:
+        self._due = False
+        self.flush()
 
     def flush(self) -> None:
         """Hands all waiting traces to the supervisor now."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         if not self._waiting:
             return
         traces, self._waiting = tuple(self._waiting), []
@@ -86,6 +97,10 @@ class Spans:
             self.dropped += len(traces)
             if self._seldom.is_due():
                 _log.warning("the supervisor does not take traces: %d were dropped so far", self.dropped)
+
+
+def _in_loop(seconds: float, call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(seconds, call)
 
 
 def without_tensors(timeline: Timeline) -> Timeline:

@@ -1,4 +1,4 @@
-"""Traces the requests of a front, over any protocol: samples requests, and collects the timestamps and tensors of each.
+"""Traces requests over any protocol, in fronts and for lanes: samples them, and collects the timestamps and tensors of each.
 
     sample ─▶ Trace: stamps of the front ─▶ RequestRecord.trace ─▶ worker ─▶ AnswerRecord.trace ─▶ more stamps ─▶ end: written
 
@@ -15,46 +15,48 @@ from typing import Any
 
 import msgspec
 
-from tensord.config.options import TraceOptions
-from tensord.daemon.tracing.exemplars import Exemplars
-from tensord.daemon.tracing.spans import SpanIds, Spans, without_tensors
-from tensord.daemon.tracing.trace_counters import Passes, SampleCounter, TraceBudget
-from tensord.daemon.tracing.trace_file import TraceFiles
-from tensord.daemon.tracing.trace_settings import LEVELS
 from tensord.shm import trace_stamps
 from tensord.shm.control_records import EndedTrace, TraceChanged, TraceCleared, TracesEnded
+from tensord.shm.exemplars import Exemplars
 from tensord.shm.messages import RequestRecord, Timeline
+from tensord.shm.spans import Later, SpanIds, Spans, without_tensors
+from tensord.shm.trace_counters import Passes, SampleCounter, TraceBudget
+from tensord.shm.trace_file import TraceFiles
 
-_TIMESTAMPS = LEVELS["TIMESTAMPS"]
+#: The bit of ``RequestRecord.trace`` that asks for timestamps.
+_TIMESTAMPS = 1
 #: Trace ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.
 _ID_BITS = 32
 _UNTOLD = Timeline(())
 #: Protocol -> its code of an answer with outputs.
-_GOOD = {"http": "200", "grpc": "OK"}
+_GOOD = {"http": "200", "grpc": "OK", "lane": "OK"}
 
 
 class Tracer:
-    """Decides which requests of a front are traced, by the settings of their models, and makes their traces."""
+    """Decides which requests of a process's clients are traced, by the settings of their models, and makes their traces."""
 
     def __init__(
         self,
         incarnation: int,
-        options: TraceOptions,
+        files: TraceFiles,
         buckets: Sequence[float] = (),
-        hand_over: Callable[[TracesEnded], bool] = lambda _: False,
+        hand_over: Callable[[TracesEnded], bool] | None = None,
         protocol: str = "http",
+        later: Later | None = None,
     ) -> None:
         """Makes a tracer without settings, so that it samples nothing until ``changed`` is called.
 
         Args:
-          incarnation: the front's number, the upper bits of trace ids.
+          files: writes traces to files; the tracer closes it.
+          incarnation: the process's number, the upper bits of trace ids.
           buckets: upper bounds of the histograms that traced requests are exemplars of, in seconds.
-          hand_over: sends traces to the collector, if there is one; returns False if it drops them.
-          protocol: "http" or "grpc".
+          hand_over: sends traces to the collector; returns False if it drops them. None: there is no collector.
+          protocol: "http", "grpc" or "lane".
+          later: has a function called in so many seconds; None: the running event loop does.
         """
         #: Traced requests that stand for buckets.
         self.exemplars = Exemplars(buckets)
-        self._spans = Spans(hand_over) if options.otlp else None
+        self._spans = None if hand_over is None else Spans(hand_over, later)
         #: Whether a request is traced whose ``traceparent`` says that its sender traces it.
         self.joins = self._spans is not None
         #: Whether any request may be sampled at all.
@@ -63,7 +65,7 @@ class Tracer:
         #: Counts the requests that need not be ``sample``d: while any are left, one without a ``traceparent`` takes one off.
         self.passes = Passes()
         self._samplers: dict[str, Sampler] = {}
-        self._files = TraceFiles(options.max_byte_size, options.max_files)
+        self._files = files
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
@@ -252,17 +254,17 @@ class Trace:
 
     @property
     def level(self) -> int:
-        """Returns what is traced of the request, a sum of ``LEVELS`` (1 timestamps, 2 tensors), for ``RequestRecord.trace``."""
+        """Returns what is traced of the request, a sum of 1 (timestamps) and 2 (tensors), for ``RequestRecord.trace``."""
         return self._sampler.level or _TIMESTAMPS
 
     def stamp(self, name: str, ns: int = 0) -> None:
         """Adds the timestamp ``name``, ``ns`` of CLOCK_MONOTONIC; 0: now."""
         self._stamps.append((ns or time.monotonic_ns(), name))
 
-    def sent(self, record: RequestRecord) -> None:
-        """Adds a timestamp: the request is being sent to a worker, in this record."""
+    def sent(self, record: RequestRecord, ns: int = 0) -> None:
+        """Adds a timestamp: the request is being sent to a worker, in this record, or has come there. ``ns``: as ``stamp``."""
         self.client_id, self._record = record.client_id, record
-        self.stamp(trace_stamps.REQUEST_START)
+        self.stamp(trace_stamps.REQUEST_START, ns)
 
     def failed(self, code: str, error: str) -> None:
         """Notes that the request is answered with an error. ``code``: of its protocol, such as "400" or "NOT_FOUND"."""
