@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import signal
 import sys
@@ -81,6 +82,12 @@ def die_with_parent() -> None:
     # The parent may have died before prctl took effect; an even earlier death is seen as end-of-file on the control channel.
     if os.getppid() != parent:
         raise SystemExit("tensord: the parent process is gone")
+
+
+def print_by_lines() -> None:
+    """Writes each line that is printed when it ends, to whatever output: models' lines are not lost with a process that ends."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 # malloc.h

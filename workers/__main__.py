@@ -34,6 +34,7 @@ _KEPT_BYTE_SIZE = 256 << 20
 def main() -> None:
     child_process.end_if_other_version()
     child_process.die_with_parent()
+    child_process.print_by_lines()
     _outlive_signals()
     parser = argparse.ArgumentParser(prog="tensord.workers", description=__doc__)
     parser.add_argument("--control-fd", type=int, required=True)

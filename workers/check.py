@@ -22,7 +22,7 @@ import msgspec
 from tensord.config import log
 from tensord.config.options import Options
 from tensord.shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
-from tensord.shm.child_process import die_with_parent
+from tensord.shm.child_process import die_with_parent, print_by_lines
 from tensord.shm.control_records import Load
 from tensord.shm.errors import ServingError, Unavailable
 from tensord.shm.operations import NOT_EXPLICIT, LoadModel, ModelReady, UnloadModel
@@ -68,6 +68,7 @@ class Apart:
 
 def main() -> None:
     die_with_parent()
+    print_by_lines()
     # A crash is known by the exit status; no core file is needed.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     parser = argparse.ArgumentParser(prog="tensord.workers.check", description=__doc__)

@@ -16,13 +16,14 @@ import msgspec
 from tensord.config import log
 from tensord.config.options import Options
 from tensord.shm.check import CheckLoads, LoadOutcome
-from tensord.shm.child_process import die_with_parent
+from tensord.shm.child_process import die_with_parent, print_by_lines
 from tensord.shm.errors import ServingError
 from tensord.workers.devices.device import DeviceName
 
 
 def main() -> None:
     die_with_parent()
+    print_by_lines()
     parser = argparse.ArgumentParser(prog="tensord.workers.export", description=__doc__)
     parser.add_argument("--device", type=DeviceName.parse, required=True)
     parser.add_argument("--folder", type=Path, required=True)

@@ -21,6 +21,7 @@ from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import InferCall, kept
 from tensord.daemon.grpc.codes import INTERNAL, NAMES, OK, number
+from tensord.daemon.grpc.frames import REFUSED_STREAM
 from tensord.daemon.grpc.infer import CallRequest, Infer, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
@@ -57,6 +58,8 @@ class StreamInfer(InferCall):
         self._half_closed = False
         #: Nothing more is taken.
         self._stopping = False
+        #: True until a request of the client's is looked at.
+        self._is_new = True
         #: For its next message, CLOCK_MONOTONIC ns; 0: none was traced so far.
         self._waits_since = time.monotonic_ns() if infer.tracer.on else 0
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
@@ -109,6 +112,7 @@ class StreamInfer(InferCall):
         return self.stream.unsent_size + self._kept_size < _MAX_UNSENT
 
     def _wait(self, message: Message) -> None:
+        self._is_new = False
         if self._stopping:
             if isinstance(message, ArrivingMessage):
                 message.drop()
@@ -117,6 +121,7 @@ class StreamInfer(InferCall):
         self._waiting.append(message)
 
     def _ask(self, message: Message, start: int, end: int) -> None:
+        self._is_new = False
         waited_ns = read_ns = 0
         if self.infer.tracer.on:
             read_ns = time.monotonic_ns()
@@ -185,6 +190,9 @@ class StreamInfer(InferCall):
         if self.idle:
             if self._half_closed:
                 self.stream.finish(OK)
+            elif self._stopping and self._is_new:
+                # Nothing was done for it, so clients ask again by themselves (RFC 9113, 8.7).
+                self.stream.http2.reset(self.stream, REFUSED_STREAM)
             elif self._stopping:
                 self.stream.stopped()
 

@@ -103,13 +103,10 @@ def end(workers: Collection[tuple[Device, Spawned]]) -> None:
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns a child process's environment: ours without systemd's variables, with tensord's version and those of ``extra``.
-
-    Python is unbuffered there, so that what models print is told when they print it, and is not lost with a process that ends.
-    """
+    """Returns a child process's environment: ours without systemd's variables, with tensord's version and those of ``extra``."""
     ours = {
         key: value
         for key, value in os.environ.items()
         if key not in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
     }
-    return {"PYTHONUNBUFFERED": "1"} | ours | {child_process.VERSION_VARIABLE: __version__} | dict(extra)
+    return ours | {child_process.VERSION_VARIABLE: __version__} | dict(extra)

@@ -71,7 +71,10 @@ class Server:
                 answer = self._answer(path, connection)
                 if answer is None:
                     return
-                connection.sendall(answer)
+                try:
+                    connection.sendall(answer)
+                except OSError:  # the client has gone
+                    return
 
     def close(self) -> None:
         if self._listening.fileno() < 0:
