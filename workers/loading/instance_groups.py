@@ -192,13 +192,14 @@ class Starting:
             all_of_them.append(instance)
         failures: list[BaseException] = []
         started: list[Instance] = []
-        with self.aside():
-            for together in [[instance] for instance in made] if maker.one_by_one else [made]:
-                if failures:
-                    break
-                for instance in together:
-                    instance.start()
-                started += together
+        for together in [[instance] for instance in made] if maker.one_by_one else [made]:
+            if failures:
+                break
+            # Not beside other loads: what the thread finds of the process must be what it leaves there.
+            for instance in together:
+                instance.start()
+            started += together
+            with self.aside():
                 for instance in together:
                     try:
                         instance.wait_started(cancellation)
