@@ -21,7 +21,6 @@ from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import InferCall, kept
 from tensord.daemon.grpc.codes import INTERNAL, NAMES, OK, number
-from tensord.daemon.grpc.frames import REFUSED_STREAM
 from tensord.daemon.grpc.infer import CallRequest, Infer, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
@@ -58,7 +57,7 @@ class StreamInfer(InferCall):
         self._half_closed = False
         #: Nothing more is taken.
         self._stopping = False
-        #: True until a request of the client's is looked at.
+        #: True until a request of the client's is looked at, or the server stops.
         self._is_new = True
         #: For its next message, CLOCK_MONOTONIC ns; 0: none was traced so far.
         self._waits_since = time.monotonic_ns() if infer.tracer.on else 0
@@ -89,6 +88,11 @@ class StreamInfer(InferCall):
         return not self._in_flight and not self._waiting
 
     def stop(self) -> None:
+        if self._is_new:
+            # Its first request may be under way, and is waited for until the next call.
+            self._is_new = False
+            return
+        # Whatever comes from now on takes the way of what has to wait.
         # Whatever comes from now on takes the way of what has to wait.
         self._stopping = self.stream.held = True
         self._end_if_done()
@@ -190,9 +194,6 @@ class StreamInfer(InferCall):
         if self.idle:
             if self._half_closed:
                 self.stream.finish(OK)
-            elif self._stopping and self._is_new:
-                # Nothing was done for it, so clients ask again by themselves (RFC 9113, 8.7).
-                self.stream.http2.reset(self.stream, REFUSED_STREAM)
             elif self._stopping:
                 self.stream.stopped()
 
