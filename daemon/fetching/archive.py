@@ -89,7 +89,7 @@ def _zipped(archive: Path) -> Iterator[_Member]:
 
 
 def _nothing(_: object) -> None:
-    """Opens what is no file."""
+    """Returns None, as there is no content to open: a link in a zip file is not taken."""
 
 
 def is_left_out(parts: Sequence[str]) -> bool:
