@@ -15,7 +15,7 @@ _GIB = 1 << 30
 
 
 def arena_byte_size() -> int:
-    """Returns the default size limit of one arena (shared memory for tensors): a 64th of the host's memory, from 1 to 16 GiB."""
+    """Returns the default size limit of one arena: a 64th of the host's memory, from 1 to 16 GiB."""
     return min(max(host_byte_size() // 64, _GIB), 16 * _GIB)
 
 

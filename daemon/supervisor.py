@@ -257,7 +257,7 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------------- starting
 
     def tell(self, front: FrontProcess) -> None:
-        """Sends a new front everything that it needs: lanes (sockets) to the workers, regions, model states and trace settings.
+        """Sends a new front everything that it needs: lanes to the workers, regions, model states and trace settings.
 
         Lanes come before the model states, which name the lanes' workers.
         """
@@ -280,7 +280,7 @@ class Supervisor:
             worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
 
     async def _join(self, worker: WorkerProcess) -> None:
-        """Sends a new worker the registered regions, then lanes (sockets) to the fronts, trace settings, and models to load.
+        """Sends a new worker the registered regions, then lanes to the fronts, trace settings, and models to load.
 
         Regions come first, so that no request can name one that the worker lacks.
         """
@@ -375,7 +375,7 @@ class Supervisor:
             self._spans.export(traces)
 
     def worker_joined(self, worker: WorkerProcess) -> None:
-        """Starts a task that sends a worker, which has just become ready, its regions, lanes (sockets to fronts) and models."""
+        """Starts a task that sends a worker, which has just become ready, its regions, lanes and models."""
         self.child_ready()
         self._tasks.spawn(self._join(worker))
 
@@ -404,7 +404,7 @@ class Supervisor:
             self.models.unloaded(worker.incarnation, record.name, record.version)
 
     def worker_ended_lane(self, worker: WorkerProcess, lane: LaneClosed) -> None:
-        """Tells ``ClientLanes`` that a worker has released everything of a client's lane (a direct socket to that worker)."""
+        """Tells ``ClientLanes`` that a worker has released everything of a client's lane."""
         self.lanes.lane_ended(worker, lane.peer)
 
     async def _answer(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
@@ -538,7 +538,7 @@ class Supervisor:
         self._notifier.status(self._summary())
 
     def refuse_requests(self, refuses: bool) -> None:
-        """Tells the fronts to refuse new requests, and gives clients no new lanes (sockets to workers). False: ends both."""
+        """Tells the fronts to refuse new requests, and gives clients no new lanes. False: ends both."""
         self.lanes.draining = refuses
         self.fronts.publish(RequestsRefused(refuses))
 

@@ -43,7 +43,7 @@ OnSegment = Callable[[Segment], None]
 
 
 class Lease(msgspec.Struct, eq=False):
-    """The right to use one block of an arena (shared memory for tensors): to write to it and to send it.
+    """The right to use one block of an arena: to write to it and to send it.
 
     Its holder releases it once, when nobody reads the block any more.
 
@@ -67,7 +67,7 @@ class Lease(msgspec.Struct, eq=False):
         return (self.place.segment, self.place.offset, self.generation)
 
     def release(self) -> None:
-        """Frees the leased block in its arena (shared memory for tensors). Idempotent."""
+        """Frees the leased block in its arena. Idempotent."""
         if self._arena is not None:
             self._arena.take_back(self)
 
@@ -78,7 +78,7 @@ class Lease(msgspec.Struct, eq=False):
 
 @functools.lru_cache(1024)
 def taken_by(segment: int, byte_size: int) -> int:
-    """Returns how many bytes of an arena (shared memory for tensors) are occupied by a block that holds ``byte_size`` bytes.
+    """Returns how many bytes of an arena are occupied by a block that holds ``byte_size`` bytes.
 
     In segment 0 that is 4 KiB x 2^n, in any other segment a multiple of 1 MiB. (Cached, because clients repeat their sizes.)
     """
@@ -88,7 +88,7 @@ def taken_by(segment: int, byte_size: int) -> int:
 
 
 class Budget:
-    """Limits the bytes that several arenas (shared memory for tensors) have together. Used only by the thread that owns them."""
+    """Limits the bytes that several arenas have together. Used only by the thread that owns them."""
 
     def __init__(self, max_byte_size: int) -> None:
         self.max_byte_size = max_byte_size
@@ -176,7 +176,7 @@ class Arena:
         self.returned = 0
 
     def loan(self, byte_size: int) -> Lease | None:
-        """Allocates a block of at least ``byte_size`` bytes. Returns its lease (the right to use it); None: there is no room now.
+        """Allocates a block of at least ``byte_size`` bytes. Returns its lease; None: there is no room now.
 
         Raises: InvalidArgument: the arena could not hold so many bytes even if it were empty.  Unavailable: the host has no
           memory left.
@@ -430,7 +430,7 @@ class Buddies:
 
 
 class ArenaMap:
-    """Maps the arena (shared memory for tensors) of another process: its segments, one by one, for reading."""
+    """Maps the arena of another process: its segments, one by one, for reading."""
 
     #: More segments than any configured arena needs; a peer that announces more is broken or hostile.
     MAX_SEGMENTS = 4096

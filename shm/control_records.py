@@ -105,7 +105,7 @@ class Serve(Record, frozen=True, tag="serve"):
 
 
 class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits what one client may use of one worker through its lane (its own connection to that worker). Sizes are bytes."""
+    """Limits what one client may use of one worker through its lane. Sizes are bytes."""
 
     #: Requests whose final answer has not left; one more is answered UNAVAILABLE.
     in_flight: int
@@ -120,7 +120,7 @@ class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Identifies the client that a lane (a client's own connection to a worker) belongs to, and says what the client may use."""
+    """Identifies the client that a lane belongs to, and says what the client may use."""
 
     #: The client as the kernel tells it; of kind "unix".
     peer: Peer
@@ -128,7 +128,7 @@ class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class LaneOpened(Record, frozen=True, tag="lane"):
-    """Hands the receiver one end of a new lane (a connection of a front or client to a worker): a SEQPACKET socket's descriptor.
+    """Hands the receiver one end of a new lane: a SEQPACKET socket's descriptor.
 
     To a front: ``peer`` is the worker's incarnation (the number of its start), ``device`` the name of its device ("cpu:0",
     "cuda:1"), and two further descriptors are that worker's status page (``tensord.shm.status_page``) and its sequence page. To a
@@ -144,7 +144,7 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 
 
 class LaneClosed(Record, frozen=True, tag="unlane"):
-    """Ends a client's lane (its own connection to a worker), which ``peer`` names by its number.
+    """Ends a client's lane, which ``peer`` names by its number.
 
     To a worker: the client is gone or does not need the lane any more; an unknown number is ignored. From a worker: the lane has
     ended, whoever ended it. A worker sends this once for each client's lane, even if it could not receive the lane's descriptor.

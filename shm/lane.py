@@ -72,7 +72,7 @@ Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | EndSeque
 
 
 class Announcer:
-    """Tells the process at the other end of a lane (a connection to a worker) which segments an arena has.
+    """Tells the process at the other end of a lane which segments an arena has.
 
     first use ─▶ SegmentOpened with its descriptor ─▶ mapped there ─▶ closed here ─▶ SegmentClosed
                      ▲                                  ╰─ SegmentRefused: no descriptor is left there ─╮
@@ -121,7 +121,7 @@ class Announcer:
 
 
 class SubmitterLane:
-    """A submitter's end of a lane (connection to a worker): a front or client sends requests on it and receives their answers.
+    """A submitter's end of a lane: a front or client sends requests on it and receives their answers.
 
     ``arena`` holds the tensors of requests; all lanes of the submitter share it, and closing a lane does not close it.
     """
@@ -164,7 +164,7 @@ class SubmitterLane:
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
         """Queues a request for the worker; its inputs must be written already, and their segments announced (``announce``).
 
-        ``numbered``: the prepared request (the part that many requests share) that ``record`` names by number; it is sent first
+        ``numbered``: the prepared request that ``record`` names by number; it is sent first
         if the worker does not know it. None: the record carries its prepared request itself.
         """
         if numbered is not None and numbered not in self._published:
@@ -190,7 +190,7 @@ class SubmitterLane:
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
         """Sends a request at once if nothing is queued before it. Returns False if the request was queued and needs a flush.
 
-        ``numbered``: the prepared request (the part that many requests share) that ``record`` names by number; None: the record
+        ``numbered``: the prepared request that ``record`` names by number; None: the record
         carries its prepared request itself.
         """
         if numbered is not None and numbered not in self._published:
@@ -222,7 +222,7 @@ class SubmitterLane:
     def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
         """Returns the answers in the next datagram, possibly none; None: no datagram is waiting.
 
-        Each is a pair: the prepared answer (the part that many answers share), and the rest of the answer.
+        Each is a pair: the prepared answer, and the rest of the answer.
         Raises: ChannelClosed: the worker has closed its end or exited; its requests may be run again only once the process is
           certainly gone.  InvalidArgument: the datagram is malformed or of another version, or an answer names a number that was
           never prepared, or carries more or fewer tensors than were prepared for it.
@@ -303,13 +303,13 @@ class SubmitterLane:
         raise AssertionError("an answer that can be reached")
 
     def close(self) -> None:
-        """Closes the socket and unmaps the worker's response arena (memory for outputs). The request arena stays open."""
+        """Closes the socket and unmaps the worker's response arena. The request arena stays open."""
         self._channel.close()
         self._responses.close()
 
 
 class WorkerLane:
-    """The worker's end of a lane (connection): it receives requests from one submitter, a front or a client, and sends answers.
+    """The worker's end of a lane: it receives requests from one submitter, a front or a client, and sends answers.
 
     It owns the response arena. The arena's first segment is made at once for a front's lane, on first use for a client's.
     """
@@ -377,7 +377,7 @@ class WorkerLane:
 
     @property
     def arena(self) -> Arena:
-        """Returns the response arena (shared memory for outputs), for statistics."""
+        """Returns the response arena, for statistics."""
         return self._arena
 
     def receive(self) -> list[Instruction] | None:
@@ -455,11 +455,11 @@ class WorkerLane:
         self._requests.close_segment(segment)
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns whether the submitter knows the segment of this lease (a reserved block) and was told of every closed one."""
+        """Returns whether the submitter knows the segment of this lease and was told of every closed one."""
         return self._announcer.is_published(lease.place.segment)
 
     def number(self, prepared: PreparedAnswer) -> Numbered[PreparedAnswer]:
-        """Returns a prepared answer (the part that many answers share) with its number on this lane, a new one if it has none."""
+        """Returns a prepared answer with its number on this lane, a new one if it has none."""
         return self._numbers.number(prepared)
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
@@ -468,7 +468,7 @@ class WorkerLane:
         A segment that is new to the submitter is announced first; if this process has no descriptor left for that, an error is
         queued in place of the answer.
 
-        ``numbered``: the prepared answer (the part that many answers share) that ``record`` names by number; it is sent first
+        ``numbered``: the prepared answer that ``record`` names by number; it is sent first
         if the submitter does not know it. None: the record carries its prepared answer itself.
         """
         if numbered is not None and numbered not in self.published:
@@ -480,14 +480,14 @@ class WorkerLane:
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
         """Queues encoded answers (``AnswerRecord``) that carry their outputs in the records and share one prepared answer.
 
-        ``numbered``: the prepared answer (their common part), with the number that stands for it; sent first if it is new.
+        ``numbered``: the prepared answer, with the number that stands for it; sent first if it is new.
         """
         if numbered not in self.published:
             self.published.publish(numbered)
         self._channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of a lease (a reserved block) to the submitter, if it is new there. Returns None on success.
+        """Announces the segment of a lease to the submitter, if it is new there. Returns None on success.
 
         If this process has no descriptor left, it releases the lease and returns the error to answer the request with.
         """
@@ -513,7 +513,7 @@ class WorkerLane:
         return self._channel.flush()
 
     def close(self) -> None:
-        """Closes the socket, unmaps the request arena (the submitter's memory for inputs) and closes the response arena."""
+        """Closes the socket, unmaps the request arena and closes the response arena."""
         self._channel.close()
         self._requests.close()
         self._arena.close()

@@ -1,4 +1,4 @@
-"""The records that a submitter and a worker exchange on a lane (connection): requests, answers, and where their tensors are.
+"""The records that a submitter and a worker exchange on a lane: requests, answers, and where their tensors are.
 
 Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`` has their base class,
 ``tensord.shm.control_records`` the records between the supervisor and its children.
@@ -48,7 +48,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Slice(Record, frozen=True, tag="a"):
-    """Names a range of bytes in a segment of the sender's arena (shared memory for tensors)."""
+    """Names a range of bytes in a segment of the sender's arena."""
 
     segment: int
     offset: int
@@ -93,7 +93,7 @@ class RequestedOutput(Record, frozen=True, tag="o"):
 
 
 class WireVersion(Record, frozen=True, tag="V"):
-    """Says which version of these records the sender uses: the first record on a lane (connection to a worker) in each direction.
+    """Says which version of these records the sender uses: the first record on a lane in each direction.
 
     This record never changes, so that a peer with any other version can read it and say so.
     """
@@ -102,14 +102,14 @@ class WireVersion(Record, frozen=True, tag="V"):
 
 
 class SegmentOpened(Record, frozen=True, tag="S+"):
-    """Announces a new sealed segment of the sender's arena (shared memory for tensors); its descriptor comes with the record."""
+    """Announces a new sealed segment of the sender's arena; its descriptor comes with the record."""
 
     segment: int
     byte_size: int
 
 
 class SegmentClosed(Record, frozen=True, tag="S-"):
-    """Tells the peer to unmap a segment of the sender's arena (shared memory for tensors); no later record refers to it."""
+    """Tells the peer to unmap a segment of the sender's arena; no later record refers to it."""
 
     segment: int
 
@@ -177,14 +177,14 @@ class PreparedRequest(Record, frozen=True, tag="P"):
 
 
 class Prepare(Record, frozen=True, tag="Q+"):
-    """Assigns a number to a prepared request (the part that many requests share), for later records on this lane (connection)."""
+    """Assigns a number to a prepared request, for later records on this lane."""
 
     number: int
     prepared: PreparedRequest
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Names the trace of the next request on this lane (connection); ignored if that request has another ``request_id``.
+    """Names the trace of the next request on this lane; ignored if that request has another ``request_id``.
 
     A front sends the ids of the request's own span. A client sends those of a ``traceparent`` whose sender samples the trace; the
     request joins it if spans are sent to a collector.
@@ -229,7 +229,7 @@ class RequestRecord(Record, frozen=True, tag="q"):
 
 
 class Release(Record, frozen=True, tag="L"):
-    """Releases leases (reserved blocks) of the worker's response arena, each named by (segment, offset, generation)."""
+    """Releases leases of the worker's response arena, each named by (segment, offset, generation)."""
 
     leases: tuple[tuple[int, int, int], ...]
 
@@ -275,7 +275,7 @@ class PreparedAnswer(Record, frozen=True, tag="A"):
 
 
 class PrepareAnswer(Record, frozen=True, tag="C+"):
-    """Assigns a number to a prepared answer (the part that many answers share), for later records on this lane (connection)."""
+    """Assigns a number to a prepared answer, for later records on this lane."""
 
     number: int
     prepared: PreparedAnswer

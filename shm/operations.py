@@ -346,7 +346,7 @@ class AwaitIdle(Record, frozen=True, tag="c.idle"):
 
 
 class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
-    """Tells a worker to close the lanes (direct connections) of clients that have no request in flight.
+    """Tells a worker to close the lanes of clients that have no request in flight.
 
     Reply: JSON, the number of clients' lanes that stay open.
     """

@@ -128,7 +128,7 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The prepared requests or answers (what many share) whose numbers the other end of a lane (connection) knows.
+    """The prepared requests or answers (what many share) whose numbers the other end of a lane knows.
 
     A number that is sent with a new meaning no longer stands for the former one, which leaves this set.
     """
@@ -156,7 +156,7 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Maps each number received on a lane (connection) to what this end stores of the prepared request or answer.
+    """Maps each number received on a lane to what this end stores of the prepared request or answer.
 
     Looking up a number that was never sent raises InvalidArgument.
     """

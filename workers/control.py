@@ -305,7 +305,7 @@ class Control:
     def refuse(self, lost: DescriptorsLost) -> None:
         """Refuses records (messages) that came without their file descriptors, because this process has too many open files.
 
-        ``lost``: has these records. A call is answered with Unavailable; a client's lane (its channel to this worker) is
+        ``lost``: has these records. A call is answered with Unavailable; a client's lane is
         reported as closed (LaneClosed).
 
         Raises: InvalidArgument: a record is neither a call nor the opening of a client's lane.

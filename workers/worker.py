@@ -269,7 +269,7 @@ class Worker:
 
         The memory is held by cycles of references, such as a module and its functions, which Python does not collect while the
         worker is idle. Another thread collects them, because what a model has left may block for ever when it is freed, such as
-        a pool whose processes are gone. It collects once more a beat later, because a client's lane (socket to this worker) or a
+        a pool whose processes are gone. It collects once more a beat later, because a client's lane or a
         thread that was about to end may still have referred to them.
         """
         self._free_again_ns = time.monotonic_ns() + self._beat_ns if self._gone else 0
@@ -347,7 +347,7 @@ class Worker:
             self._receive_control()
 
     def _receive(self, submitter: SubmitterLink[Request], datagram: Datagram | None = None) -> None:
-        """Receives and carries out what a submitter sent on its lane (channel).
+        """Receives and carries out what a submitter sent on its lane.
 
         Closes the lane if what was sent is malformed, or if the submitter is gone.
 
@@ -372,7 +372,7 @@ class Worker:
             self._close_lane(submitter)
 
     def _refuse_lane(self, submitter: SubmitterLink[Request], why: str, now_ns: int) -> None:
-        """Closes the lane (channel) of a submitter that sent what it may not, and says why in the log."""
+        """Closes the lane of a submitter that sent what it may not, and says why in the log."""
         if submitter.segments is None or self._may_log(now_ns):
             left_out = f" ({self._left_out} more since the last such line)" if self._left_out else ""
             _log.error("closing the lane of submitter %d: %s%s", submitter.peer, why[:_MAX_SHOWN], left_out)
@@ -411,7 +411,7 @@ class Worker:
         self._watch_halves()
 
     def _may_log(self, now_ns: int) -> bool:
-        """Returns whether another line about a client's lane (channel to this worker) may be logged now.
+        """Returns whether another line about a client's lane may be logged now.
 
         A client that sends garbage may do so endlessly.
         """
@@ -422,7 +422,7 @@ class Worker:
         return self._lines <= _MAX_LINES
 
     def _receive_all(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Receives the datagrams that have arrived on a lane (channel), up to a bound, and carries out their records.
+        """Receives the datagrams that have arrived on a lane, up to a bound, and carries out their records.
 
         Raises: ChannelClosed: the submitter is gone.  InvalidArgument: a record is malformed.
         """
@@ -488,7 +488,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """Begins to receive requests from one more submitter (a front or a client) on its lane (channel to this worker).
+        """Begins to receive requests from one more submitter on its lane.
 
         Args:
           peer: the submitter's number.
@@ -542,13 +542,13 @@ class Worker:
         self._poller.open(submitter)
 
     def end_lane(self, peer: int) -> None:
-        """Ends the lane (channel to this worker) of the client with the number ``peer``. Does nothing if it has ended."""
+        """Ends the lane of the client with the number ``peer``. Does nothing if it has ended."""
         submitter = self._clients.get(peer)
         if submitter is not None:
             self._close_lane(submitter)
 
     def end_idle_lanes(self) -> int:
-        """Ends all clients' lanes (channels to this worker) on which neither a request nor an answer is in flight.
+        """Ends all clients' lanes on which neither a request nor an answer is in flight.
 
         Returns how many clients' lanes are left open.
         """
@@ -619,12 +619,12 @@ class Worker:
 
     @property
     def lane_answers(self) -> dict[str, int]:
-        """The numbers of final answers on clients' lanes (channels to this worker) since it started, by code; "OK": no error."""
+        """The numbers of final answers on clients' lanes since it started, by code; "OK": no error."""
         answers = self.lanes.counts
         return {**answers, "OK": answers["OK"] + self._poller.lane_requests}
 
     def recent_lane_errors(self) -> list[dict[str, Any]]:
-        """Describes the last errors that clients got on their lanes (channels to this worker), the latest last."""
+        """Describes the last errors that clients got on their lanes, the latest last."""
         return self.lanes.recent()
 
     # ------------------------------------------------------------------------------------------------- models, the end
@@ -676,7 +676,7 @@ class Worker:
         return not self._models.draining
 
     def close(self) -> None:
-        """Closes all lanes (channels), regions and descriptors of the worker.
+        """Closes all lanes, regions and descriptors of the worker.
 
         The process ends after this; its threads may still be inside models.
         """

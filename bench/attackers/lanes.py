@@ -1,4 +1,4 @@
-"""Attacks on lanes (the clients' socket connections to a worker): records and descriptors that no client library would send."""
+"""Attacks on lanes: records and descriptors that no client library would send."""
 
 from __future__ import annotations
 

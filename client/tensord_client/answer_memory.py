@@ -1,4 +1,4 @@
-"""Keeps track of the memory of one worker in which the answers on a lane (the socket to the worker) lie.
+"""Keeps track of the memory of one worker in which the answers on a lane lie.
 
     segment   a memfd of the worker's, mapped here read-only      lease   the right to use a part of it, which an answer came with
 
@@ -30,7 +30,7 @@ _NO_ROOM = "no room for an answer of "
 
 
 class HeldResults:
-    """Counts the answers in workers' memory that the program holds, on all lanes (sockets to workers). Thread-safe."""
+    """Counts the answers in workers' memory that the program holds, on all lanes. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         """Starts counting at zero. ``most``: the most answers that the program may hold."""
@@ -134,12 +134,12 @@ class Lease:
 
 
 class ResponseSegment:
-    """A segment (memfd) of the worker's that answers lie in, mapped read-only for as long as anything refers to it."""
+    """A segment of the worker's that answers lie in, mapped read-only for as long as anything refers to it."""
 
     __slots__ = ("_bytes", "address", "byte_size", "number")
 
     def __init__(self, number: int, byte_size: int, fd: int) -> None:
-        """Maps the segment (memfd) that has the file descriptor ``fd``. Raises OSError, ValueError: it cannot be mapped."""
+        """Maps the segment that has the file descriptor ``fd``. Raises OSError, ValueError: it cannot be mapped."""
         self._bytes = np.frombuffer(mapped(fd, byte_size, mmap.PROT_READ), np.uint8)
         self.number = number
         self.byte_size = byte_size
@@ -147,10 +147,10 @@ class ResponseSegment:
 
 
 class AnswerMemory:
-    """The memory of a worker that answers lie in: its segments (memfds), and leases (parts of them) to give back. Thread-safe."""
+    """The memory of a worker that answers lie in: its segments, and leases to give back. Thread-safe."""
 
     def __init__(self, held: HeldResults, byte_size: int, release: Callable[[], None]) -> None:
-        """Prepares for the answers on a new lane (socket to a worker); the worker has announced no segment (memfd) yet.
+        """Prepares for the answers on a new lane; the worker has announced no segment yet.
 
         Args:
           held: counts the answers that the program holds, over all lanes of the connection.
@@ -170,7 +170,7 @@ class AnswerMemory:
         self._ended = False
 
     def open(self, number: int, byte_size: int, fds: Sequence[int], lost: bool) -> bool:
-        """Maps a segment (memfd) that the worker has announced. Returns whether that worked; if not, the caller tells the worker.
+        """Maps a segment that the worker has announced. Returns whether that worked; if not, the caller tells the worker.
 
         Args:
           fds: the file descriptors that came with the announcement.
@@ -190,12 +190,12 @@ class AnswerMemory:
         return True
 
     def close(self, number: int) -> None:
-        """Drops a segment (memfd) that the worker has closed; arrays in it stay valid."""
+        """Drops a segment that the worker has closed; arrays in it stay valid."""
         self.segments.pop(number, None)
         self._refused.discard(number)
 
     def lease(self, answer: AnswerRecord) -> Lease | None:
-        """Returns an answer's lease (right to use the worker's memory); None: its outputs do not lie in the worker's memory.
+        """Returns an answer's lease; None: its outputs do not lie in the worker's memory.
 
         Raises: Unavailable: this process could not map the segment; the lease is given back.  ValueError: the worker announced no
           such segment.
@@ -229,7 +229,7 @@ class AnswerMemory:
             self.give_back((segment, offset, generation), 0)
 
     def give_back(self, key: LeaseKey, byte_size: int) -> None:
-        """Queues a lease (right to use the worker's memory) to be given back; sends the queue to the worker if it is long enough.
+        """Queues a lease to be given back; sends the queue to the worker if it is long enough.
 
         ``byte_size``: the size of the lease's memory. The garbage collector may call this at any moment.
         """
@@ -243,7 +243,7 @@ class AnswerMemory:
                 release()
 
     def release_record(self) -> bytes:
-        """Encodes a message that gives queued leases (memory) back to the worker, as many as fit; b"" if none is queued."""
+        """Encodes a message that gives queued leases back to the worker, as many as fit; b"" if none is queued."""
         if not self.releases:
             return b""
         leases: list[LeaseKey] = []
@@ -253,6 +253,6 @@ class AnswerMemory:
         return wire.release(leases)
 
     def end(self) -> None:
-        """Drops all segments (memfds), because the lane (socket to the worker) has ended; arrays in them stay valid."""
+        """Drops all segments, because the lane has ended; arrays in them stay valid."""
         self._ended = True
         self.segments.clear()

@@ -89,7 +89,7 @@ class ClientsSocket:
         return answer, [socket.socket(fileno=fd) for fd in fds]
 
     def close(self) -> None:
-        """Closes the connection; the daemon then ends all lanes (sockets to workers) that were opened over it. Idempotent."""
+        """Closes the connection; the daemon then ends all lanes that were opened over it. Idempotent."""
         self._sock.close()
 
     @property

@@ -1,4 +1,4 @@
-"""The connection of this process to a daemon on the same host: shared memory, and a lane (a socket) to each worker that it asks.
+"""The connection of this process to a daemon on the same host: shared memory, and a lane to each worker that it asks.
 
     clients' socket ── hello, open ──▶ supervisor        one connection, which owns the lanes
     lanes           ── requests    ──▶ workers           one to each worker, for all models of the worker
@@ -63,7 +63,7 @@ _GONE = "Request for unknown model: "
 
 
 class LaneConnection:
-    """The connection of this process to a daemon on the same host: requests go over lanes (a socket to each worker). Thread-safe.
+    """The connection of this process to a daemon on the same host: requests go over lanes. Thread-safe.
 
     After a fork the child process connects anew by itself; arrays of ``empty`` from before the fork belong to the parent.
     """
@@ -146,7 +146,7 @@ class LaneConnection:
         return connected
 
     def open(self, model: str, version: int = 0, timeout: float | None = None) -> Description:
-        """Returns the description of a model. Asks the daemon unless there is a usable lane (socket) to a worker that serves it.
+        """Returns the description of a model. Asks the daemon unless there is a usable lane to a worker that serves it.
 
         Args:
           version: the model's version; 0: the newest.
@@ -161,7 +161,7 @@ class LaneConnection:
         return self._ask_for(model, version, time.monotonic() + (timeout or 0.0)).description
 
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
-        """Asks the daemon for a model and lanes (sockets) to its workers, again and again while the model is unavailable.
+        """Asks the daemon for a model and lanes to its workers, again and again while the model is unavailable.
 
         Returns the model's description and lanes, which are also stored in ``models``.
 
@@ -196,7 +196,7 @@ class LaneConnection:
                 time.sleep(_PAUSE)
 
     def _open(self, model: str, version: int, wait: float) -> OpenedModel:
-        """Asks the daemon once for a model. Stores its description and lanes (sockets to its workers), and returns them.
+        """Asks the daemon once for a model. Stores its description and lanes, and returns them.
 
         The caller holds the lock ``_asking``.
 
@@ -248,7 +248,7 @@ class LaneConnection:
         return opened
 
     def _close_idle(self, ended: Sequence[int]) -> None:
-        """Closes lanes (sockets) to workers that are gone, except lanes on which requests are in flight.
+        """Closes lanes to workers that are gone, except lanes on which requests are in flight.
 
         ``ended``: the numbers of lanes to workers that are gone. Lanes of a former daemon are closed as well.
         """
@@ -270,7 +270,7 @@ class LaneConnection:
         return self.memory.empty(shape, dtype)
 
     def model_of(self, call: Call) -> OpenedModel:
-        """Returns the description and lanes (sockets to workers) of the model that a call names.
+        """Returns the description and lanes of the model that a call names.
 
         Asks the daemon at the first call for the model. Raises ServingError: the model is not served, or no daemon answers.
         """
@@ -282,7 +282,7 @@ class LaneConnection:
     def ask(self, call: Call) -> Pending:
         """Sends a request. Returns a ``Pending``, by which to wait for the answer.
 
-        If no lane (socket to a worker) is usable now, the request is sent later, when somebody waits for its answer.
+        If no lane is usable now, the request is sent later, when somebody waits for its answer.
 
         Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: the program holds as many answers as it may.
           Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
@@ -383,7 +383,7 @@ class LaneConnection:
             lane.say(wire.end_sequence(model, sequence_id))
 
     def _send(self, pending: Pending, max_waiting: int | None = None) -> bool:
-        """Sends a request on the lane (socket to a worker) that ``lane_for`` chooses. Returns False if none is usable, else True.
+        """Sends a request on the lane that ``lane_for`` chooses. Returns False if none is usable, else True.
 
         ``max_waiting``: the most requests that may wait for the worker already; None: any number, as the request was accepted.
 
@@ -411,7 +411,7 @@ class LaneConnection:
             return True
 
     def lane_for(self, call: Call, last: WorkerLane | None) -> WorkerLane | None:
-        """Chooses the lane (socket to a worker) for a request: that of its sequence, else the least busy one.
+        """Chooses the lane for a request: that of its sequence, else the least busy one.
 
         Returns None: no lane to a worker that serves the model is usable.
 
@@ -439,7 +439,7 @@ class LaneConnection:
         return known.choose()
 
     def sent(self, call: Call, lane: WorkerLane) -> None:
-        """Stores on which lane (socket) a sequence's request was sent, for its next request; after the last one, forgets it."""
+        """Stores on which lane a sequence's request was sent, for its next request; after the last one, forgets it."""
         if not call.sequence_id:
             return
         if call.sequence_end:
@@ -455,7 +455,7 @@ class LaneConnection:
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
     def _look_for_more(self, known: OpenedModel, call: Call) -> None:
-        """Starts a thread that asks the daemon for lanes (sockets) to further workers of ``known``, the model of ``call``."""
+        """Starts a thread that asks the daemon for lanes to further workers of ``known``, the model of ``call``."""
         known.opened_at = time.monotonic()
 
         def look() -> None:
@@ -465,7 +465,7 @@ class LaneConnection:
         threading.Thread(target=look, name="tensord-lanes", daemon=True).start()
 
     def find_lanes(self, call: Call, until: float | None, anew: bool = False, since: float | None = None) -> None:
-        """Asks the daemon until there is a usable lane (socket) to a worker that serves the call's model.
+        """Asks the daemon until there is a usable lane to a worker that serves the call's model.
 
         Args:
           until: seconds of ``time.monotonic()``; None: no deadline. After the connection's ``patience`` this ends in any case.
@@ -496,7 +496,7 @@ class LaneConnection:
         return refusal.message.startswith(_GONE) or time.monotonic() - known.opened_at > _REFUSED_AFTER
 
     def look_again(self, call: Call, ended: WorkerLane, until: float | None) -> None:
-        """Asks the daemon which workers are alive, because the lane (socket) to one has ended, unless it was asked since.
+        """Asks the daemon which workers are alive, because the lane to one has ended, unless it was asked since.
 
         Other workers may be ending at the same time, with the daemon for example; the request is not to be lost with all of them.
 
@@ -515,7 +515,7 @@ class LaneConnection:
 
         Args:
           refusal: the worker's error.
-          by: the lane (socket) to this worker.
+          by: the lane to this worker.
           until: seconds of ``time.monotonic()``; None: no deadline.
 
         Raises: ServingError: no worker serves the model.  WaitEnded: ``until`` has passed.
@@ -537,7 +537,7 @@ class LaneConnection:
         return after.lanes != before.lanes or after.description.version != before.description.version
 
     def send_again(self, pending: Pending, until: float | None) -> None:
-        """Sends a request again whose lane (socket to a worker) ended or whose worker refused it, unless another thread does so.
+        """Sends a request again whose lane ended or whose worker refused it, unless another thread does so.
 
         Args:
           until: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
@@ -556,7 +556,7 @@ class LaneConnection:
             self.claimed.discard(pending)
 
     def _send_claimed(self, pending: Pending, until: float | None) -> None:
-        """Sends a request again that this thread has claimed, as soon as there is a lane (socket to a worker) for it.
+        """Sends a request again that this thread has claimed, as soon as there is a lane for it.
 
         Args and Raises: as ``send_again``.
         """

@@ -33,7 +33,7 @@ _END: Datagram = (0, [], 0)
 
 
 class LaneEnded(Exception):
-    """The worker's end of a lane (the socket to one worker) is closed, so a message could not be sent."""
+    """The worker's end of a lane is closed, so a message could not be sent."""
 
 
 class WaitEnded(TimeoutError):

@@ -121,7 +121,7 @@ class Segment:
 
 
 class Block:
-    """The bytes of one array in a segment (memfd).
+    """The bytes of one array in a segment.
 
     The array and its views keep the block as their base; the block is freed when all are garbage-collected.
     """
@@ -141,7 +141,7 @@ class Block:
 
 
 class Memory:
-    """The memory that a connection shares with workers: its segments (memfds), and the arrays in them. Thread-safe."""
+    """The memory that a connection shares with workers: its segments, and the arrays in them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -158,7 +158,7 @@ class Memory:
         self._is_closed = False
 
     def limit(self, max_count: int, max_byte_size: int) -> None:
-        """Sets the daemon's bounds: how many segments (memfds) there may be, and how many bytes they may have together.
+        """Sets the daemon's bounds: how many segments there may be, and how many bytes they may have together.
 
         The bounds hold for new segments; existing ones are not closed.
         """
@@ -167,7 +167,7 @@ class Memory:
 
     @property
     def byte_size(self) -> int:
-        """Returns the bytes of all segments (memfds) together."""
+        """Returns the bytes of all segments together."""
         return sum([segment.byte_size for segment in list(self.segments.values())])
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> np.ndarray:
@@ -210,7 +210,7 @@ class Memory:
         return base.segment.number, offset, array.nbytes
 
     def segment(self, number: int) -> Segment | None:
-        """Returns the segment (memfd) with this number; None: it has been closed."""
+        """Returns the segment with this number; None: it has been closed."""
         return self.segments.get(number)
 
     def _allocate(self, byte_size: int) -> Block:
@@ -281,7 +281,7 @@ class Memory:
         self.closures += 1
 
     def close(self) -> None:
-        """Closes all segments (memfds): no more arrays can be made, and arrays that exist stay valid. Idempotent."""
+        """Closes all segments: no more arrays can be made, and arrays that exist stay valid. Idempotent."""
         with self._lock:
             self._is_closed = True
             for segment in self.segments.values():

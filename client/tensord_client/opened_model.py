@@ -9,7 +9,7 @@ from tensord_client.worker_lane import WorkerLane
 
 
 class OpenedModel:
-    """Holds a model's description as the daemon gave it, of one version or the newest, and the lanes (sockets) to its workers."""
+    """Holds a model's description as the daemon gave it, of one version or the newest, and the lanes to its workers."""
 
     def __init__(self, description: Description, lanes: list[WorkerLane], coming: int, opened_at: float) -> None:
         """Stores what the daemon answered when it was asked for the model.
@@ -31,7 +31,7 @@ class OpenedModel:
 
     @property
     def lacks(self) -> bool:
-        """Returns whether the daemon may give more lanes (sockets to workers): a worker was to come, or one of several ended."""
+        """Returns whether the daemon may give more lanes: a worker was to come, or one of several ended."""
         if self.coming:
             return True
         lanes = self.lanes
@@ -39,7 +39,7 @@ class OpenedModel:
         return len(lanes) > 1 and not all(lane.usable for lane in lanes)
 
     def choose(self) -> WorkerLane | None:
-        """Returns the usable lane (socket to a worker) with the fewest requests in flight; None: all lanes have ended."""
+        """Returns the usable lane with the fewest requests in flight; None: all lanes have ended."""
         lanes = self.lanes
         if len(lanes) == 1:
             return lanes[0] if lanes[0].usable else None

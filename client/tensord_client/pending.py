@@ -1,4 +1,4 @@
-"""A request that was sent over a lane (the socket to one worker).
+"""A request that was sent over a lane.
 
 A thread, a callback, or a task on an event loop waits for its answer.
 """
@@ -54,7 +54,7 @@ Plan = tuple[str, tuple[int, ...], np.dtype, int]
 
 
 class Pending:
-    """A request that was sent over a lane (the socket to one worker). ``await`` on it returns its answer, as ``result`` does."""
+    """A request that was sent over a lane. ``await`` on it returns its answer, as ``result`` does."""
 
     # What most requests never change is an attribute of the class.
     lane: WorkerLane | None = None
@@ -128,7 +128,7 @@ class Pending:
         return not (self._had_response or self._given_up) and self._connection.may_ask_again(self, refusal)
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Arranges to send the request again, or fails it, because its lane (socket to the worker) ended before the last answer.
+        """Arranges to send the request again, or fails it, because its lane ended before the last answer.
 
         ``left``: whether the request had been sent. ``error``: why the lane ended.
         """
@@ -139,7 +139,7 @@ class Pending:
             self.fail(reason)
 
     def _why_not_again(self, left: bool, error: ServingError) -> ServingError | None:
-        """Returns why the request may not be sent again after its lane (socket) ended, as an error; None: it may be.
+        """Returns why the request may not be sent again after its lane ended, as an error; None: it may be.
 
         ``left``: whether the request had been sent. ``error``: why the lane ended.
         """
@@ -171,7 +171,7 @@ class Pending:
             self._notify()
 
     def mark_astray(self) -> None:
-        """Notes that the request has no lane (socket to a worker): whoever waits for its answer has to send it."""
+        """Notes that the request has no lane: whoever waits for its answer has to send it."""
         self.astray_at = time.monotonic()
         # In this order, so that whoever claims it counts it no more.
         self._connection.laneless.add(self)
@@ -327,7 +327,7 @@ class Pending:
                 logging.getLogger(__name__).exception("a callback of a request failed")
 
     def watch_again(self) -> None:
-        """Watches the new lane (socket) of a request that was sent again: for its callbacks, or by the event loop that waits.
+        """Watches the new lane of a request that was sent again: for its callbacks, or by the event loop that waits.
 
         If the request was given up while it was sent, tells the worker so.
         """

@@ -56,13 +56,13 @@ class Slot:
 
 
 class Slots:
-    """The free slots (memory for copies of inputs) of a connection, for later requests of the same kind. Thread-safe.
+    """The free slots of a connection, for later requests of the same kind. Thread-safe.
 
     If free slots have too many bytes, those of the kind that was used longest ago are dropped first.
     """
 
     def __init__(self, memory: Memory) -> None:
-        """Starts without slots (memory for inputs). ``memory``: where they are allocated; free ones may take half of it."""
+        """Starts without slots. ``memory``: where they are allocated; free ones may take half of it."""
         self._memory = memory
         self._lock = threading.Lock()
         #: Free slots by kind, the kind used last at the end; no list is empty.
@@ -70,7 +70,7 @@ class Slots:
         self._byte_size = 0
 
     def take(self, kind: Any) -> Slot | None:
-        """Removes a slot (memory for inputs) for that kind of request from the free ones and returns it; None: there is none."""
+        """Removes a slot for that kind of request from the free ones and returns it; None: there is none."""
         with self._lock:
             free = self._free.get(kind)
             if free is None:
@@ -82,7 +82,7 @@ class Slots:
             return slot
 
     def add(self, slot: Slot) -> None:
-        """Adds a slot (memory for inputs) to the free ones; if they have too many bytes, drops others, but never this one."""
+        """Adds a slot to the free ones; if they have too many bytes, drops others, but never this one."""
         with self._lock:
             self._free.setdefault(slot.kind, []).append(slot)
             self._free.move_to_end(slot.kind)
@@ -96,13 +96,13 @@ class Slots:
                     del self._free[kind]
 
     def clear(self) -> None:
-        """Drops all free slots (memory for inputs), so that other arrays can use their memory."""
+        """Drops all free slots, so that other arrays can use their memory."""
         with self._lock:
             self._free.clear()
             self._byte_size = 0
 
     def forget(self) -> None:
-        """Drops all free slots (memory) in a process that was forked off, where another thread may have held the lock."""
+        """Drops all free slots in a process that was forked off, where another thread may have held the lock."""
         self._lock = threading.Lock()
         self.clear()
 

@@ -52,7 +52,7 @@ _Came = Optional[Datagram]
 
 
 class Bound:
-    """A prepared call's encoded request for one lane (socket to a worker), and the last answer's bytes, to recognize the next."""
+    """A prepared call's encoded request for one lane, and the last answer's bytes, to recognize the next."""
 
     __slots__ = (
         "contents",
@@ -112,7 +112,7 @@ class Bound:
 
 
 class PreparedCall:
-    """A request that can be sent over lanes (sockets to workers) many times. Threads may share it; they take turns.
+    """A request that can be sent over lanes many times. Threads may share it; they take turns.
 
     Outputs for which the caller gave arrays are written to these by each call; other outputs are new arrays.
     """
@@ -201,7 +201,7 @@ class PreparedCall:
         self._arrived()
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Wakes the caller, because the lane (socket) ended before the answer; it sends the request again, or raises ``error``.
+        """Wakes the caller, because the lane ended before the answer; it sends the request again, or raises ``error``.
 
         ``left``: whether the request had been sent.
         """
@@ -351,7 +351,7 @@ class PreparedCall:
         return bound.outputs
 
     def _exchange_on(self, lane: WorkerLane, bound: Bound) -> Exchange | None:
-        """Returns the C extension's object for the next calls on a lane (socket); None: it is missing, or cannot make them."""
+        """Returns the C extension's object for the next calls on a lane; None: it is missing, or cannot make them."""
         call, known = self._call, self._connection.models.get((self._call.model, self._call.version))
         spin = lane.socket.spin
         if Exchange is None or spin is None or known is None or call.sequence_id or bound.learned != lane.learned:
@@ -495,7 +495,7 @@ class PreparedCall:
     def _handle(
         self, lane: WorkerLane, bound: Bound, size: int, ancillary: list[tuple[int, int, bytes]], flags: int
     ) -> None:
-        """Delivers the answers in a datagram that a lane (socket to a worker) has received to their requests.
+        """Delivers the answers in a datagram that a lane has received to their requests.
 
         If this call's answer is one of them, its bytes are stored, to recognize the next by. ``size``: bytes of the
         datagram; ``ancillary`` and ``flags``: as ``recvmsg`` returned them.

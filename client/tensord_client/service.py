@@ -21,7 +21,7 @@ from tensord_client.results import Array, Description
 class ServiceConnection:
     """A connection to a daemon on the same host.
 
-    Requests go over lanes (sockets to workers), or over HTTP if the daemon gives no lanes for their model.
+    Requests go over lanes, or over HTTP if the daemon gives no lanes for their model.
 
     Thread-safe.
     """
@@ -63,7 +63,7 @@ class ServiceConnection:
     def open(self, model: str, version: int = 0) -> Description:
         """Returns the description of a model; version 0: of its newest version.
 
-        Also decides if the model's requests go over lanes (sockets to workers) or HTTP.
+        Also decides if the model's requests go over lanes or HTTP.
 
         Raises: ServingError: the model is not served, or is not ready.
         """
@@ -85,7 +85,7 @@ class ServiceConnection:
             return {}
 
     def ask(self, call: Call) -> Pending:
-        """Sends a request over a lane (socket to a worker), or HTTP if its model has none. Returns its ``Pending``.
+        """Sends a request over a lane, or HTTP if its model has none. Returns its ``Pending``.
 
         Raises: ServingError: the request cannot be sent.
         """
@@ -133,7 +133,7 @@ class ServiceConnection:
         return self._lane.revert_parameters(model, version, name)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU, which is registered with the daemon over HTTP even if requests go over lanes (sockets).
+        """Makes an array on a GPU, which is registered with the daemon over HTTP even if requests go over lanes.
 
         Raises: InvalidArgument: there can be no such array on a GPU.  Unavailable: there is no CUDA driver, no such GPU, or no
           memory left on it.  ServingError: the daemon refuses the array.
@@ -141,11 +141,11 @@ class ServiceConnection:
         return self.http().empty_on(device, shape, dtype)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence whose requests went over a lane (socket to a worker); else does nothing: the server ends idle ones."""
+        """Ends a sequence whose requests went over a lane; else does nothing: the server ends idle ones."""
         self._lane.end_sequence(model, sequence_id)
 
     def close(self) -> None:
-        """Closes the connection to the daemon, the lanes (sockets to workers) and the HTTP connection. Idempotent."""
+        """Closes the connection to the daemon, the lanes and the HTTP connection. Idempotent."""
         self._lane.close()
         with self._lock:
             if self._http is not None:

@@ -1,4 +1,4 @@
-"""Encodes and decodes the records that go over a lane (the socket to one worker), in version ``WIRE_VERSION`` of the wire.
+"""Encodes and decodes the records that go over a lane, in version ``WIRE_VERSION`` of the wire.
 
 ``include/tensord_lane.h`` describes the records for every language. A datagram is one byte and MessagePack behind it:
 
@@ -56,22 +56,22 @@ def region(place: Place) -> tuple[str, str, int, int]:
 
 
 def wire_version() -> bytes:
-    """Encodes the first record on a lane (the socket to a worker), which says the version of the message format."""
+    """Encodes the first record on a lane, which says the version of the message format."""
     return pack(("V", WIRE_VERSION))
 
 
 def segment_opened(segment: int, byte_size: int) -> bytes:
-    """Encodes the message that announces a segment (memfd) of this process to the worker; its descriptor is sent along."""
+    """Encodes the message that announces a segment of this process to the worker; its descriptor is sent along."""
     return pack(("S+", segment, byte_size))
 
 
 def segment_closed(segment: int) -> bytes:
-    """Encodes the message by which this process says that it has closed a segment (memfd) and will not name it again."""
+    """Encodes the message by which this process says that it has closed a segment and will not name it again."""
     return pack(("S-", segment))
 
 
 def segment_refused(segment: int) -> bytes:
-    """Encodes the message by which this process says that it could not map a segment (memfd) of the worker's."""
+    """Encodes the message by which this process says that it could not map a segment of the worker's."""
     return pack(("S!", segment))
 
 
@@ -266,7 +266,7 @@ class AnswerRecord:
     timing: list[int] | None
 
     def __init__(self, fields: list[Any], known: dict[int, PreparedAnswer]) -> None:
-        """Reads the fields of a decoded record. ``known``: number -> prepared answer (constant part) that the worker has sent.
+        """Reads the fields of a decoded record. ``known``: number -> prepared answer that the worker has sent.
 
         Raises: Malformed: the fields are no answer, or name a number that is not known.
         """

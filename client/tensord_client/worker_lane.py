@@ -41,7 +41,7 @@ _NOTICED = 0.05
 
 
 class Waiting(Protocol):
-    """Interface of a request: the lane (the socket to a worker) calls it with each answer, and when the socket has ended."""
+    """Interface of a request: the lane calls it with each answer, and when the socket has ended."""
 
     #: False once an answer has come or the request has ended.
     waiting: bool
@@ -49,17 +49,17 @@ class Waiting(Protocol):
     waiter: queue.SimpleQueue[None] | None
 
     def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
-        """Stores one answer to this request, which its lane (socket) has received. Called in any thread; must not wait."""
+        """Stores one answer to this request, which its lane has received. Called in any thread; must not wait."""
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Is called when the lane (socket) ends before this request's last answer has come, because of ``error``.
+        """Is called when the lane ends before this request's last answer has come, because of ``error``.
 
         ``left``: whether the request had been sent.
         """
 
 
 class WorkerLane:
-    """This process's end of a lane (the socket to one worker): sends requests and delivers their answers. Thread-safe."""
+    """This process's end of a lane: sends requests and delivers their answers. Thread-safe."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class WorkerLane:
 
     @property
     def usable(self) -> bool:
-        """Returns whether requests may be sent on this lane (socket to a worker): neither end has closed it."""
+        """Returns whether requests may be sent on this lane: neither end has closed it."""
         return not (self.socket.closing or self.ended)
 
     @property
@@ -231,7 +231,7 @@ class WorkerLane:
                 self._announced.add(number)
 
     def publish(self, prepared: bytes) -> bytes:
-        """Returns the encoded number that stands for ``prepared``, the encoded constant part of requests, on this lane (socket).
+        """Returns the encoded number that stands for ``prepared``, the encoded constant part of requests, on this lane.
 
         If the number is new, the worker is told first what it stands for.
 
@@ -483,7 +483,7 @@ class WorkerLane:
     # ------------------------------------------------------------------------------------------------------ waiting
 
     def wait(self, request: Waiting, until: float | None) -> None:
-        """Waits until an answer to a request has come, or the lane (socket to the worker) has ended.
+        """Waits until an answer to a request has come, or the lane has ended.
 
         ``until``: seconds of ``time.monotonic()``; None: without limit.
 
@@ -630,7 +630,7 @@ class WorkerLane:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def end(self, error: ServingError) -> None:
-        """Closes the lane (socket), and calls ``lane_ended`` of every request in flight with ``error``. Idempotent.
+        """Closes the lane, and calls ``lane_ended`` of every request in flight with ``error``. Idempotent.
 
         The caller holds the lock ``reading``.
         """
@@ -656,7 +656,7 @@ class WorkerLane:
         self._thread_waiter.put(None)
 
     def close(self, error: ServingError) -> None:
-        """Closes the lane (socket), even while another thread reads it; calls requests' ``lane_ended`` with ``error``."""
+        """Closes the lane, even while another thread reads it; calls requests' ``lane_ended`` with ``error``."""
         self._why = error
         self.socket.shut_down()
         with self.reading:

@@ -43,7 +43,7 @@ _MAX_NEW_LANES = 253
 
 @dataclass(slots=True, eq=False)
 class ClientConnection:
-    """A client's connection to the clients' socket, and its lanes (direct sockets to workers), which end with the connection."""
+    """A client's connection to the clients' socket, and its lanes, which end with the connection."""
 
     peer: Peer
     #: Incarnation of a worker -> the number of the lane to it.
@@ -61,7 +61,7 @@ class _Lane:
 
 
 class ClientLanes:
-    """Admits clients, opens their lanes (direct sockets to workers) and ends them. Used on the supervisor's event loop only."""
+    """Admits clients, opens their lanes and ends them. Used on the supervisor's event loop only."""
 
     def __init__(self, options: Options, supervisor: Supervisor) -> None:
         clients = options.clients
@@ -113,7 +113,7 @@ class ClientLanes:
         return connection
 
     def leave(self, connection: ClientConnection) -> None:
-        """Forgets a client whose connection has ended, and ends its lanes (direct sockets to workers)."""
+        """Forgets a client whose connection has ended, and ends its lanes."""
         self._connections.discard(connection)
         for number in list(connection.lanes.values()):
             self._end(number)
@@ -122,7 +122,7 @@ class ClientLanes:
 
     @property
     def offered(self) -> bool:
-        """Returns whether clients may have lanes (direct sockets to workers).
+        """Returns whether clients may have lanes.
 
         False if the options turn lanes off, or restrict inference to clients that send a key in a header.
         """
@@ -167,7 +167,7 @@ class ClientLanes:
         return state
 
     async def _change(self, seconds: float) -> None:
-        """Waits until a model's state changes, a worker leaves, or a lane (socket to a worker) ends; at most ``seconds``."""
+        """Waits until a model's state changes, a worker leaves, or a lane ends; at most ``seconds``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
@@ -175,7 +175,7 @@ class ClientLanes:
     def open(
         self, connection: ClientConnection, wanted: OpenLanes, state: ModelState
     ) -> tuple[OpenAnswer, list[socket.socket]]:
-        """Opens a lane (a direct socket) to each worker that serves a version and to which the client has none yet.
+        """Opens a lane to each worker that serves a version and to which the client has none yet.
 
         Returns the answer to ``wanted``, and the client's ends of the new lanes, which the caller must close. ``state``: the
         version's, which ``find`` has returned.
@@ -197,7 +197,7 @@ class ClientLanes:
         return self._answer(state, wanted.version, entries), sockets
 
     def _opened(self, connection: ClientConnection, workers: list[WorkerProcess], model: str) -> list[socket.socket]:
-        """Opens a lane (a direct socket) to each of these workers, and returns the client's ends; after an error none is open.
+        """Opens a lane to each of these workers, and returns the client's ends; after an error none is open.
 
         ``model``: named in errors. Raises Unavailable: the user would have too many lanes, or no file descriptor is free.
         """
@@ -233,7 +233,7 @@ class ClientLanes:
         return made
 
     def withdraw(self, connection: ClientConnection, answer: OpenAnswer) -> None:
-        """Ends the lanes (sockets to workers) that were opened for an answer, because it could not be sent to the client."""
+        """Ends the lanes that were opened for an answer, because it could not be sent to the client."""
         for entry in answer.lanes:
             if entry.new and entry.lane in connection.lanes.values():
                 self._end(entry.lane)
@@ -270,7 +270,7 @@ class ClientLanes:
         return sum(device in wanted for device in workers.slots.values())
 
     def _end(self, number: int) -> None:
-        """Removes a lane (socket to a worker) from its client's connection, and asks its worker to close it."""
+        """Removes a lane from its client's connection, and asks its worker to close it."""
         lane = self._lanes[number]
         self._take(lane)
         lane.worker.send(LaneClosed(number))
@@ -284,14 +284,14 @@ class ClientLanes:
     # --------------------------------------------------------------------------------------------------------- changes
 
     def lane_ended(self, worker: WorkerProcess, number: int) -> None:
-        """Stops counting a lane (socket to a client) that its worker reports as closed, and wakes clients that wait for that."""
+        """Stops counting a lane that its worker reports as closed, and wakes clients that wait for that."""
         lane = self._lanes.get(number)
         if lane is not None and lane.worker is worker:
             self._forget(number)
             self._wake()
 
     def worker_left(self, worker: WorkerProcess) -> None:
-        """Stops counting the lanes (sockets) to a worker that has died, and wakes clients that wait for a worker."""
+        """Stops counting the lanes to a worker that has died, and wakes clients that wait for a worker."""
         for number in [number for number, lane in self._lanes.items() if lane.worker is worker]:
             self._forget(number)
         self._wake()
@@ -320,11 +320,11 @@ class ClientLanes:
     # ----------------------------------------------------------------------------------------------------- statistics
 
     def open_by_worker(self) -> Counter[str]:
-        """Returns how many lanes (direct sockets) clients have to each worker, by the worker's name."""
+        """Returns how many lanes clients have to each worker, by the worker's name."""
         return Counter(lane.worker.name for lane in self._lanes.values() if lane.connection is not None)
 
     def statistics(self) -> dict[str, Any]:
-        """Returns counts of client connections and lanes (sockets to workers), in total and by user, and of refused lanes."""
+        """Returns counts of client connections and lanes, in total and by user, and of refused lanes."""
         connections = Counter(connection.peer.owner for connection in self._connections)
         lanes = Counter(lane.owner for lane in self._lanes.values() if lane.connection is not None)
         owners: Iterable[str] = sorted(connections | lanes)

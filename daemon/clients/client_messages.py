@@ -38,7 +38,7 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks for a model's description, and for a lane (a socket) to each worker that serves it, where the client has none yet."""
+    """Asks for a model's description, and for a lane to each worker that serves it, where the client has none yet."""
 
     model: str
     #: 0: the newest that serves.
@@ -115,7 +115,7 @@ class HelloAnswer(msgspec.Struct):
 
 
 class LaneEntry(msgspec.Struct):
-    """An entry of OpenAnswer: one lane (a direct socket to a worker) for requests to the model that the client asked for."""
+    """An entry of OpenAnswer: one lane for requests to the model that the client asked for."""
 
     lane: int
     #: The worker's device, "cpu:0", "cuda:1".

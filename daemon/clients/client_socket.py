@@ -1,4 +1,4 @@
-"""Serves the Unix socket on which local clients ask for lanes (direct sockets to workers) and hand over memory (memfds).
+"""Serves the Unix socket on which local clients ask for lanes and hand over memory (memfds).
 
     accept ─▶ admitted ─▶ question ─▶ answer ─▶ question ...  ─▶ end of file: its lanes end
 
@@ -80,7 +80,7 @@ _BESIDE_LIST = 1 << 10
 
 
 class ClientSocket:
-    """Serves the Unix socket on which local clients ask for lanes (direct sockets to workers) and hand over memory.
+    """Serves the Unix socket on which local clients ask for lanes and hand over memory.
 
     Each client's connection has a task, which answers the client's questions.
     """

@@ -136,7 +136,7 @@ class FrontCounters:
         self._connections[self._row] = connections
 
     def note_number(self, numbered: int, evicted: int) -> None:
-        """Counts a prepared request (the constant part of many requests) that was given the number by which workers know it.
+        """Counts a prepared request that was given the number by which workers know it.
 
         ``numbered``: how many have a number now; ``evicted``: how many lost theirs to make room for this one.
         """

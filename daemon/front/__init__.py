@@ -1,1 +1,1 @@
-"""Code that the HTTP and gRPC fronts (the processes that serve clients) share."""
+"""Code that the HTTP and gRPC fronts share."""

@@ -1,4 +1,4 @@
-"""Receives large HTTP and gRPC request bodies into the request arena (shared memory) while they arrive.
+"""Receives large HTTP and gRPC request bodies into the request arena while they arrive.
 
     room? ─▶ place ─▶ everything came ─▶ take_lease        any time: drop, and what it has is given back
      ╰ none now: it waits ─▶ place, or refused
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Receives a large request body into the request arena (shared memory); base class for HTTP and gRPC.
+    """Receives a large request body into the request arena; base class for HTTP and gRPC.
 
     Owns the lease that the body lies in until ``take_lease`` or ``drop`` is called.
     """
@@ -37,7 +37,7 @@ class Receiver:
     _dropped = False
 
     def _wait_for_room(self, byte_size: int) -> None:
-        """Queues the body for memory in the arena (shared memory); returns at once.
+        """Queues the body for memory in the arena; returns at once.
 
         Later ``_place`` is called with a lease, or ``refuse`` with an error, and then ``_progressed``.
         """
@@ -61,7 +61,7 @@ class Receiver:
         self._progressed()
 
     def take_lease(self) -> Lease | None:
-        """Returns the body's lease (reserved shared memory), which the caller owns from now on; None: the body has none."""
+        """Returns the body's lease, which the caller owns from now on; None: the body has none."""
         lease, self._lease = self._lease, None
         return lease
 
@@ -76,7 +76,7 @@ class Receiver:
             self._submitter.give_back(lease)
 
     def _place(self, lease: Lease) -> None:
-        """Takes ownership of a lease (reserved shared memory) and writes the body into it, bytes already received first."""
+        """Takes ownership of a lease and writes the body into it, bytes already received first."""
         raise NotImplementedError
 
     def refuse(self, error: ServingError) -> None:

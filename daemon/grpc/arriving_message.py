@@ -1,4 +1,4 @@
-"""Receives a gRPC message in pieces, writes its tensors to the arena (shared memory) meanwhile, and decompresses messages.
+"""Receives a gRPC message in pieces, writes its tensors to the arena meanwhile, and decompresses messages.
 
     | compressed 8 | length 32 | message: length bytes |
 
@@ -69,7 +69,7 @@ class ArrivingMessage(Receiver):
     Args:
       flag: the message's first byte; 0: it is not compressed.
       byte_size: length of the message.
-      submitter: reserves memory in the arena (shared memory) for a large request's tensors; None: the message is buffered.
+      submitter: reserves memory in the arena for a large request's tensors; None: the message is buffered.
       account: counts how much arena memory the client holds.
       on_room: called once the message's wait for arena memory has ended, with memory or with a refusal.
       on_placed: called with the message once all of it has arrived in the arena; None: nothing is called.
@@ -128,7 +128,7 @@ class ArrivingMessage(Receiver):
     # -------------------------------------------------------------------------------------------------------- receive
 
     def feed(self, piece: memoryview) -> None:
-        """Stores the next piece of the message, in the arena (shared memory) or a buffer. It must end within the message."""
+        """Stores the next piece of the message, in the arena or a buffer. It must end within the message."""
         if self.is_placed:
             self._fill(piece, 0)
         else:
@@ -188,7 +188,7 @@ class ArrivingMessage(Receiver):
         self.rest = lease.view[: self._raw_size]
 
     def _fill(self, piece: memoryview, at: int) -> None:
-        """Copies the tensors' bytes in ``piece[at:]`` to the arena (shared memory); drops them if the message was refused."""
+        """Copies the tensors' bytes in ``piece[at:]`` to the arena; drops them if the message was refused."""
         lease, end = self._lease, len(piece)
         while at < end and lease is not None:
             if size := min(len(self.rest), end - at):
@@ -285,14 +285,14 @@ class ArrivingMessage(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def take_content(self) -> Buffer:
-        """Returns the bytes of a message that was buffered, not placed in the arena (shared memory), and gives up the buffer."""
+        """Returns the bytes of a message that was buffered, not placed in the arena, and gives up the buffer."""
         content, self._content, self.kept_byte_size = self._content, None, 0
         return b"" if content is None else content
 
     def take(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...], Lease]:
         """Returns the parts of a complete message whose tensors lie in the arena: head, id, raw tensors, lease.
 
-        The head is all other fields; the lease is the reserved part of the arena (shared memory), which the caller owns from now
+        The head is all other fields; the lease is the reserved part of the arena, which the caller owns from now
         on. Tiny tensors are returned as bytes, others as slices of the arena.
         Raises RefusedRequest: the message is no valid request, or there was no arena memory for it.
         """

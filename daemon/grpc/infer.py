@@ -82,7 +82,7 @@ class Infer:
     ) -> CallRequest:
         """Sends the inference request in a message to a worker, and returns it; its answers go to ``call.completed``.
 
-        Without free memory in the arena (shared memory) the request is returned as well, and is sent once there is some.
+        Without free memory in the arena the request is returned as well, and is sent once there is some.
 
         Args:
           message: the request is ``message[start:end]``.
@@ -143,9 +143,9 @@ class Infer:
     def ask_placed(
         self, call: InferCall, message: ArrivingMessage, waited_ns: int = 0, read_ns: int = 0
     ) -> CallRequest:
-        """Sends a worker the request of a message whose tensors have arrived in the arena (shared memory).
+        """Sends a worker the request of a message whose tensors have arrived in the arena.
 
-        The request takes over the tensors' lease (the reserved part of the arena).
+        The request takes over the tensors' lease.
 
         Args:
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
@@ -194,7 +194,7 @@ class Infer:
     ) -> CallRequest:
         """Sends a worker a request whose tensors are in place; the submitter owns its leases then, also if this raises.
 
-        A lease is a reserved part of the arena (shared memory).
+        A lease is a reserved part of the arena.
 
         ``state``: the state of its model, where the caller has just looked it up.
         """
@@ -407,7 +407,7 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the arena (shared memory) are not copied.
+        """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the arena are not copied.
 
         Returns no pieces if the answer is only the mark that no further response comes.
         Args:

@@ -218,7 +218,7 @@ class Stream:
 
     @property
     def waits_for_room(self) -> bool:
-        """Returns whether the message that is arriving still waits for memory in the arena (shared memory)."""
+        """Returns whether the message that is arriving still waits for memory in the arena."""
         return self.arriving is not None and self.arriving.waits_for_room
 
     def _room_came(self) -> None:
@@ -261,7 +261,7 @@ class Stream:
     def _note(self) -> None:
         """Counts the message bytes that the stream buffers, and refuses the call if all streams together buffer too many.
 
-        Grants the client window for the rest of a message that goes into the arena (shared memory).
+        Grants the client window for the rest of a message that goes into the arena.
         """
         if self._finished:
             return

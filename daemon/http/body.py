@@ -1,4 +1,4 @@
-"""Holds the body of an inference request while it arrives: in ordinary memory, or in the request arena (shared memory).
+"""Holds the body of an inference request while it arrives: in ordinary memory, or in the request arena.
 
 A body of JSON alone never goes into the arena: its tensors will need room there, and a request that waits for room must not hold
 any.
@@ -125,7 +125,7 @@ class TextBody:
 
 
 class PlacedBody:
-    """Writes a large binary body of known length, while it arrives, into a lease (a reserved piece) of shared memory."""
+    """Writes a large binary body of known length, while it arrives, into a lease of shared memory."""
 
     __slots__ = ("_end", "_start", "lease", "received")
 
@@ -137,7 +137,7 @@ class PlacedBody:
 
     @staticmethod
     def lease_size(byte_size: int) -> int:
-        """Returns how many bytes of the arena (shared memory) to reserve for a body of ``byte_size`` bytes."""
+        """Returns how many bytes of the arena to reserve for a body of ``byte_size`` bytes."""
         return byte_size + ALIGNMENT
 
     def write(self, chunk: bytes | memoryview) -> None:
@@ -158,7 +158,7 @@ class PlacedBody:
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
-        """Returns where the binary parts of the body lie in the arena (shared memory).
+        """Returns where the binary parts of the body lie in the arena.
 
         Args:
           head_size: the bytes of JSON before the first part.
@@ -169,7 +169,7 @@ class PlacedBody:
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
-        """Returns where one binary part lies in the arena (shared memory), or its bytes if they are few.
+        """Returns where one binary part lies in the arena, or its bytes if they are few.
 
         Args:
           head_size: the bytes of JSON before the first part.
@@ -189,7 +189,7 @@ Body = CollectedBody | TextBody | PlacedBody
 def located(
     sources: Iterable[Source], body: Body, json_size: int, inline_byte_size: int
 ) -> list[InputContent | Unconverted]:
-    """Returns a request's input tensors; those in the body as their bytes, or as their places in the arena (shared memory).
+    """Returns a request's input tensors; those in the body as their bytes, or as their places in the arena.
 
     Args:
       sources: where the data of each input is: in the body, in a region, or in the JSON.

@@ -213,7 +213,7 @@ class Reception(Receiver):
     def leave(self) -> tuple[Lease, ...]:
         """Ends the reception once the request's tensors are in their places; frees ordinary memory, returns the body's lease.
 
-        The caller now owns the lease (reserved shared memory). Empty: the body has no lease.
+        The caller now owns the lease. Empty: the body has no lease.
         """
         if self._collected_byte_size:
             self.drop_body()

@@ -237,7 +237,7 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
-    """Returns the latest errors that clients got from fronts, or from workers by lanes (direct sockets), the newest first.
+    """Returns the latest errors that clients got from fronts, or from workers by lanes, the newest first.
 
     Each error is a row of JSON values, with the name of the front or worker as ``front``.
     """

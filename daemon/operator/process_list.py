@@ -34,7 +34,7 @@ def of_workers(
     Args:
       slots: counts the deaths of processes.
       models: name -> versions of each model that workers may serve.
-      lanes: name of a worker -> how many lanes (direct sockets) clients have to it.
+      lanes: name of a worker -> how many lanes clients have to it.
       now_ns: CLOCK_MONOTONIC.
     """
     names = {model_key(name, version): (name, version) for name, versions in models.items() for version in versions}

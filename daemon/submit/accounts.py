@@ -83,7 +83,7 @@ class Account(Holdings):
     # ------------------------------------------------------------------------------------------------ request arena
 
     def admits(self, byte_size: int) -> bool:
-        """Returns whether the connection may borrow ``byte_size`` more bytes of the request arena (shared memory) now."""
+        """Returns whether the connection may borrow ``byte_size`` more bytes of the request arena now."""
         client = self.client
         if self.requests + byte_size <= self.limit and client.requests + byte_size <= client.limit:
             return True

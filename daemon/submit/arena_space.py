@@ -1,4 +1,4 @@
-"""Lends pieces of a front's request arena (shared memory for inputs) to requests, and queues requests that must wait for one.
+"""Lends pieces of a front's request arena to requests, and queues requests that must wait for one.
 
 small, medium, large     each size has its own queue, because a small request does not need the memory that large ones wait for
 a queue                  the client that holds least memory comes first, then who came first; a client that holds its share
@@ -26,7 +26,7 @@ OnLease = Callable[[Lease | ServingError], None]
 
 @dataclass(slots=True)
 class _Waiter:
-    """Holds one wait for shared memory: when it ends, for how many bytes, and the callback that gets the lease (the memory)."""
+    """Holds one wait for shared memory: when it ends, for how many bytes, and the callback that gets the lease."""
 
     give_up: float
     byte_size: int
@@ -36,7 +36,7 @@ class _Waiter:
 
 
 class ArenaSpace:
-    """Lends pieces (leases) of a front's request arena (shared memory), and queues the requests for which there is no room.
+    """Lends pieces (leases) of a front's request arena, and queues the requests for which there is no room.
 
     Args:
       wait_seconds: how long a request waits for memory at most.
@@ -108,7 +108,7 @@ class ArenaSpace:
         self._count += 1
 
     def arrived(self, lease: Lease) -> None:
-        """Marks the content of a lease (borrowed memory) as complete: it no longer counts as a body still arriving."""
+        """Marks the content of a lease as complete: it no longer counts as a body still arriving."""
         if lease.arriving:
             lease.arriving = False
             self._arriving_byte_size -= lease.block_size
@@ -116,7 +116,7 @@ class ArenaSpace:
                 self._serve()
 
     def give_back(self, lease: Lease) -> None:
-        """Releases a lease (borrowed memory), and lends memory to waiting requests. Idempotent."""
+        """Releases a lease, and lends memory to waiting requests. Idempotent."""
         account = lease.holder
         if account is not None:
             lease.holder = None
@@ -237,7 +237,7 @@ def _held(account: Account | None) -> int:
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
-    """Calls ``on_lease`` with a lease (borrowed memory) or an error.
+    """Calls ``on_lease`` with a lease or an error.
 
     Returns False if ``on_lease`` raised an exception, which is logged and not raised, so that other waiting requests are served.
     """

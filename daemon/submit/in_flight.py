@@ -36,7 +36,7 @@ _UNSENT = RequestRecord(0, PreparedRequest(""))
 
 
 class WorkerLink:
-    """Connects a front with one worker: their lane (a channel), and the pages on which the worker publishes status and sequences.
+    """Connects a front with one worker: their lane, and the pages on which the worker publishes status and sequences.
 
     Also holds the front's requests that are in flight there.
     """
@@ -67,7 +67,7 @@ class WorkerLink:
         self.writing = False
 
     def shut(self) -> None:
-        """Closes the lane (channel) to the worker, and the pages on which the worker published its status and sequences."""
+        """Closes the lane to the worker, and the pages on which the worker published its status and sequences."""
         self.page.close()
         self.sequences.close()
         self.lane.close()

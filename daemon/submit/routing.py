@@ -52,7 +52,7 @@ class Routing:
         self._sequenced.clear()
 
     def add(self, worker: WorkerLink) -> None:
-        """Adds a worker whose lane (channel) is open, so that requests can be sent to it."""
+        """Adds a worker whose lane is open, so that requests can be sent to it."""
         self.workers[worker.incarnation] = worker
         self._forget()
 

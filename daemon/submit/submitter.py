@@ -69,12 +69,12 @@ class Submitter:
         counted: OnRefusal = uncounted,
         on_number: OnNumber | None = None,
     ) -> None:
-        """Creates the request arena (shared memory for inputs); there are no workers yet.
+        """Creates the request arena; there are no workers yet.
 
         Args:
           incarnation, row: the number of this front's process, never used again; its index among its protocol's fronts.
           counted: called for every request that is refused.
-          on_number: called for every prepared request (the constant part of many requests) that gets a number.
+          on_number: called for every prepared request that gets a number.
         """
         self._incarnation = incarnation
         self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
@@ -130,7 +130,7 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ sending
 
     def send(self, request: InFlight, state: ModelState | None = None) -> None:
-        """Sends a request to a worker. Its inputs must lie in its record (message), its leases (shared memory) or in regions.
+        """Sends a request to a worker. Its inputs must lie in its record (message), its leases or in regions.
 
         Its ``completed`` is called with exactly one final answer, never before ``send`` returns.
         ``state``: the state of its model, if the caller has just looked it up; None: it is looked up here.
@@ -245,7 +245,7 @@ class Submitter:
     # --------------------------------------------------------------------------------------- records leave for workers
 
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
-        """Queues a request on a worker's lane (the channel to it). If this raises, the request is on no lane.
+        """Queues a request on a worker's lane. If this raises, the request is on no lane.
 
         An idle worker gets the record at once, so that it begins while this front reads other requests.
         """
@@ -521,7 +521,7 @@ class Submitter:
     # -------------------------------------------------------------------------------------- workers and models
 
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
-        """Opens the lane (channel) to a worker. Takes over ``fds``: the lane's socket, the worker's status and sequence pages."""
+        """Opens the lane to a worker. Takes over ``fds``: the lane's socket, the worker's status and sequence pages."""
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
         worker = WorkerLink(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
         self._routing.add(worker)
@@ -676,7 +676,7 @@ class Submitter:
         return {"in_flight": len(self._in_flight), **waiting, **prepared, **held}
 
     def close(self) -> None:
-        """Closes the lanes (channels) to all workers, and the request arena; requests in flight get no answer."""
+        """Closes the lanes to all workers, and the request arena; requests in flight get no answer."""
         if self._timer is not None:
             self._timer.cancel()
         self.refusals.close()

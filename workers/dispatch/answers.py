@@ -55,7 +55,7 @@ def complete(
 ) -> AnswerRecord | None:
     """Writes a request's outputs to where the client wants them, and returns the record of the answer, which describes them.
 
-    Returns None if the response arena (shared memory) is full: nothing was written then, and the caller tries again later.
+    Returns None if the response arena is full: nothing was written then, and the caller tries again later.
 
     Args:
       inline_byte_size: outputs up to this size go into the record.

@@ -181,7 +181,7 @@ class Dispatcher:
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
         """Submits a request of a client that is connected directly, not through a front.
 
-        Answers it with Unavailable above the limits of the client's lane (channel); clears the fields that only a front may set.
+        Answers it with Unavailable above the limits of the client's lane; clears the fields that only a front may set.
         """
         assert submitter.segments is not None
         self.lane_requests += 1
@@ -288,7 +288,7 @@ class Dispatcher:
             self.responses.taken(request, record.byte_size)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Cancels all requests of a submitter whose lane (channel) has ended; those that run get no answer when they end."""
+        """Cancels all requests of a submitter whose lane has ended; those that run get no answer when they end."""
         submitter.closed = True
         for request in list(submitter.in_flight.values()):
             self.withdraw(request)
@@ -308,7 +308,7 @@ class Dispatcher:
                 version.sequences.close_client(submitter.peer)
 
     def end_sequence(self, submitter: SubmitterLink[Request], record: EndSequence) -> None:
-        """Ends a sequence whose last request came on this submitter's lane (channel to the worker). Ignores any other.
+        """Ends a sequence whose last request came on this submitter's lane. Ignores any other.
 
         Raises: InvalidArgument: a front sends this; only a client that is connected directly may.
         """
@@ -469,7 +469,7 @@ class Dispatcher:
         self.agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
-        """Answers a request that has not run with Cancelled, if it was cancelled or its submitter's lane (channel) has ended.
+        """Answers a request that has not run with Cancelled, if it was cancelled or its submitter's lane has ended.
 
         Returns whether it did; False: the request is still to be run. Requests that fail with it are answered too.
         """

@@ -477,9 +477,9 @@ def _holds(numbered: Numbered[PreparedAnswer], request: Request) -> bool:
 
 
 def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
-    """Frees leases (pieces of the response arena) that a submitter gives back in a datagram.
+    """Frees leases that a submitter gives back in a datagram.
 
-    Returns whether the submitter's lane (channel) has something to send afterwards.
+    Returns whether the submitter's lane has something to send afterwards.
 
     Raises InvalidArgument: a lease that is given back is not outstanding.
     """

@@ -1,4 +1,4 @@
-"""Counts final answers on clients' lanes (their own sockets to a worker) by code, logs and traces some, keeps the last errors.
+"""Counts final answers on clients' lanes by code, logs and traces some, keeps the last errors.
 
 Fronts do so for HTTP and gRPC (``tensord.daemon.front.answered``, ``tensord.shm.tracer``). What the C part answers is counted by
 it: it is told how many may pass until Python has to look at a request, because that may be one to trace or to log.
@@ -39,7 +39,7 @@ _Error = tuple[float, str, str, str, str, str, str]
 
 
 class LaneAnswers:
-    """Counts the final answers to clients that have a lane (a channel of their own to the worker); ignores those to fronts.
+    """Counts the final answers to clients that have a lane; ignores those to fronts.
 
     Only the thread of the worker's loop uses it.
     """

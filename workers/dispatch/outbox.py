@@ -1,4 +1,4 @@
-"""Sends answers: writes each at once if the response arena (shared memory) has room, and else keeps it for a limited time.
+"""Sends answers: writes each at once if the response arena has room, and else keeps it for a limited time.
 
     answer ─▶ placed ─▶ its record queued on the lane
           └─▶ blocked, oldest first ──room──▶ placed
@@ -46,7 +46,7 @@ _MAX_BLOCKED = 4
 
 
 class Outbox:
-    """Sends one worker's answers to fronts and clients; those that find no room in the response arena (shared memory) wait.
+    """Sends one worker's answers to fronts and clients; those that find no room in the response arena wait.
 
     Only the thread of the worker's loop uses it.
     """
@@ -240,7 +240,7 @@ class Outbox:
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
         """Plans how to answer a request whose batch has outputs of this layout: which bytes of the batch go where.
 
-        Stores the plan for later requests with the same prepared request (their constant part). None: no plan is possible.
+        Stores the plan for later requests with the same prepared request. None: no plan is possible.
         """
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
@@ -249,7 +249,7 @@ class Outbox:
         return plan
 
     def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
-        """Answers a request with a result, or queues the answer until the response arena (shared memory) has room for it.
+        """Answers a request with a result, or queues the answer until the response arena has room for it.
 
         Returns what the client gets: the result, or the error that it gets instead because the result cannot be sent.
 
@@ -314,7 +314,7 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | bool:
-        """Queues an answer until the response arena (shared memory) has room for it.
+        """Queues an answer until the response arena has room for it.
 
         Returns True if it was queued; an error: to answer with instead, as too many bytes of answers to the submitter wait.
         """
@@ -410,7 +410,7 @@ class Outbox:
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends, without answering them, requests of a submitter whose lane (channel) has closed.
+        """Ends, without answering them, requests of a submitter whose lane has closed.
 
         These are the requests that are held back, and those whose answers wait for room.
         """

@@ -33,7 +33,7 @@ class Woken(NamedTuple):
 class Poller:
     """Waits for events on an epoll file descriptor. ``look_ns``: how long it polls before it sleeps; 0: it sleeps at once.
 
-    The methods about lanes (channels of submitters to the worker) and requests do nothing here: ``FastPath`` overrides them to
+    The methods about lanes and requests do nothing here: ``FastPath`` overrides them to
     answer requests while it waits.
     """
 
@@ -45,19 +45,19 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Adds a submitter's lane (channel), so that ``wait`` also answers its requests.
+        """Adds a submitter's lane, so that ``wait`` also answers its requests.
 
         The caller has registered the lane with the epoll.
         """
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
-        """Unregisters a submitter's lane (channel) that has ended: ``wait`` no longer answers its requests."""
+        """Unregisters a submitter's lane that has ended: ``wait`` no longer answers its requests."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         """Stores how an execution's requests were answered, so that ``wait`` may answer later ones that differ only in data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Drops what ``learn`` stored for a submitter's prepared request (the constant part of many requests, sent once).
+        """Drops what ``learn`` stored for a submitter's prepared request.
 
         ``number``: by which requests refer to it; from now on it stands for another prepared request.
         """

@@ -44,7 +44,7 @@ _Sent = tuple[Sent, bool, int]
 
 
 class Responses:
-    """Sends the responses of one worker's streaming models; those that find the response arena (shared memory) full wait."""
+    """Sends the responses of one worker's streaming models; those that find the response arena full wait."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Responses:
         """Creates the sender of a request's responses. ``single``: it sends exactly one.
 
         For a client that is connected directly (not through a front) the bytes that may be sent before it has taken them are
-        limited so that all its requests together keep within the limit of its lane (channel to this worker).
+        limited so that all its requests together keep within the limit of its lane.
         """
         segments, max_ahead = request.submitter.segments, self.max_ahead
         if segments is not None:
@@ -114,7 +114,7 @@ class Responses:
 
         Args:
           result: the response; None: only the mark that no further one follows.
-          byte_size: the bytes that it counts as until it is written to its client's lane (channel).
+          byte_size: the bytes that it counts as until it is written to its client's lane.
           wake: False if the loop is about to be woken anyway.
         """
         self._arrived.append((sender, (result, final, byte_size)))
@@ -302,7 +302,7 @@ class Responses:
         hand_over(request, result, None, final)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
-        """Writes a response to the lane (channel) of the request's submitter, a front or a client.
+        """Writes a response to the lane of the request's submitter, a front or a client.
 
         Returns the bytes that count until the client has taken them; None: the response arena is full; an error: send this error
         instead of the response.

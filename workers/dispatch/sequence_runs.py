@@ -45,7 +45,7 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """``submitters``: file descriptor of a lane (channel to the worker) -> the front or client that sends on it."""
+        """``submitters``: file descriptor of a lane -> the front or client that sends on it."""
         self._version = version
         self._model = model
         self._sequences = sequences
@@ -87,7 +87,7 @@ class SequenceRuns:
     def _note_clients(self, clients: list[int]) -> None:
         """Notes which client each sequence chosen by ``choose`` belongs to; the sequence ends when that client's lane ends.
 
-        ``clients``: for each request the file descriptor of the lane (the client's channel to the worker) on which it came; -1:
+        ``clients``: for each request the file descriptor of the lane on which it came; -1:
         it came from a front, and its sequence belongs to no client.
         """
         for live, fd in zip(self._chosen, clients, strict=False):
@@ -129,7 +129,7 @@ class SequenceRuns:
         """Answers requests with an error, because their run failed or its outputs were not as expected; none is run again.
 
         Args:
-          requests: file descriptor of the lane (channel), request id, and time of arrival (monotonic, ns) of each.
+          requests: file descriptor of the lane, request id, and time of arrival (monotonic, ns) of each.
           error: what the run raised; None: it raised nothing, but its outputs were wrong.
         """
         name, model, version = self._version.name, self._model, self._version

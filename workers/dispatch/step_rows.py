@@ -42,7 +42,7 @@ class _Joined(NamedTuple):
 
 
 class _Lane:
-    """Sends each step's responses to the requests of one submitter (front or client) that have joined, all at once."""
+    """Sends each step's responses to the requests of one submitter that have joined, all at once."""
 
     def __init__(self, submitter: SubmitterLink[Request], numbered: Numbered[PreparedAnswer], sizes: list[int]) -> None:
         self._submitter = submitter
@@ -140,7 +140,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Assigns each of these slots to the lane (channel) of its request's submitter, on which ``send`` answers it.
+        """Assigns each of these slots to the lane of its request's submitter, on which ``send`` answers it.
 
         Joined requests in other slots are answered separately again.
         """

@@ -40,7 +40,7 @@ _LEASED = -1
 
 
 def plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Plans the answers to repeats of a prepared request (the constant part of many requests). Returns the plan and its names.
+    """Plans the answers to repeats of a prepared request. Returns the plan and its names.
 
     The names are those of outputs: ``PlannedOutput.content`` -> name. None: no plan is possible; repeats are run as batches.
 
@@ -68,7 +68,7 @@ def plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerP
 
 
 class SingleRun:
-    """Runs, one at a time, the repeats of one prepared request (the constant part of many requests) of one submitter.
+    """Runs, one at a time, the repeats of one prepared request of one submitter.
 
     Only the thread of the worker's loop uses it.
     """
@@ -140,7 +140,7 @@ class SingleRun:
         return not [array for array in self._fixed.values() if array.ctypes.data % ALIGNMENT]
 
     def __call__(self, places: Sequence[Place], chosen: ParameterSet | None = None) -> Outcome | None:
-        """Runs one request. Returns the lease (a reserved block of the arena) with its large outputs, and its small outputs.
+        """Runs one request. Returns the lease with its large outputs, and its small outputs.
 
         The lease is given as segment (-1: no lease), offset and generation. The small outputs go into the answer's record;
         outputs in regions are written there already. None: the request must be run as a batch instead; no lease is held then.

@@ -261,7 +261,7 @@ class Executable(ABC):
     def single_run(
         self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]
     ) -> SingleRun | None:
-        """Returns an object that runs requests with the same prepared request (their common part) one at a time, without batches.
+        """Returns an object that runs requests with the same prepared request one at a time, without batches.
 
         None: that is not possible for these requests.
 

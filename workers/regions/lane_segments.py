@@ -1,4 +1,4 @@
-"""Holds the segments (shared memory) that a client announces on its lane (socket to a worker); only this lane can name them.
+"""Holds the segments that a client announces on its lane; only this lane can name them.
 
     SegmentOpened 3 + memfd ──▶ region "@3" of this lane ──SegmentClosed 3, or the lane ends──▶ leaving ──last lease──▶ unmapped
     RegionSlice("@3", ...)  ──▶ that region              RegionSlice("frames", ...) ──▶ a registered region, as for anybody
@@ -25,7 +25,7 @@ _MAX_REFUSED = 256
 
 
 class LaneSegments(ArenaMap):
-    """The memory segments that a client has announced on its lane (channel to the worker); only the lane's records can name them.
+    """The memory segments that a client has announced on its lane; only the lane's records can name them.
 
     Their names are ``@<number>``. A front has a request arena instead.
     """
@@ -115,7 +115,7 @@ class LaneSegments(ArenaMap):
         return region
 
     def view(self, place: Slice) -> memoryview:
-        """Always raises InvalidArgument: unlike a front, a client has no request arena (shared memory) with inputs."""
+        """Always raises InvalidArgument: unlike a front, a client has no request arena with inputs."""
         raise InvalidArgument(
             f"{place.byte_size} bytes are said to lie in an arena; a client's tensors are in its records or in regions"
         )

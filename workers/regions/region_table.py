@@ -1,4 +1,4 @@
-"""Holds the regions (memory that clients share) that a worker has open, by name. The supervisor owns the names.
+"""Holds the regions that a worker has open, by name. The supervisor owns the names.
 
 registered ──unregistered or renewed──▶ leaving: no new request finds it ──last lease ends──▶ closed, waiters are called
 """
@@ -28,7 +28,7 @@ _POPULATE_PRIVATE = 64 << 20
 
 
 class RegionTable:
-    """Opens, finds and closes the regions (memory that clients share) of one worker, by name; for the worker's loop only."""
+    """Opens, finds and closes the regions of one worker, by name; for the worker's loop only."""
 
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
@@ -55,7 +55,7 @@ class RegionTable:
         self.private_byte_size = 0
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
-        """Opens a client's system region (POSIX shared memory) and adds it to the table.
+        """Opens a client's system region and adds it to the table.
 
         A region that renews another one replaces it only once nothing can go wrong any more. If both are of the same object,
         which has lost no memory, the existing mapping is kept.

@@ -115,7 +115,7 @@ class PlannedOutput(NamedTuple):
 class AnswerPlan(NamedTuple):
     """Describes how answers are built from a run's outputs: everything about them but the bytes of the tensors.
 
-    It holds for requests with the same prepared request (the constant part of many requests).
+    It holds for requests with the same prepared request.
     """
 
     #: As the record has it: its number, or all of it where it has none.
@@ -198,7 +198,7 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
 
 
 class AnswerRows:
-    """Encodes answers to many requests that share one prepared answer (the constant part of an answer, sent once).
+    """Encodes answers to many requests that share one prepared answer.
 
     ``name`` sets the requests, then ``records`` makes their answers.
     """
@@ -233,7 +233,7 @@ def answer_pieces(number: int, sizes: Sequence[int]) -> tuple[bytes, int, list[b
     """Returns the parts of an answer's record (encoded message) that stay the same, whatever its outputs contain.
 
     Args:
-      number: the number of the prepared answer (the constant part of many answers, sent once).
+      number: the number of the prepared answer.
       sizes: how many bytes each output has.
     Returns: the bytes before the outputs, the offset of the request id in these, and the bytes that follow each output.
     """
@@ -252,7 +252,7 @@ def answer_pieces(number: int, sizes: Sequence[int]) -> tuple[bytes, int, list[b
 def _layout(number: int, sizes: Sequence[int]) -> tuple[Array, int, Array]:
     """Returns a sample record of an answer, the offset of the request id in it, and the offsets of all bytes of its outputs.
 
-    ``number``: of the prepared answer (the constant part of many answers, sent once). ``sizes``: how many bytes each output has.
+    ``number``: of the prepared answer. ``sizes``: how many bytes each output has.
     """
     sample = _encoded(_ID, number, [bytes(size) for size in sizes])
     id_at = int(np.argmax(sample != _encoded(_OTHER_ID, number, [bytes(size) for size in sizes])))

@@ -37,7 +37,7 @@ class LaneOwner(Budget):
         self.waiting_byte_size = 0
 
     def leave(self, submitter: SubmitterLink[Any]) -> bool:
-        """Removes a lane (channel of one client) that has ended. Returns whether it was the user's last one."""
+        """Removes a lane that has ended. Returns whether it was the user's last one."""
         self.submitters.discard(submitter)
         return not self.submitters
 

@@ -24,7 +24,7 @@ _INLINE_TENSORS = 8
 
 @dataclass(slots=True, eq=False, repr=False)
 class Places:
-    """Where each output of a request is written: to the answer's record, the response arena (shared memory), or a region."""
+    """Where each output of a request is written: to the answer's record, the response arena, or a region."""
 
     #: Output -> bytes, what the places were found for.
     sizes: Mapping[str, int]
@@ -67,7 +67,7 @@ class Places:
         return None if needed and lease is None else cls(sizes, in_regions, offsets, lease)
 
     def in_arena(self, name: str) -> Slice | None:
-        """Returns an output's place in the response arena (shared memory); None: it goes into the record or a region."""
+        """Returns an output's place in the response arena; None: it goes into the record or a region."""
         at = self.offsets.get(name)
         if at is None or self.lease is None:
             return None
@@ -103,7 +103,7 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Passes the lease (reserved memory of the response arena) on to the submitter, who gives it back later by its key.
+        """Passes the lease on to the submitter, who gives it back later by its key.
 
         Returns the key, which the answer must name; None: there is no lease.
         """

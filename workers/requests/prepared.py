@@ -106,7 +106,7 @@ class CheckedInputs(dict[Inputs, Checked]):
 
 
 class Preparation:
-    """A prepared request (the constant part of many requests) of one submitter, with the results of validating it.
+    """A prepared request of one submitter, with the results of validating it.
 
     It also has the plans of its answers. Results and plans hold for one load (one loading) of a model version: after another load
     they are made anew.
@@ -576,7 +576,7 @@ def _contents(
 
 
 def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Content]) -> PreparedRequest:
-    """Returns the prepared request (the constant part of many) with each dimension that the client left open filled in.
+    """Returns the prepared request with each dimension that the client left open filled in.
 
     It is computed from the input's size in ``contents``, the bytes of each input.
 

@@ -491,7 +491,7 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, alike: ResponsesAlike, records: list[bytes], now_ns: int) -> None:
-        """Queues encoded responses (``records``), none the first of its request, on the lane (channel); there is always room."""
+        """Queues encoded responses (``records``), none the first of its request, on the lane; there is always room."""
         request = self.request
         request.submitter.lane.complete_encoded(alike.kind.numbered, records)
         request.submitter.flush_soon()

@@ -1,4 +1,4 @@
-"""A worker's end of the connection to one submitter (front or client): lane (socket), requests in flight, waiting answers.
+"""A worker's end of the connection to one submitter: lane, requests in flight, waiting answers.
 
 Owned by the worker's loop. When the lane ends, so do its requests: nobody is there to take the answers.
 """
@@ -48,7 +48,7 @@ class BlockedAnswer(Generic[R]):
 
 
 class SubmitterLink(Generic[R]):
-    """Connects a worker with a submitter (front or client): its lane (socket), requests in flight, and waiting answers.
+    """Connects a worker with a submitter: its lane, requests in flight, and waiting answers.
 
     ``peer`` is the number that the supervisor gave the submitter's process; request ids are unique per submitter.
     """
@@ -120,7 +120,7 @@ class SubmitterLink(Generic[R]):
         self.closed = False
 
     def learn(self, record: Prepare, preparation: Preparation) -> None:
-        """Stores a prepared request (the constant part of many requests) under the submitter's number for it.
+        """Stores a prepared request under the submitter's number for it.
 
         An earlier one with this number is replaced.
 
@@ -188,7 +188,7 @@ class SubmitterLink(Generic[R]):
 
     @property
     def returns(self) -> int:
-        """How many leases (pieces of the response arena) were given back so far; for a client, by all clients of its user."""
+        """How many leases were given back so far; for a client, by all clients of its user."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     @property
@@ -207,7 +207,7 @@ class SubmitterLink(Generic[R]):
             self._waiting_byte_size = waiting
 
     def flush_soon(self) -> None:
-        """Asks the loop to send, in this iteration, what is queued on the lane (socket); several calls have the effect of one."""
+        """Asks the loop to send, in this iteration, what is queued on the lane; several calls have the effect of one."""
         if not self.unflushed:
             self.unflushed = True
             self._due.append(self)
@@ -238,7 +238,7 @@ class SubmitterLink(Generic[R]):
         """Queues an answer to the submitter; the loop sends what is queued once in an iteration. A closed link does nothing.
 
         Args:
-          numbered: the prepared answer (constant part of many answers) that the record names by its number; None: it names none.
+          numbered: the prepared answer that the record names by its number; None: it names none.
         """
         if not self.closed:
             self.lane.complete(record, numbered)

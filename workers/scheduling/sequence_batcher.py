@@ -192,7 +192,7 @@ class SequenceBatcher(Generic[S]):
         """Ends sequences whose last request came on a client's connection; their waiting requests still run.
 
         Args:
-          client: the number of the client's lane (its channel to the worker).
+          client: the number of the client's lane.
           correlation_id: the sequence's id; None: the connection has ended, and all of its sequences with it.
         """
         for live in [live for live in self.table.sequences() if live.client == client and not live.closed]:
