@@ -4,8 +4,7 @@ It answers what comes on a client's lane with the lane's number and its client's
 supervisor is not told of the lane's end.
 ``fails`` does not load; ``dies`` kills the process that loads it, ``dies_once`` the first that does; ``never`` is never answered.
 ``breaks`` kills the first that loads it, too, and no other process can use that device.
-Parameters are made of a file's name. Where they are to be staged or committed and a file ``dies-at-StageParameters`` (or so) lies
-in the model's folder, the process removes the file and dies. A set called ``bad`` is refused.
+Parameters are made of a file's name.
 """
 
 from __future__ import annotations
@@ -202,16 +201,11 @@ class FakeWorker:
                 self.connection.send(Reply(call_id, result=b"{}"), memory)
                 os.close(memory)
             case StageParameters(push, _, _, name, number):
-                self.die_at(operation)
                 content = os.pread(fds[0], 1000, 0)
                 os.close(fds[0])
-                if name == "bad":
-                    self.connection.send(Reply(call_id, "INVALID_ARGUMENT", "it always is"))
-                    return
                 self.staged.setdefault(push, []).append((name, number, content))
                 self.connection.send(Reply(call_id, result=b"{}"))
             case CommitParameters(push):
-                self.die_at(operation)
                 self.sets |= {name: (number, content) for name, number, content in self.staged.pop(push)}
                 self.connection.send(Reply(call_id, result=b"{}"))
             case ServeLoaded(model, version):
@@ -230,13 +224,6 @@ class FakeWorker:
             case _:
                 self.regions.pop(getattr(operation, "name", ""), None)
                 self.connection.send(Reply(call_id))
-
-    def die_at(self, operation: Any) -> None:
-        for folder in self.folders.values():
-            # Several workers are asked at the same time: who takes it away is the one.
-            with contextlib.suppress(FileNotFoundError):
-                (folder / f"dies-at-{type(operation).__name__}").unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _broken(device: str) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 import os
 import re
@@ -77,51 +76,6 @@ def test_memory_of_the_supervisor(start: Start, repository: Path) -> None:
     assert psutil.Process(daemon.process.pid).memory_info().rss <= 60 << 20
     maps = Path(f"/proc/{daemon.process.pid}/maps").read_text()
     assert not [name for name in ("jaxlib", "numpy", "grpc", "uvloop") if f"-packages/{name}/" in maps]
-
-
-def test_killed_worker(start: Start, repository: Path) -> None:
-    """
-    1. A worker is killed. 2. The other is killed.
-    Result: each is fenced and replaced, and the model is on the replacements.
-    """
-    write_model(repository, "good")
-    daemon = start()
-    daemon.wait_ready()
-    for deaths in (1, 2):
-        before = {process.pid for process in daemon.workers}
-        told = daemon.ask()
-        daemon.workers[0].kill()
-        daemon.wait(lambda fences=deaths: len(daemon.ask()["fenced"]) == fences, "fence")
-        daemon.wait(
-            lambda: (
-                len(daemon.state("good")["workers"]) == 2
-                and set(daemon.ask()["lanes"]) == set(daemon.state("good")["workers"])
-            ),
-            "replacement",
-        )
-        assert len({process.pid for process in daemon.workers} - before) == 1
-        assert set(daemon.ask()["lanes"]) != set(told["lanes"])
-    assert daemon.ask()["early"] == []
-
-
-def test_killed_front(start: Start, repository: Path) -> None:
-    """
-    1. The front is killed.
-    Result: the port refuses nobody, the new front knows everything, the workers are the same.
-    """
-    write_model(repository, "good")
-    daemon = start()
-    daemon.wait_ready()
-    workers = {process.pid for process in daemon.workers}
-    first = daemon.ask()
-    daemon.fronts[0].kill()
-    with contextlib.suppress(ConnectionError, json.JSONDecodeError):
-        daemon.ask()
-    daemon.wait(lambda: daemon.ask()["models"] == first["models"], "models in the new front")
-    second = daemon.ask()
-    assert second["pid"] != first["pid"]
-    assert sorted(second["lanes"]) == sorted(first["lanes"])
-    assert {process.pid for process in daemon.workers} == workers
 
 
 @pytest.fixture
@@ -287,80 +241,6 @@ def test_explicit_operations(start: Start, repository: Path) -> None:
     assert json.loads(daemon.call("RepositoryIndex", ready=True)[1]) == []
 
 
-def test_without_explicit_mode_clients_may_not_load(start: Start, repository: Path) -> None:
-    write_model(repository, "good")
-    daemon = start()
-    daemon.wait_ready()
-    refusal = ("UNAVAILABLE", "explicit model load / unload is not allowed if polling is enabled")
-    assert daemon.call("LoadModel", name="good") == refusal
-    assert daemon.call("UnloadModel", name="good") == refusal
-
-
-def test_statistics_are_added_up(start: Start, repository: Path) -> None:
-    write_model(repository, "good")
-    daemon = start()
-    daemon.wait_ready()
-    (stats,) = json.loads(daemon.call("ModelStatistics")[1])["model_stats"]
-    assert (stats["name"], stats["version"], stats["inference_count"]) == ("good", "1", 6)
-    assert stats["inference_stats"]["success"] == {"count": 6, "ns": 12000}
-    assert daemon.call("ModelStatistics", name="x") == ("INVALID_ARGUMENT", "requested model 'x' is not available")
-    assert daemon.call("ModelStatistics", name="good", version=7) == (
-        "INVALID_ARGUMENT",
-        "requested model version is not available for model 'good'",
-    )
-
-
-def test_regions(start: Start, repository: Path) -> None:
-    """
-    1. A client registers a region, removes its name, a worker is killed.
-    Result: the replacement has the same object; unregistering forgets it everywhere.
-    """
-    daemon = start()
-    daemon.wait_ready()
-    name = f"tensord-test-{os.getpid()}"
-    path = Path("/dev/shm", name)
-    path.write_bytes(bytes(4096))
-    try:
-        fields = {"name": "r", "key": f"/{name}", "offset": 0, "byte_size": 4096}
-        assert daemon.call("RegisterSystemRegion", **fields) == ("", "")
-    finally:
-        path.unlink()
-    # The same again, by its owner: the object cannot be opened any more, and the region stays as it is.
-    assert daemon.call("RegisterSystemRegion", **fields)[0] == "INTERNAL"
-    before = {process.pid for process in daemon.workers}
-    daemon.workers[0].kill()
-    daemon.wait(
-        lambda: {process.pid for process in daemon.workers} - before and len(daemon.workers) == 2, "replacement"
-    )
-    daemon.wait(lambda: len(daemon.ask()["lanes"]) == 2, "lanes")
-    listed = [{"name": "r", "key": f"/{name}", "offset": 0, "byte_size": 4096}]
-    assert json.loads(daemon.call("RegionStatus", kind="system", name="")[1]) == listed
-    assert daemon.call("UnregisterRegion", kind="system", name="r") == ("", "")
-    assert json.loads(daemon.call("RegionStatus", kind="system", name="")[1]) == []
-    for link in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-            assert name not in os.readlink(link)
-
-
-def test_hung_worker(start: Start, repository: Path) -> None:
-    """
-    1. A worker's loop stops turning.
-    Result: it is killed and replaced, and the log says why.
-    """
-    write_model(repository, "good")
-    daemon = start(workers={"idle_timeout": 5.0, "cpu": 1})
-    daemon.wait_ready()
-    (worker,) = daemon.workers
-    mark = Path(os.environ["XDG_RUNTIME_DIR"], f"hang-{worker.pid}")
-    mark.touch()
-    try:
-        daemon.wait_log(r"worker-0 .* has not turned its loop for 5 s: killing it")
-    finally:
-        mark.unlink()
-    daemon.wait(lambda: [process.pid for process in daemon.workers] not in ([], [worker.pid]), "replacement")
-    daemon.wait(lambda: len(daemon.state("good")["workers"]) == 1, "model")
-
-
 def test_model_that_loads_for_ever(start: Start, repository: Path) -> None:
     """
     1. A model's load is never answered.
@@ -404,20 +284,6 @@ def test_reload(start: Start, repository: Path) -> None:
     daemon.wait_log(r"reload: these keys need a restart: http.max_connections\n")
     assert daemon.state("stays")["state"] == "READY"
     assert {process.pid for process in daemon.workers} == workers
-
-
-def test_supervisor_killed(start: Start, repository: Path) -> None:
-    """
-    1. The supervisor is killed with SIGKILL.
-    Result: every child is gone.
-    """
-    daemon = start()
-    daemon.wait_ready()
-    family = [*daemon.workers, *daemon.fronts]
-    assert len(family) == 3
-    daemon.process.kill()
-    _, alive = psutil.wait_procs(family, PATIENCE)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_second_signal(start: Start, repository: Path) -> None:

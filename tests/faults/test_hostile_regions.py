@@ -7,7 +7,9 @@ it would cost everybody the device.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -76,7 +78,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
 def daemon(
     request: pytest.FixtureRequest, leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DaemonProcess]:
-    repository = repositories.echo_models(tmp_path_factory.mktemp("repository"), ["FP32"])
+    repository = repositories.echo_models(tmp_path_factory.mktemp("repository"), ["FP32", "BYTES", "BOOL"])
     repositories.scale_model(repository)
     repositories.write_model(repository, "through", THROUGH)
     options, environment = daemon_on(request.param, stub)
@@ -197,6 +199,46 @@ def test_truncated_and_grown_all_the_time(daemon: DaemonProcess) -> None:
     assert {worker.pid for worker in daemon.workers} == workers
     assert load.errors == []
     assert load.wrong == 0
+
+
+def test_elements_that_change_while_they_are_read(daemon: DaemonProcess) -> None:
+    """
+    1. An attacker rewrites the length of a BYTES element, and a truth value, without pause while its requests use them.
+    Result: answers, or errors about that input; no worker dies.
+    """
+    workers = {worker.pid for worker in daemon.workers}
+    good, stop, refused = 512 * (struct.pack("<I", 4) + b"abcd"), threading.Event(), list[str]()
+    with (
+        httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client,
+        hostile_object(client) as (region, path),
+    ):
+        path.write_bytes(good.ljust(SIZE, b"\0"))
+
+        def attack() -> None:
+            with path.open("r+b", buffering=0) as file:
+                while not stop.is_set():
+                    for length in (4, 0xFFFFFFFF, 0, 1 << 31, 5):
+                        os.pwrite(file.fileno(), struct.pack("<I", length), 800)
+
+        attacker = threading.Thread(target=attack)
+        attacker.start()
+        try:
+            for number in itertools.count():
+                if number >= 40 and refused:
+                    break
+                for datatype, count in (("BYTES", 512), ("BOOL", len(good))):
+                    given, wanted = httpclient.InferInput("x", [count], datatype), httpclient.InferRequestedOutput("y")
+                    given.set_shared_memory(region, len(good))
+                    wanted.set_shared_memory(region, SIZE // 2, offset=SIZE // 2)
+                    try:
+                        client.infer(f"echo_{datatype.lower()}", [given], outputs=[wanted])
+                    except InferenceServerException as error:
+                        refused.append(error.message())
+        finally:
+            stop.set()
+            attacker.join()
+    assert all("'x'" in text for text in refused), refused[:3]
+    assert {worker.pid for worker in daemon.workers} == workers
 
 
 #: Runs in a mount namespace of its own, in which /dev/shm holds 4 MiB.

@@ -19,7 +19,6 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
@@ -56,23 +55,6 @@ def test_health_metadata_config(daemon: DaemonProcess) -> None:
         assert caught.value.status() == "StatusCode.NOT_FOUND"
 
 
-def test_statistics_and_index(daemon: DaemonProcess) -> None:
-    with client_of(daemon) as client:
-        before = client.get_inference_statistics("scale").model_stats[0].inference_count
-        client.infer("scale", scale_input())
-        assert client.get_inference_statistics("scale").model_stats[0].inference_count == before + 1
-        assert "scale" in [model.name for model in client.get_model_repository_index().models]
-
-
-def test_an_output_that_is_asked_for_twice_is_refused(daemon: DaemonProcess) -> None:
-    with client_of(daemon) as client:
-        for _ in range(2):
-            outputs = [grpcclient.InferRequestedOutput("y", class_count=count) for count in (0, 2)]
-            with pytest.raises(InferenceServerException, match="output 'y' already exists in request") as caught:
-                client.infer("scale", scale_input(2), outputs=outputs)
-            assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
-
-
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 def test_infer(daemon: DaemonProcess, compression: str | None) -> None:
     with client_of(daemon) as client:
@@ -80,16 +62,6 @@ def test_infer(daemon: DaemonProcess, compression: str | None) -> None:
         assert answer.get_response().id == "7"
         assert answer.get_response().model_version == "1"
         assert answer.as_numpy("y").tolist() == [[7.0] * 4]
-
-
-def test_large_tensors(daemon: DaemonProcess) -> None:
-    """Many frames either way, and windows that have to be granted again."""
-    values = np.arange(3 << 20, dtype=np.int32)
-    given = grpcclient.InferInput("x", list(values.shape), "INT32")
-    given.set_data_from_numpy(values)
-    with client_of(daemon) as client:
-        for _ in range(3):
-            assert np.array_equal(client.infer("echo_int32", [given]).as_numpy("y"), values)
 
 
 def test_callbacks(daemon: DaemonProcess) -> None:
@@ -216,13 +188,6 @@ def test_health_service(daemon: DaemonProcess) -> None:
         watch = stub.Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
-
-
-def test_reflection(daemon: DaemonProcess) -> None:
-    with grpc.insecure_channel(daemon.grpc_url) as channel:
-        database = ProtoReflectionDescriptorDatabase(channel)
-        assert "inference.GRPCInferenceService" in database.get_services()
-        assert database.FindFileContainingSymbol("inference.GRPCInferenceService").package == "inference"
 
 
 @pytest.mark.parametrize("messages", [reflection_pb2, reflection_v1alpha_pb2], ids=["v1", "v1alpha"])

@@ -289,3 +289,24 @@ def test_the_daemon_ends_while_clients_have_lanes(start: Start) -> None:
         assert [staying.say(number, b"hello") for number in lanes] == [b"", b""]
     assert not daemon.control.with_name("clients.sock").exists()
     assert not daemon.control.with_name("http.sock").exists()
+
+
+def test_the_audit_has_what_is_asked_there(start: Start) -> None:
+    daemon = start()
+    with client(daemon) as asking:
+        ask = asking.ask
+        for number in (17, 18):
+            assert ask(push={"model": "good", "set": "a", "file": "params.npz", "number": number})["number"] == number
+        assert ask(push={"model": "good", "set": "a", "file": "params.npz", "number": 16})["code"] == "REPLACED"
+        assert ask(revert={"model": "good", "set": "a"})["number"] == 17
+        assert ask(drop={"model": "good", "set": "a"}) == {}
+        assert "has no parameter set 'a'" in ask(drop={"model": "good", "set": "a"})["error"]
+    what, by = "parameter set 'a' of model 'good'", f"by uid {os.getuid()}, pid {os.getpid()}"
+    for line in (
+        f"audit: push of {what} {by}: number 18 of version 1, 18 bytes",
+        f"audit: push of {what} {by}, refused: number 16 of set 'a' of model 'good' is not newer than 18",
+        f"audit: roll-back of {what} {by}: number 17 of version 1, 18 bytes",
+        f"audit: drop of {what} {by}",
+        f"audit: drop of {what} {by}, refused: ",
+    ):
+        daemon.wait_log(line)
