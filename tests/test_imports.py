@@ -62,7 +62,7 @@ INSIDE = {
     "daemon.regions": ("control", "front"),
     "daemon.clients": ("control", "submit", "front", "parameters", "processes", "regions"),
     "daemon.operator": ("control", "tracing", "models", "parameters", "processes", "regions"),
-    "daemon.metrics": ("tracing", "models", "front", "parameters", "processes", "regions", "clients", "operator"),
+    "daemon.metrics": ("tracing", "models", "parameters", "processes", "regions", "clients", "operator"),
     # The commands and the supervisor. Fronts are other processes: it starts them and imports nothing of theirs.
     "daemon": (
         *("control", "tracing", "models", "fetching", "parameters", "processes", "regions", "clients", "operator"),
@@ -135,7 +135,7 @@ FENCED = {
     "aiohttp": ("daemon/fetching/source.py",),
     "posix_ipc": ("shm/regions.py",),
     "starlette": ("daemon/http/",),
-    "httptools": ("daemon/http/", "daemon/metrics/exchange.py"),
+    "httptools": ("daemon/http/", "daemon/metrics/scrape.py"),
     # Clients' libraries: tests and examples have them, whoever serves needs none.
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_tools", "tritonclient"), ()),
     # A distribution of its own, which needs none of ours.

@@ -22,12 +22,12 @@ from time import monotonic
 import httptools
 
 from tensord.daemon.front.access import Restricted
-from tensord.daemon.front.chunk_sizes import ChunkRefused, ChunkSizes
 from tensord.daemon.front.connection_end import ConnectionEnd
 from tensord.daemon.front.status import BodyTooLarge
 from tensord.daemon.http import message_head
 from tensord.daemon.http.answer_order import AnswerOrder
 from tensord.daemon.http.asgi import AsgiRequest
+from tensord.daemon.http.chunk_sizes import ChunkRefused, ChunkSizes
 from tensord.daemon.http.exchange import Exchange
 from tensord.daemon.http.generate import Generate, GenerateStream
 from tensord.daemon.http.heads import END, MAX_HEAD

@@ -1,4 +1,9 @@
-"""Serves one scrape, or the page for browsers, from request to answer. Imported once the daemon has started."""
+"""Serves one scrape, or the page for browsers, from request to answer. Imported once the daemon has started.
+
+    head ─▶ _Request ─▶ snapshot ─▶ text ─▶ answer ─▶ what else the client sends is read and thrown away, up to a limit
+
+The parser is the one of the HTTP front. No body is parsed, since the connection ends with the answer.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,13 @@ import gzip
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
-from typing import Any
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import httptools
+import msgspec
 
 from tensord.daemon.metrics import exposition, page
-from tensord.daemon.metrics.exchange import BadRequest, ScrapeAnswer, ScrapeExchange, ScrapeRequest, refusal
 from tensord.daemon.metrics.snapshot import MetricsSnapshot
 from tensord.shm.errors import DEFECT
 
@@ -18,10 +26,84 @@ _log = logging.getLogger(__name__)
 _PATH, _PAGE = b"/metrics", b"/"
 #: The level of gzip: the text is so repetitive that a higher one only takes longer.
 _LEVEL = 1
+#: The most bytes of request line and headers together.
+_MAX_HEAD = 16 << 10
+#: The most bytes read of a body that nobody asked for, so that its sender reads the answer instead of a reset connection.
+_MAX_BODY = 64 << 10
 
 #: Takes whether traced requests are wanted as exemplars.
 TakeSnapshot = Callable[[bool], Awaitable[MetricsSnapshot]]
 Describe = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+class _Answer(NamedTuple):
+    status: int
+    body: bytes
+    #: Those besides Content-Length and Connection.
+    headers: tuple[tuple[str, str], ...]
+
+    def encoded(self, without_body: bool) -> bytes:
+        """Returns the answer as it is sent: with a header that ends the connection, and without its body for a HEAD request."""
+        headers = (*self.headers, ("Content-Length", str(len(self.body))), ("Connection", "close"))
+        lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}", *map(": ".join, headers), "", ""]
+        return "\r\n".join(lines).encode("latin-1") + (b"" if without_body else self.body)
+
+
+class _Request:
+    """The head of an HTTP request, as httptools parses it."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpRequestParser(self)
+        self._target = b""
+        self._fields: list[tuple[bytes, bytes]] = []
+        #: The status with which it is refused; 0: it is valid; None: it is not complete yet.
+        self.refusal: int | None = None
+        self.method = self.path = b""
+
+    async def read(self, reader: asyncio.StreamReader) -> bool:
+        """Reads the head, and what comes with it. Returns False if the client closed the connection before it sent anything."""
+        left = _MAX_HEAD
+        while self.refusal is None and left and (data := await reader.read(left)):
+            left -= len(data)
+            try:
+                self._parser.feed_data(data)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+                # Behind the head nothing matters: a body that is malformed, another protocol that is offered.
+                if self.refusal is None:
+                    self.refusal = 400
+        if self.refusal is None:
+            self.refusal = 400 if left else 431
+        return left < _MAX_HEAD
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self.refusal is not None:
+            return  # another request follows this one
+        self.method, self.path = self._parser.get_method(), self._target.partition(b"?")[0]
+        version, codings = self._parser.get_http_version(), self.values(b"transfer-encoding")
+        self.refusal = 400 if version == "1.1" and len(self.values(b"host")) != 1 else 0
+        if codings and (version == "1.0" or codings[0].lower() != b"chunked"):
+            self.refusal = 501
+        elif version not in ("1.0", "1.1"):
+            self.refusal = 505
+
+    def values(self, name: bytes) -> list[bytes]:
+        """Returns the values of all header fields of this name, which is in lower case."""
+        return [value for found, value in self._fields if found == name]
+
+    @property
+    def takes_gzip(self) -> bool:
+        """Returns whether Accept-Encoding names gzip with a weight other than 0."""
+        for coding in b",".join(self.values(b"accept-encoding")).decode("latin-1").lower().split(","):
+            name, _, weight = coding.replace(" ", "").partition(";q=")
+            if name in ("gzip", "x-gzip"):
+                return not weight or weight.strip("0.") != ""
+        return False
 
 
 async def serve(
@@ -33,50 +115,53 @@ async def serve(
 ) -> None:
     """Reads one HTTP request and answers it with the metrics (/metrics), the status page (/), or an error.
 
-    Returns when the answer is written, or if the client sent no request. The caller closes the connection.
+    Returns when the client has closed its side or sent too much, or if it sent no request. The caller closes the connection.
 
     Args:
       snapshot: called once the request has been read.
       thread: the executor in which the text is written.
       describe: returns what the status page shows; None: there is no such page, and / is answered with 404.
 
-    Raises OSError: the client closed the connection.
+    Raises OSError: the client closed the connection before it was answered.
     """
-    exchange = ScrapeExchange()
-    try:
-        request = await exchange.request(reader)
-    except BadRequest as error:
-        answer = refusal(error.status, "Bad Request")
-    else:
-        if request is None:
-            return
-        answer = await _answer(request, snapshot, thread, describe)
-    writer.write(exchange.answered(answer))
-    await writer.drain()
+    request = _Request()
+    if not await request.read(reader):
+        return
+    answer = await _answer(request, snapshot, thread, describe)
+    writer.write(answer.encoded(without_body=request.method == b"HEAD"))
+    writer.write_eof()
+    left = _MAX_BODY
+    while left > 0 and (data := await reader.read(left)):
+        left -= len(data)
 
 
-async def _answer(
-    request: ScrapeRequest, snapshot: TakeSnapshot, thread: Executor, describe: Describe | None
-) -> ScrapeAnswer:
+async def _answer(request: _Request, snapshot: TakeSnapshot, thread: Executor, describe: Describe | None) -> _Answer:
+    if request.refusal:
+        return _refused(request.refusal, "Bad Request")
     if request.path != _PATH and not (request.path == _PAGE and describe is not None):
-        return refusal(404, "Not Found")
+        return _refused(404, "Not Found")
     if request.method not in (b"GET", b"HEAD"):
-        return refusal(405, "Method Not Allowed", ("Allow", "GET, HEAD"))
+        return _refused(405, "Method Not Allowed", ("Allow", "GET, HEAD"))
     loop = asyncio.get_running_loop()
     try:
         if request.path == _PAGE and describe is not None:
             text = await loop.run_in_executor(thread, page.render, await describe())
-            return ScrapeAnswer(200, text, page.HEADERS)
-        taken = await snapshot(exposition.wants_openmetrics(request.accept))
-        body, content_type = await loop.run_in_executor(thread, _rendered, taken, request)
+            return _Answer(200, text, page.HEADERS)
+        accept = b",".join(request.values(b"accept")).decode("latin-1")
+        taken = await snapshot(exposition.wants_openmetrics(accept))
+        body, content_type = await loop.run_in_executor(thread, _rendered, taken, accept, request.takes_gzip)
     except Exception:
         _log.exception("a scrape of the metrics failed")
-        return refusal(500, DEFECT)
-    coding = (("Content-Encoding", "gzip"),) if request.gzip else ()
-    return ScrapeAnswer(200, body, (("Content-Type", content_type), *coding, ("Vary", "Accept, Accept-Encoding")))
+        return _refused(500, DEFECT)
+    coding = (("Content-Encoding", "gzip"),) if request.takes_gzip else ()
+    return _Answer(200, body, (("Content-Type", content_type), *coding, ("Vary", "Accept, Accept-Encoding")))
 
 
-def _rendered(taken: MetricsSnapshot, request: ScrapeRequest) -> tuple[bytes, str]:
-    """Returns the metrics as text, in gzip if the request accepts it, and the content type. Runs in the executor's thread."""
-    text, content_type = exposition.render(taken, request.accept)
-    return gzip.compress(text, _LEVEL, mtime=0) if request.gzip else text, content_type
+def _refused(status: int, reason: str, *headers: tuple[str, str]) -> _Answer:
+    return _Answer(status, msgspec.json.encode({"error": reason}), (("Content-Type", "application/json"), *headers))
+
+
+def _rendered(taken: MetricsSnapshot, accept: str, compressed: bool) -> tuple[bytes, str]:
+    """Returns the metrics as text, in gzip if ``compressed``, and the content type. Runs in the executor's thread."""
+    text, content_type = exposition.render(taken, accept)
+    return gzip.compress(text, _LEVEL, mtime=0) if compressed else text, content_type

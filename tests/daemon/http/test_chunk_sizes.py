@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.daemon.front.chunk_sizes import ChunkRefused, ChunkSizes
+from tensord.daemon.http.chunk_sizes import ChunkRefused, ChunkSizes
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 CHUNKS = st.lists(
