@@ -50,7 +50,7 @@ from tensord.workers.requests.prepared import Preparation, validate
 from tensord.workers.requests.request import Request, controls_of, named
 from tensord.workers.requests.submitter_link import NEVER_LOOKED, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER, Agenda
-from tensord.workers.scheduling.planner import Refuse, Run, WaitUntil
+from tensord.workers.scheduling.planner import RUN, Refuse, WaitUntil
 from tensord.workers.scheduling.queue import shapes_of
 from tensord.workers.threads.work_thread import WorkThread
 
@@ -136,7 +136,7 @@ class Dispatcher:
         )
         #: Executions whose answers have been written, with their failed requests and the time; see ``count``.
         self.uncounted: list[tuple[ModelVersion, Execution, dict[Request, Failure], int]] = []
-        #: Versions in which requests wait.
+        #: Versions in which requests wait, in the order of their turns.
         self._active: dict[ModelVersion, None] = {}
         #: Count of the requests on clients' own lanes that were handled in Python.
         self.lane_requests = 0
@@ -358,16 +358,17 @@ class Dispatcher:
         self.responses.retry(now_ns)
 
     def _ask(self, parts: list[AgendaPart], now_ns: int) -> None:
-        due: list[tuple[Run, ModelVersion]] = []
+        due: list[ModelVersion] = []
         for part in parts:
             if not isinstance(part, ModelVersion):
                 part(now_ns)
-            elif (decision := self._decide(part, now_ns)) is not None:
-                due.append((decision, part))
+            elif self._decide(part, now_ns):
+                due.append(part)
         if not due:
             return
-        first = due[0][1] if len(due) == 1 else min(due, key=_since)[1]
-        for _, version in due:
+        # Models take turns, whichever's requests are older: thousands of one model's let another model's only wait for a batch.
+        first = due[0] if len(due) == 1 else next(version for version in self._active if version in due)
+        for version in due:
             if version is not first:
                 self.agenda.wake(version)
         alone = len(self._active) == 1 and not self._stepping.living
@@ -377,18 +378,18 @@ class Dispatcher:
             self._active[first] = None
             self.agenda.wake(first)
 
-    def _decide(self, version: ModelVersion, now_ns: int) -> Run | None:
+    def _decide(self, version: ModelVersion, now_ns: int) -> bool:
         """Carries out a decision of a version's planner: refuses requests, gives out batches, or notes when to ask again.
 
-        Returns a decision to run a batch in the loop itself, which the caller must carry out; None: nothing is left to do.
+        Returns whether a batch is to be run in the loop itself, by the caller.
         """
         planner, instances = version.planner, version.loaded.instances
         decision = planner.decide(now_ns)
         while isinstance(decision, Refuse):
             self._expiry.refuse(version, decision.answers, now_ns)
             decision = planner.decide(now_ns)
-        if isinstance(decision, Run) and not instances and version.steps is None:
-            return decision
+        if decision is RUN and not instances and version.steps is None:
+            return True
         next_ns = decision.when_ns if isinstance(decision, WaitUntil) else NEVER
         if version.steps is not None:
             self._stepping.join(version)
@@ -399,7 +400,7 @@ class Dispatcher:
         if not waits or version.steps is not None:
             self._active.pop(version, None)
         self.agenda.put(version, next_ns if waits else NEVER)
-        return None
+        return False
 
     def _run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
         """Runs a version's next batch in the loop; with ``alone`` also further ones, while many requests to short programs wait.
@@ -514,10 +515,6 @@ class Dispatcher:
 
     def __repr__(self) -> str:
         return f"<Dispatcher {len(self._active)} models with work>"
-
-
-def _since(due: tuple[Run, ModelVersion]) -> int:
-    return due[0].since_ns
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:

@@ -21,7 +21,7 @@ from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.programs.executable import Executable
 from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.agenda import NEVER
-from tensord.workers.scheduling.planner import Run, WaitUntil
+from tensord.workers.scheduling.planner import RUN, WaitUntil
 
 
 class InstanceRuns:
@@ -66,7 +66,7 @@ class InstanceRuns:
                 decision = version.planner.decide(now_ns, number)
                 if isinstance(decision, WaitUntil):
                     next_ns = min(next_ns, decision.when_ns)
-                if not isinstance(decision, Run) or not self._may_run(version, instance):
+                if decision is not RUN or not self._may_run(version, instance):
                     break
                 self._run(version, number, self._take(version, now_ns, number), now_ns)
         if version.limited:

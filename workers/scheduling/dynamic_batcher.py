@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tensord.shm.errors import ServingError
-from tensord.workers.scheduling.planner import Decision, Refuse, Run, WaitUntil
+from tensord.workers.scheduling.planner import RUN, Decision, Refuse, WaitUntil
 from tensord.workers.scheduling.queue import QueuePlanner, RequestQueue, W, shapes_of
 
 
@@ -128,7 +128,7 @@ class DynamicBatcher(QueuePlanner[W]):
         if due_ns is None:
             return None
         if due_ns <= now_ns:
-            return Run(due_ns)
+            return RUN
         return WaitUntil(min(due_ns, expiries[0][0]) if expiries else due_ns)
 
     def due_ns(self, instance: int = 0) -> int | None:

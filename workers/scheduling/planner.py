@@ -28,11 +28,16 @@ from tensord.workers.scheduling.queue import Replacement, Waiting
 P = TypeVar("P", bound=Waiting)
 
 
-class Run(NamedTuple):
+class Run:
     """A planner's decision that a batch is due: the dispatcher is to take it from the planner and run it."""
 
-    #: Since when the batch could have run: the version whose request has waited longest goes first.
-    since_ns: int
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<Run>"
+
+
+RUN = Run()
 
 
 class WaitUntil(NamedTuple):
@@ -128,7 +133,7 @@ def decide(planner: Planner[P], now_ns: int, instance: int) -> Decision[P]:
         return Refuse(planner.tick(now_ns))
     due_ns = planner.due_ns(instance)
     if due_ns is not None and due_ns <= now_ns:
-        return Run(due_ns)
+        return RUN
     if due_ns is None:
         return WaitUntil(tick_ns) if tick_ns else None
     return WaitUntil(min(due_ns, tick_ns or due_ns))
