@@ -17,8 +17,8 @@ from typing import Any, Optional
 import numpy as np
 
 from tensord_client import native, wire
-from tensord_client.call import Call
 from tensord_client.common.arrays import datatype_of, encode_strings
+from tensord_client.common.call import Call
 from tensord_client.errors import InvalidArgument, Unavailable
 from tensord_client.memory import Memory
 from tensord_client.opened_model import OpenedModel

@@ -26,9 +26,8 @@ from tensord_client.errors import (
     ServingError,
     Unavailable,
 )
-from tensord_client.lane import Call, LaneConnection
+from tensord_client.lane import Call, LaneConnection, LaneRequest
 from tensord_client.memory import Memory
-from tensord_client.pending import Pending
 
 from tensord.shm.messages import WIRE_VERSION
 from tests.client.conftest import clients_socket
@@ -201,7 +200,7 @@ def test_no_thread_is_started_until_somebody_is_called_back(connection: LaneConn
     before = threading.active_count()
     check(connection.ask(addsub(1)).result(_PATIENCE), 1)
     assert threading.active_count() == before
-    done: queue.Queue[Pending] = queue.Queue()
+    done: queue.Queue[LaneRequest] = queue.Queue()
     asked = [connection.ask(addsub(number)) for number in range(60)]
     for each in asked:
         each.add_done_callback(done.put)
@@ -211,7 +210,7 @@ def test_no_thread_is_started_until_somebody_is_called_back(connection: LaneConn
     assert {id(each) for each in finished} == {id(each) for each in asked}
     for number, each in enumerate(asked):
         check(each.result(), number)
-    late: list[Pending] = []
+    late: list[LaneRequest] = []
     asked[0].add_done_callback(late.append)
     assert late == [asked[0]]
 
@@ -219,7 +218,7 @@ def test_no_thread_is_started_until_somebody_is_called_back(connection: LaneConn
 def test_callbacks_may_ask(connection: LaneConnection) -> None:
     done: queue.Queue[Any] = queue.Queue()
 
-    def again(pending: Pending) -> None:
+    def again(pending: LaneRequest) -> None:
         done.put(connection.ask(addsub(pending.result()["OUTPUT0"][0, 0])).result(_PATIENCE))
 
     connection.ask(addsub(1)).add_done_callback(again)
@@ -256,7 +255,7 @@ async def test_a_cancelled_coroutine_cancels_its_request(connection: LaneConnect
     assert (await connection.ask(Call("slow", {"x": np.zeros(1, np.float32)})))["y"].tolist() == [1.0]
 
 
-async def _await(pending: Pending) -> Any:
+async def _await(pending: LaneRequest) -> Any:
     return await pending
 
 
@@ -268,7 +267,7 @@ def test_deadlines(connection: LaneConnection) -> None:
     sleeps.deadline = time.monotonic() + 0.05
     with pytest.raises(DeadlineExceeded):
         connection.ask(sleeps).result()
-    done: queue.Queue[Pending] = queue.Queue()
+    done: queue.Queue[LaneRequest] = queue.Queue()
     sleeps.deadline = time.monotonic() + 0.05
     connection.ask(sleeps).add_done_callback(done.put)
     with pytest.raises(DeadlineExceeded):
@@ -618,7 +617,7 @@ def test_what_is_wrong_with_a_prepared_call_is_said(connection: LaneConnection) 
 def test_what_is_in_flight_when_a_connection_is_closed_is_cancelled(connect: Callable[..., LaneConnection]) -> None:
     connection = connect()
     pending = connection.ask(Call("slow", {"x": np.array([5.0], np.float32)}))
-    done: queue.Queue[Pending] = queue.Queue()
+    done: queue.Queue[LaneRequest] = queue.Queue()
     connection.ask(Call("slow", {"x": np.array([5.0], np.float32)})).add_done_callback(done.put)
     kept = connection.empty(4, np.float32)
     threading.Timer(0.2, connection.close).start()

@@ -21,10 +21,9 @@ import numpy as np
 import pytest
 from tensord_client.answer_memory import HeldResults
 from tensord_client.errors import Cancelled, Internal, ServingError, Unavailable
-from tensord_client.lane import Call, LaneConnection
+from tensord_client.lane import Call, LaneConnection, LaneRequest
 from tensord_client.lane_socket import LaneEnded
 from tensord_client.memory import Memory
-from tensord_client.pending import Pending
 from tensord_client.worker_lane import WorkerLane
 
 from tests.client.conftest import clients_socket, write_models
@@ -157,7 +156,7 @@ def test_a_prepared_call_waits_where_both_workers_end(
     suspended, running = daemon.workers
     suspended.suspend()
     # One goes to each, and only the other's is answered.
-    done: queue.Queue[Pending] = queue.Queue()
+    done: queue.Queue[LaneRequest] = queue.Queue()
     asked = [connection.ask(addsub(number)) for number in range(2)]
     for each in asked:
         each.add_done_callback(done.put)
@@ -210,7 +209,7 @@ def test_requests_wait_for_a_daemon_that_is_restarted(
             try:
                 # Of an odd thread many are under way, and called back: a worker that stops refuses several at once.
                 asked = [connection.ask(addsub(which)) for _ in range(1 + which % 2 * 19)]
-                done: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+                done: queue.SimpleQueue[LaneRequest] = queue.SimpleQueue()
                 for each in asked[1:]:
                     each.add_done_callback(done.put)
                 for each in [asked[0], *(done.get(timeout=_PATIENCE) for _ in asked[1:])]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tensord_client import msgpack, native, pending, placement, wire
-from tensord_client.results import Answer
+from tensord_client.common.results import Answer
 
 from tensord.shm.lane import response_byte_size
 from tensord.shm.messages import (

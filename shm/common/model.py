@@ -1,4 +1,4 @@
-"""A served model as a function of arrays, over any kind of connection. Its methods are those of ``tensord.testing.Model``."""
+"""A model as a function of arrays, over any kind of connection: to a server, or to models in this process."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensord_client.call import Call, Own, SequenceId, checked, seconds
-from tensord_client.common import tensors
-from tensord_client.common.latest import Latest
-from tensord_client.errors import InvalidArgument, Unavailable
-from tensord_client.results import Answer, Array, Description, Tensors
+from . import tensors
+from .call import FOREVER, Call, Own, SequenceId, checked, seconds
+from .errors import InvalidArgument, Unavailable
+from .latest import Latest
+from .results import Answer, Array, Description, Tensors
 
 if TYPE_CHECKING:
     import concurrent.futures
 
     from typing_extensions import Unpack
 
-    from tensord_client.connection import Connection, Pending, PreparedCall
-    from tensord_client.parameters import ModelParameters
+    from .connection import Connection, PreparedCall
+    from .pending import Pending
 
 
 class Calls:
@@ -110,7 +110,9 @@ class Calls:
             version=self._asked_version,
             outputs=outputs,
             places=places,
-            deadline=None if self.timeout is None or streams else time.monotonic() + self.timeout,
+            deadline=None
+            if streams or self.timeout is None or self.timeout >= FOREVER
+            else time.monotonic() + self.timeout,
             streams=streams,
             pure=self._description.pure,
             detached=detached,
@@ -203,11 +205,12 @@ class Model(Calls):
         return Prepared(self._connection.prepare(call), self.timeout)
 
     @property
-    def parameters(self) -> ModelParameters:
-        """Returns the model's parameter sets as an object by which to list or drop them, or to push new parameters into one."""
-        from tensord_client.parameters import ModelParameters
+    def parameters(self) -> Any:
+        """Returns the ``ModelParameters``: an object by which to list parameter sets or drop them, or to push into one.
 
-        return ModelParameters(self._connection, self.name, self._asked_version)
+        Raises: Unsupported: this process serves the model itself.
+        """
+        return self._connection.parameters(self.name, self._asked_version)
 
     def latest(self) -> Latest[Answer]:
         """Makes a ``Latest``: ``put`` sends inputs, only the newest if many wait; ``get`` returns the newest answer."""
@@ -295,13 +298,13 @@ class ModelSequence:
             self._model.end_sequence(self.sequence_id)
 
 
-def promised(pending: Pending) -> concurrent.futures.Future[Answer]:
+def promised(pending: Pending[Answer]) -> concurrent.futures.Future[Answer]:
     """Returns a future of the answer to a request that was sent; cancelling the future cancels the request."""
     import concurrent.futures
 
     future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
 
-    def over(pending: Pending) -> None:
+    def over(pending: Pending[Answer]) -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import re
 import reprlib
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Union
 
 import numpy as np
 
-from tensord_client.errors import InvalidArgument
-from tensord_client.results import Array, Parameter
+from .errors import InvalidArgument
+from .results import Array, Parameter
 
 SequenceId = Union[int, str]
 #: The most requests that wait in this process for a worker, or for an HTTP connection, beyond those that are sent.
@@ -21,7 +20,7 @@ MAX_WAITING = 1 << 16
 #: The most bytes of a sequence's id that is a text.
 _MAX_SEQUENCE_ID = 128
 #: Seconds (31 years) from which on a timeout is no limit.
-_FOREVER = 1e9
+FOREVER = 1e9
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
@@ -140,20 +139,7 @@ def seconds(timeout: Any) -> float | None:
         number = math.nan
     if isinstance(timeout, str) or math.isnan(number):
         raise InvalidArgument(f"timeout is {reprlib.repr(timeout)}, a number of seconds or None is expected")
-    return number if number < _FOREVER else None
-
-
-def begun(responses: Generator[Any, None, None]) -> Generator[Any, None, None]:
-    """Runs a generator to its first ``yield``, so that its ``finally`` runs also if it is dropped before anybody iterates."""
-    next(responses)
-    return responses
-
-
-def begun_async(responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Runs an asynchronous generator to its first ``yield``, as ``begun`` does; it awaits nothing before."""
-    with contextlib.suppress(StopIteration):
-        responses.asend(None).send(None)
-    return responses
+    return number if number < FOREVER else None
 
 
 class Call:
