@@ -17,11 +17,10 @@ from tensord.shm.common.errors import Unavailable as Unavailable
 from tensord.shm.common.errors import Unknown as Unknown
 from tensord.shm.common.errors import Unsupported as Unsupported
 from tensord.shm.common.errors import from_code as from_code
+from tensord.shm.common.submission import UNKNOWN_MODEL as UNKNOWN_MODEL
 
 #: The message that a client gets for a defect of ours.
 DEFECT = "internal error; the server's log has the details"
-#: NotFound's message begins so where a model or a version of it is not served.
-UNKNOWN_MODEL = "Request for unknown model: "
 
 
 class FileTooLarge(InvalidArgument):

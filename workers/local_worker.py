@@ -1,7 +1,7 @@
 """Runs a worker inside the caller's process, without a supervisor and sockets: ``tensord.testing`` runs models with it.
 
     any thread: load ─▶ Loader, in that thread ─▶ loop: adopted
-    any thread: ask  ─▶ loop: InnerRequest ─▶ Dispatcher ─▶ Answers, taken in that thread
+    any thread: ask  ─▶ loop: InnerRequest ─▶ Dispatcher ─▶ LocalRequest, taken in that thread
 
 The loop has a thread of its own; requests of several threads share batches as those of several clients do.
 """
@@ -9,15 +9,13 @@ The loop has a thread of its own; requests of several threads share batches as t
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import itertools
 import logging
-import queue
 import select
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 
@@ -26,7 +24,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.channel import pair
 from tensord.shm.control_records import Load
 from tensord.shm.cuda_regions import Driver
-from tensord.shm.errors import DeadlineExceeded, Internal, ServingError, Unavailable
+from tensord.shm.errors import Internal, ServingError, Unavailable
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.shm.status_page import SLOTS
@@ -39,76 +37,17 @@ from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
-from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.prepared import validate_inner
-from tensord.workers.requests.request import Moments, Request, controls_of
-from tensord.workers.requests.result import Result
+from tensord.workers.requests.request import Request, controls_of
 from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.threads.inbox import Inbox
+
+if TYPE_CHECKING:
+    from tensord.shm.common.local import LocalRequest
 
 _log = logging.getLogger(__name__)
 _BEAT_NS = 1_000_000_000
 T = TypeVar("T")
-
-
-class Answers:
-    """Iterates over the responses to one request, in the thread that has sent it; the worker's loop adds them by ``take``."""
-
-    def __init__(self, worker: LocalWorker) -> None:
-        self._worker = worker
-        self._came: queue.SimpleQueue[tuple[Result | None, Moments | None, bool]] = queue.SimpleQueue()
-        self._over = False
-        #: The request, once it was validated.
-        self.request: InnerRequest | None = None
-        #: Seconds that ``next`` waits; None: any time.
-        self.timeout: float | None = None
-        #: When the run of the last response began, had its inputs, had computed, in ns; None: that was not measured.
-        self.moments: Moments | None = None
-
-    def take(self, request: Request, result: Result | None, moments: Moments | None, final: bool) -> None:
-        """Queues a response for the thread that iterates over the responses; the worker's loop calls this.
-
-        Args:
-          result: the response; None: only the mark that no further one follows.
-          moments: when the run began, had its inputs and had computed; not used here.
-          final: whether this is the last response.
-        """
-        self._came.put((result, moments, final))
-
-    def fail(self, error: ServingError) -> None:
-        """Ends the responses with an error, which is raised in the thread that iterates over them."""
-        self._came.put((error, None, True))
-
-    def __iter__(self) -> Answers:
-        return self
-
-    def __next__(self) -> dict[str, Array]:
-        """Waits for the next response, and returns its outputs by name.
-
-        Raises: ServingError: the response is an error; further responses may follow.  DeadlineExceeded: no response came within
-        the timeout; the request is cancelled.
-        """
-        while not self._over:
-            try:
-                result, self.moments, self._over = self._came.get(timeout=self.timeout)
-            except queue.Empty:
-                self.close()
-                raise DeadlineExceeded from None
-            request = self.request
-            if request is not None and request.ahead:
-                self._worker.post(functools.partial(self._worker.took, request))
-            if isinstance(result, ServingError):
-                raise result
-            if result is not None:
-                return result
-        raise StopIteration
-
-    def close(self) -> None:
-        """Ends the iteration, and cancels the request unless it has had its last response."""
-        request = self.request
-        if not self._over and request is not None:
-            self._over = True
-            self._worker.post(functools.partial(self._worker.withdraw, request))
 
 
 class LocalWorker:
@@ -133,7 +72,7 @@ class LocalWorker:
         # The lane stays unused: answers are passed as arrays.
         lane = WorkerLane(theirs, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         self._submitter: SubmitterLink[Request] = SubmitterLink(0, lane)
-        self._asked: dict[Answers, None] = {}
+        self._asked: dict[LocalRequest, None] = {}
         self.numbers = itertools.count(1)
         self._closing = False
         self._loading = threading.Lock()
@@ -181,23 +120,23 @@ class LocalWorker:
 
     def ask(
         self,
+        answers: LocalRequest,
         prepared: PreparedRequest,
         own: RequestRecord,
         arrays: Mapping[str, Array],
         outputs: Collection[str],
-    ) -> Answers:
-        """Sends a request to a model. Returns its responses, which may not have arrived yet.
+    ) -> None:
+        """Sends a request to a model.
 
         Args:
+          answers: the caller's request, which the loop gives the responses.
           prepared: model, version and other properties that requests have in common; it names no inputs.
           own: the request's id, priority, timeout, sequence and so on.
           arrays: the inputs, in the shapes that clients send; nobody may write to them any more.
           outputs: names of the wanted outputs; empty: all.
         """
-        answers = Answers(self)
         self._check_open()
         self._inbox.post(lambda: self._enter(answers, prepared, own, arrays, outputs))
-        return answers
 
     def _check_open(self) -> None:
         if self._closing:
@@ -245,7 +184,7 @@ class LocalWorker:
 
     def _enter(
         self,
-        answers: Answers,
+        answers: LocalRequest,
         prepared: PreparedRequest,
         own: RequestRecord,
         arrays: Mapping[str, Array],

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from tensord_client.client import Client, connect
 from tensord_client.common.latest import Latest
+from tensord_client.common.model import Model, ModelSequence
+from tensord_client.common.results import Answer, Tensor, Timing
 from tensord_client.errors import (
     AlreadyExists,
     Cancelled,
@@ -27,8 +29,6 @@ from tensord_client.errors import (
     Unknown,
     Unsupported,
 )
-from tensord_client.model import Model, ModelSequence
-from tensord_client.results import Answer, Tensor, Timing
 
 if TYPE_CHECKING:
     from tensord_client.asynchronous import AsyncClient, AsyncModel, connect_async

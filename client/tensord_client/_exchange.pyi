@@ -1,7 +1,7 @@
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
-from tensord_client.results import Answer, Array
+from tensord_client.common.results import Answer, Array
 
 SOURCE: int
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tensord_client import wire
-from tensord_client.errors import DeadlineExceeded, ResultsHeld, ServingError, Unavailable, from_code
+from tensord_client.errors import DeadlineExceeded, Internal, ResultsHeld, ServingError, Unavailable, from_code
 from tensord_client.memory import mapped
 from tensord_client.msgpack import Malformed
 from tensord_client.wire import AnswerRecord
@@ -221,6 +221,20 @@ class AnswerMemory:
     def explained(self, error: ServingError) -> ServingError:
         """Returns ResultsHeld if a request failed because the program holds too many answers; else returns ``error``."""
         return self.held.explained(error, self, self._byte_size)
+
+    def judged(self, answer: AnswerRecord) -> tuple[AnswerRecord, Lease | None] | ServingError:
+        """Returns (answer, lease of its memory or None); if the answer is an error or cannot be read, the error to raise."""
+        lease: Lease | None = None
+        error: ServingError | None = None
+        try:
+            lease = self.lease(answer)
+        except ServingError as failed:
+            error = failed
+        except ValueError as failed:
+            error = Internal(f"the worker's answer is malformed: {failed}")
+        if answer.code:
+            error = self.error(answer)
+        return (answer, lease) if error is None else error
 
     def drop(self, answer: AnswerRecord) -> None:
         """Gives the worker's memory back that an answer lies in, because nobody waits for the answer."""

@@ -11,15 +11,14 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tensord_client.call import Call, Own, named
 from tensord_client.client import Client, Place, connection
+from tensord_client.common.call import Call, Own, SequenceId, named
+from tensord_client.common.connection import Connection
 from tensord_client.common.latest import Newest
-from tensord_client.common.scheduling import SequenceId
-from tensord_client.connection import Connection
+from tensord_client.common.model import Calls
+from tensord_client.common.results import Answer, Array, Tensor
 from tensord_client.errors import DeadlineExceeded, InvalidArgument
-from tensord_client.model import Calls
 from tensord_client.parameters import ModelParameters
-from tensord_client.results import Answer, Array, Tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -167,7 +166,7 @@ class AsyncModel(Calls):
     @property
     def parameters(self) -> AsyncModelParameters:
         """Returns the model's parameter sets as an object by which to list or drop them, or to push new parameters into one."""
-        return AsyncModelParameters(ModelParameters(self._connection, self.name, self._asked_version))
+        return AsyncModelParameters(self._connection.parameters(self.name, self._asked_version))
 
     def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
         """Returns a new sequence, to be called: requests that share state in the model and are sent one after the other.

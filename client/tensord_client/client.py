@@ -9,6 +9,7 @@ path of a socket, ``unix:PATH``, ``HOST:PORT`` or ``http://HOST:PORT``.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import socket
 import stat
@@ -20,13 +21,13 @@ from typing import Any, Union
 
 import numpy as np
 
-from tensord_client.call import named
-from tensord_client.connection import Connection
+from tensord_client.common.call import named
+from tensord_client.common.connection import Connection
+from tensord_client.common.model import Model
+from tensord_client.common.results import Tensor
 from tensord_client.errors import InvalidArgument, ServingError, Unavailable
 from tensord_client.http import HttpConnection, reached
 from tensord_client.http_channel import Address
-from tensord_client.model import Model
-from tensord_client.results import Tensor
 from tensord_client.service import ServiceConnection
 
 SERVICE = "/run/tensord"
@@ -201,10 +202,15 @@ def _way(address: str, patience: float) -> Connection:
     if not _holds_a_model(Path(path)):
         # A daemon that is being started has no sockets in its folder yet.
         raise Unavailable(f"{path}: it holds neither a daemon's sockets nor a model")
-    # Only such a client imports it.
-    from tensord_client.local import LocalConnection
+    try:
+        # Only such a client imports it.
+        from tensord import testing
+    except ImportError as error:
+        raise Unavailable(f"to serve models from a folder takes tensord in this process: {error}") from None
+    from tensord_client.common.local import LocalConnection
 
-    return LocalConnection(Path(path))
+    load: Any = functools.partial(testing.served, Path(path))
+    return LocalConnection(load)
 
 
 def _holds_a_model(repository: Path) -> bool:

@@ -17,17 +17,14 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from tensord_client.common.results import Array
 from tensord_client.errors import CLOSED, InvalidArgument, ServingError, Unavailable
-from tensord_client.results import Array
-
-if TYPE_CHECKING:
-    from tensord_client.http import HttpConnection
 
 #: DLPack's numbers of the device type CUDA, and of the legacy default stream, on which this module copies.
 _CUDA, _DEFAULT_STREAM = 2, 1
@@ -243,9 +240,9 @@ class DeviceArray:
 class DeviceMemory:
     """Makes one connection's arrays on GPUs, and frees those that nothing refers to. Thread-safe; a forked child has none."""
 
-    def __init__(self, http: HttpConnection) -> None:
-        """Allocates nothing yet. ``http``: registers arrays with the daemon; requests may go over another connection."""
-        self._http = http
+    def __init__(self, post: Callable[[str, bytes], object]) -> None:
+        """Allocates nothing yet. ``post``: posts JSON to a path of the daemon, to register arrays."""
+        self._post = post
         self._lock = threading.Lock()
         self._driver: Driver | None = None
         self._pid = os.getpid()
@@ -294,7 +291,7 @@ class DeviceMemory:
                     "byte_size": byte_size,
                 }
                 try:
-                    self._http.post(f"/v2/cudasharedmemory/region/{name}/register", json.dumps(said).encode())
+                    self._post(f"/v2/cudasharedmemory/region/{name}/register", json.dumps(said).encode())
                 except BaseException:
                     driver.free(address)
                     raise
@@ -305,7 +302,7 @@ class DeviceMemory:
         while self.returned:
             name, ordinal, address = self.returned.popleft()
             try:
-                self._http.post(f"/v2/cudasharedmemory/region/{name}/unregister", b"")
+                self._post(f"/v2/cudasharedmemory/region/{name}/unregister", b"")
             except ServingError:
                 pass  # the daemon is gone, and has forgotten it
             with self.driver.on(ordinal):

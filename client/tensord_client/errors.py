@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tensord_client.common.errors import CLOSED as CLOSED
 from tensord_client.common.errors import AlreadyExists as AlreadyExists
 from tensord_client.common.errors import Cancelled as Cancelled
 from tensord_client.common.errors import DeadlineExceeded as DeadlineExceeded
@@ -15,10 +16,7 @@ from tensord_client.common.errors import ServingError as ServingError
 from tensord_client.common.errors import Unavailable as Unavailable
 from tensord_client.common.errors import Unknown as Unknown
 from tensord_client.common.errors import Unsupported as Unsupported
-from tensord_client.common.errors import kind_of
-
-#: The message of errors raised by a client that was closed, and of requests that a process has from the one it was forked from.
-CLOSED, FORKED = "the client was closed", "the request is one of the process that this one was forked from"
+from tensord_client.common.errors import in_plain_words, kind_of
 
 
 class ResultsHeld(ServingError):
@@ -48,8 +46,7 @@ def too_many_waiting(count: int, most: int) -> Unavailable:
     return Unavailable(f"{count} requests wait in this process to be sent, at most {most} may: wait for answers first")
 
 
-#: How a message about a request without an id begins, and one about an output that is larger than its place.
-_NO_ID = "[request id: <id_unknown>] "
+#: The message about an output that is larger than its place.
 _TOO_SMALL = re.compile(r"specified with the request for output '(.*)' \((\d+) bytes\) should be at least (\d+) bytes")
 #: HTTP status -> error. What the table lacks is the request's fault up to 499, and the server's from 500 on.
 _BY_STATUS = {403: Unavailable, 404: NotFound, 409: Replaced, 501: Unsupported, 503: Unavailable, 504: DeadlineExceeded}
@@ -72,5 +69,4 @@ def _in_plain_words(kind: type[ServingError], message: str) -> ServingError:
     """
     if found := _TOO_SMALL.search(message):
         return InvalidArgument("output '{}' takes {} bytes, and its place has {}".format(*found.group(1, 3, 2)))
-    start = len(_NO_ID) if message.startswith(_NO_ID) else 0
-    return kind(message[start:].partition(" NOTE: ")[0].rstrip())
+    return kind(in_plain_words(message))

@@ -14,17 +14,17 @@ import reprlib
 import struct
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from tensord_client.call import MAX_WAITING, Call, begun, begun_async
 from tensord_client.common.arrays import datatype_of, decode, dtype_of
+from tensord_client.common.call import MAX_WAITING, Call
+from tensord_client.common.connection import RepeatedCall
 from tensord_client.common.forks import forgotten_by_children
-from tensord_client.common.scheduling import PARAMETERS, Kind
+from tensord_client.common.results import Answer, Array, Description, Parameter, Timing, check_place, written
 from tensord_client.common.tensors import content
-from tensord_client.connection import RepeatedCall
 from tensord_client.errors import (
     CLOSED,
     DeadlineExceeded,
@@ -37,8 +37,8 @@ from tensord_client.errors import (
     from_status,
 )
 from tensord_client.http_channel import Address, Buffer, Response
-from tensord_client.http_pending import Exchange, HttpPending, Pool, Unreached, Waiter
-from tensord_client.results import Answer, Array, Description, Timing, check_place, written
+from tensord_client.http_request import Exchange, HttpRequest, Pool, Unreached, Waiter
+from tensord_client.parameters import ModelParameters
 
 if TYPE_CHECKING:
     from tensord_client.device_memory import DeviceMemory
@@ -52,52 +52,6 @@ _SMALL = 8192
 #: Seconds to wait for a server's first answer, when connecting.
 _LONGEST = 10.0
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")
-
-
-class Pending(HttpPending):
-    """An inference request that was sent over HTTP. ``await`` on it returns its answer, as ``result`` does."""
-
-    def result(self, timeout: float | None = None) -> Answer:
-        """Waits for the answer and returns it, or raises its error. ``timeout`` and Raises: as ``connection.Pending.result``."""
-        self.hurry(timeout)
-        return cast(Answer, self.waited())
-
-    def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses. ``timeout`` and Raises: as ``connection.Pending.responses``."""
-        return begun(self._responses(timeout))
-
-    def _responses(self, timeout: float | None) -> Generator[Any, None, None]:
-        try:
-            yield
-            while True:
-                self.hurry(timeout)
-                found = self.next()
-                if found is None:
-                    return
-                yield found
-        finally:
-            self.cancel()
-
-    def __await__(self) -> Generator[Any, None, Answer]:
-        yield from self.arrived().__await__()
-        return self.result()
-
-    def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running event loop. ``timeout`` and Raises: as ``Pending.async_responses``."""
-        return begun_async(self._async_responses(timeout))
-
-    async def _async_responses(self, timeout: float | None) -> AsyncGenerator[Any, None]:
-        try:
-            yield
-            while True:
-                self.hurry(timeout)
-                await self.arrived()
-                found = self.next()
-                if found is None:
-                    return
-                yield found
-        finally:
-            self.cancel()
 
 
 class HttpConnection:
@@ -163,9 +117,8 @@ class HttpConnection:
     ) -> tuple[Any, dict[bytes, bytes]]:
         """Sends a GET request, as ``get`` does. Returns the JSON of the answer, and its header fields by name."""
         head = b"GET " + path.encode() + self._fields + b"\r\n"
-        patience = self._patience if patience is None else patience
-        exchange = _Get([head], deadline, True)
-        return HttpPending(self._pool, exchange, self._waiter, patience).waited(), exchange.fields
+        found: tuple[Any, dict[bytes, bytes]] = self._send(_Get([head], deadline, True), patience).result()
+        return found
 
     def post(self, path: str, body: bytes) -> Any:
         """Posts a JSON body to a path, and returns the JSON of the answer; None if the answer is empty.
@@ -176,7 +129,7 @@ class HttpConnection:
         """
         fields = self._fields + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
         question = _Get([b"POST " + path.encode() + fields + body], None, False)
-        return HttpPending(self._pool, question, self._waiter, self._patience).waited()
+        return self._send(question).result()[0]
 
     def open(self, model: str, version: int = 0) -> Description:
         """Returns the description of a model, made of its metadata and configuration; version 0: of the newest version.
@@ -207,6 +160,10 @@ class HttpConnection:
         except (Unavailable, Unsupported):
             return {}
 
+    def parameters(self, model: str, version: int) -> ModelParameters:
+        """Returns the parameter sets of a model; version 0: of all versions."""
+        return ModelParameters(self, model, version)
+
     def push(
         self,
         model: str,
@@ -216,7 +173,7 @@ class HttpConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters into a parameter set of a model. Args, Returns and Raises: as ``Connection.push``."""
+        """Pushes parameters into a parameter set of a model. Args, Returns and Raises: as ``parameters.Sets.push``."""
         text = json.dumps(said, separators=(",", ":")).encode()
         size = len(text) + sum(map(len, pieces))
         head = b"Inference-Header-Content-Length: %d\r\n" % len(text) if pieces else b""
@@ -233,7 +190,7 @@ class HttpConnection:
         self._manage(b"DELETE", f"{_path(model, version)}/parameters/{_quoted(name)}", [b"\r\n"])
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Undoes a set's newest push. Args, Returns and Raises: as ``Connection.revert_parameters``."""
+        """Undoes a set's newest push. Args, Returns and Raises: as ``parameters.Sets.revert_parameters``."""
         path = f"{_path(model, version)}/parameters/{_quoted(name)}/revert"
         return cast("dict[str, Any]", self._manage(b"POST", path, [b"Content-Length: 0\r\n\r\n"]))
 
@@ -249,9 +206,9 @@ class HttpConnection:
         first = method + b" " + path.encode() + self._fields + bytes(rest[0])
         deadline = None if timeout is None else time.monotonic() + timeout
         exchange = _Get([first, *rest[1:]], deadline, False)
-        return HttpPending(self._pool, exchange, self._waiter, self._patience).waited()
+        return self._send(exchange).result()[0]
 
-    def ask(self, call: Call) -> Pending:
+    def ask(self, call: Call) -> HttpRequest:
         """Sends an inference request. Returns a ``Pending``, by which to wait for the answer.
 
         Raises: InvalidArgument: the request cannot be encoded.  Unavailable: ``close`` was called, or too many requests wait.
@@ -261,8 +218,8 @@ class HttpConnection:
             pending.keep()
         return pending
 
-    def _send(self, exchange: Exchange) -> Pending:
-        return Pending(self._pool, exchange, self._waiter, self._patience)
+    def _send(self, exchange: Exchange, patience: float | None = None) -> HttpRequest:
+        return HttpRequest(self._pool, exchange, self._waiter, self._patience if patience is None else patience)
 
     def prepare(self, call: Call) -> RepeatedCall:
         """Makes a request that can be sent many times, each time with what its arrays hold then; nothing is sent yet."""
@@ -287,7 +244,7 @@ class HttpConnection:
             if self._on_devices is None:
                 from tensord_client.device_memory import DeviceMemory
 
-                self._on_devices = DeviceMemory(self)
+                self._on_devices = DeviceMemory(self.post)
         return self._on_devices.empty(shape, dtype, device)
 
     def _region(self, values: Any) -> tuple[str, int, int] | None:
@@ -341,10 +298,9 @@ class HttpConnection:
         head = (
             b"POST " + path.encode() + self._fields + b"Content-Type: application/octet-stream\r\nTensord-Timing: 1\r\n"
         )
-        sequence_id = call.scheduling.sequence_id
-        if sequence_id and not self.address.path:
+        if call.sequence_id and not self.address.path:
             # For a balancer between, which sees no bodies.
-            head += b"Tensord-Sequence: %s\r\n" % _quoted(str(sequence_id)).encode()
+            head += b"Tensord-Sequence: %s\r\n" % _quoted(str(call.sequence_id)).encode()
         if call.traceparent:
             head += b"Traceparent: %s\r\n" % call.traceparent.encode()
         made = head + text, len(text)
@@ -364,9 +320,12 @@ class HttpConnection:
 
     def _request_json(self, call: Call, contents: list[Buffer]) -> bytes:
         parameters: dict[str, Any] = {"binary_data_output": True, **call.parameters}
-        for (name, row), value in zip(PARAMETERS.items(), call.scheduling):
-            if value or (row.kind is Kind.FLAG and call.scheduling.sequence_id):
+        for name, value in _own_parameters(call):
+            if value:
                 parameters[name] = value
+        if call.sequence_id:
+            parameters["sequence_start"] = call.sequence_start
+            parameters["sequence_end"] = call.sequence_end
         said: dict[str, Any] = {"id": call.request_id} if call.request_id else {}
         said["parameters"] = parameters
         said["inputs"] = [
@@ -394,23 +353,19 @@ class HttpConnection:
 
 
 class _Get(Exchange):
-    """A request, by GET or any other method, whose answer is JSON or empty."""
+    """A request, by GET or any other method, whose answer is JSON or empty (None), and its header fields by lower-case names."""
 
-    #: The header fields of the answer, by lower-case names.
-    fields: dict[bytes, bytes]
-
-    def read(self, response: Response) -> Any:
-        self.fields = response.fields
+    def read(self, response: Response) -> tuple[Any, dict[bytes, bytes]]:
         if response.status != 200:
             raise _error(response)
-        return _json(response, response.text) if response.text else None
+        return _json(response, response.text) if response.text else None, response.fields
 
 
 class _Infer(Exchange):
     """An inference request, whose answer is JSON, followed by the bytes of the output tensors."""
 
     def __init__(self, pieces: list[Buffer], call: Call) -> None:
-        super().__init__(pieces, call.deadline, call.pure)
+        super().__init__(pieces, call.deadline, call.pure, call.model)
         self.streams = call.streams
         self._places = call.places
 
@@ -472,6 +427,17 @@ def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
     name, offset, byte_size = region
     said: dict[str, Any] = {"shared_memory_region": name, "shared_memory_byte_size": byte_size}
     return {**said, "shared_memory_offset": offset} if offset else said
+
+
+def _own_parameters(call: Call) -> tuple[tuple[str, Parameter], ...]:
+    """Returns the parameters that say how a request is scheduled, with their values; 0 or "" where the request leaves one out."""
+    return (
+        ("priority", call.priority),
+        ("timeout", call.timeout_us),
+        ("sequence_id", call.sequence_id),
+        ("tensord_replace", call.replace_key),
+        ("parameter_set", call.parameter_set),
+    )
 
 
 def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:

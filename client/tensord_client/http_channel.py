@@ -18,7 +18,7 @@ from typing import NamedTuple, Union
 
 import numpy as np
 
-from tensord_client.results import Array
+from tensord_client.common.results import Array
 
 _MAX_HEAD = 64 << 10
 _MAX_LINE = 256

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tensord_client.common.arrays import datatype_of
+from tensord_client.common.model import Model
+from tensord_client.common.results import Array, Tensor
 from tensord_client.common.tensors import cast, flat
 from tensord_client.errors import InvalidArgument
-from tensord_client.model import Model
-from tensord_client.results import Array, Tensor
 
 if TYPE_CHECKING:
     import jax as jax_library

@@ -12,22 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import heapq
 import itertools
 import os
 import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensord_client import wire
 from tensord_client.answer_memory import HeldResults
-from tensord_client.call import MAX_WAITING, Call
 from tensord_client.clients_socket import ClientsSocket
+from tensord_client.common.call import MAX_WAITING, Call
 from tensord_client.common.forks import forgotten_by_children
+from tensord_client.common.pending import WaitEnded
+from tensord_client.common.results import Array, Description
 from tensord_client.errors import (
     CLOSED,
     Cancelled,
@@ -38,17 +38,14 @@ from tensord_client.errors import (
     too_many_waiting,
 )
 from tensord_client.http_channel import Buffer
-from tensord_client.lane_socket import LaneEnded, WaitEnded
+from tensord_client.lane_request import LaneRequest, Sender
+from tensord_client.lane_socket import LaneEnded
 from tensord_client.memory import Memory
 from tensord_client.opened_model import OpenedModel
 from tensord_client.parameters import sealed
-from tensord_client.pending import Pending
 from tensord_client.placement import Placement
 from tensord_client.prepared_call import PreparedCall
-from tensord_client.results import Array, Description
 from tensord_client.worker_lane import WorkerLane
-
-__all__ = ["Call", "Description", "LaneConnection", "Pending", "PreparedCall"]
 
 #: Request ids begin here, so that all of them have the same length on the wire.
 _FIRST_ID = 1 << 32
@@ -62,7 +59,7 @@ _REFUSED_AFTER, _COMING_AFTER = 0.25, 1.0
 _GONE = "Request for unknown model: "
 
 
-class LaneConnection:
+class LaneConnection(Sender):
     """The connection of this process to a daemon on the same host: requests go over lanes. Thread-safe.
 
     After a fork the child process connects anew by itself; arrays of ``empty`` from before the fork belong to the parent.
@@ -117,16 +114,7 @@ class LaneConnection:
         #: Opened models by name and version; version 0 stands for the newest.
         self.models: dict[tuple[str, int], OpenedModel] = {}
         self._sequences: dict[tuple[str, int | str], WorkerLane] = {}
-        #: Requests that are to be sent again and that no thread waits for, by model; each has a thread while there are any.
-        self._astray: dict[tuple[str, int], deque[Pending]] = {}
-        self._astray_lock = threading.Lock()
-        #: All requests that have no lane and that no thread is sending now, until nobody refers to them. The lock is only held by
-        #: who compares their number with the limit: a garbage collection, which may begin in there, may give a request up.
-        self.laneless: weakref.WeakSet[Pending] = weakref.WeakSet()
-        self._laneless_lock = threading.Lock()
-        #: Those that a thread is sending again.
-        self.claimed: set[Pending] = set()
-        self.deadlines = Deadlines()
+        self.begin()
         self._prepared: weakref.WeakSet[PreparedCall] = weakref.WeakSet()
 
     # ------------------------------------------------------------------------------------------------- the daemon
@@ -279,8 +267,8 @@ class LaneConnection:
             return known
         return self._ask_for(call.model, call.version, time.monotonic())
 
-    def ask(self, call: Call) -> Pending:
-        """Sends a request. Returns a ``Pending``, by which to wait for the answer.
+    def ask(self, call: Call) -> LaneRequest:
+        """Sends a request. Returns a ``LaneRequest``, by which to wait for the answer.
 
         If no lane is usable now, the request is sent later, when somebody waits for its answer.
 
@@ -296,9 +284,9 @@ class LaneConnection:
             if call.layouts is None
             else self.placement.place_again(call, model, call.layouts)
         )
-        pending = Pending(self, call, placed)
+        pending = LaneRequest(self, call, placed)
         if not self._send(pending, self.max_waiting):
-            with self._laneless_lock:
+            with self.laneless_lock:
                 waiting = len(self.laneless)
                 if waiting >= self.max_waiting:
                     raise too_many_waiting(waiting, self.max_waiting)
@@ -332,7 +320,7 @@ class LaneConnection:
     ) -> dict[str, Any]:
         """Pushes parameters into a parameter set of a model; the daemon receives ``pieces`` in a sealed memfd.
 
-        Args, Returns and Raises: as ``Connection.push``.
+        Args, Returns and Raises: as ``parameters.Sets.push``.
         """
         question = {"push": {"model": model, "version": version, "set": name, **said}}
         if not pieces:
@@ -353,7 +341,7 @@ class LaneConnection:
         self._manage({"drop": {"model": model, "version": version, "set": name}})
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Undoes a set's newest push. Args, Returns and Raises: as ``Connection.revert_parameters``."""
+        """Undoes a set's newest push. Args, Returns and Raises: as ``parameters.Sets.revert_parameters``."""
         return self._manage({"revert": {"model": model, "version": version, "set": name}})
 
     def _manage(self, question: dict[str, Any], timeout: float | None = None, *fds: int) -> dict[str, Any]:
@@ -382,7 +370,7 @@ class LaneConnection:
         if lane is not None:
             lane.say(wire.end_sequence(model, sequence_id))
 
-    def _send(self, pending: Pending, max_waiting: int | None = None) -> bool:
+    def _send(self, pending: LaneRequest, max_waiting: int | None = None) -> bool:
         """Sends a request on the lane that ``lane_for`` chooses. Returns False if none is usable, else True.
 
         ``max_waiting``: the most requests that may wait for the worker already; None: any number, as the request was accepted.
@@ -420,14 +408,13 @@ class LaneConnection:
 
         Raises: Internal: the request belongs to a sequence whose worker has ended.
         """
-        sequence_id = call.scheduling.sequence_id
-        if sequence_id and not call.scheduling.sequence_start:
-            lane = self._sequences.get((call.model, sequence_id))
+        if call.sequence_id and not call.sequence_start:
+            lane = self._sequences.get((call.model, call.sequence_id))
             if lane is not None:
                 if not lane.usable:
-                    self._sequences.pop((call.model, sequence_id), None)
+                    self._sequences.pop((call.model, call.sequence_id), None)
                     raise Internal(
-                        f"sequence {sequence_id!r} of model '{call.model}' was lost: its worker process ended"
+                        f"sequence {call.sequence_id!r} of model '{call.model}' was lost: its worker process ended"
                     )
                 return lane
         known = self.models.get((call.model, call.version))
@@ -441,18 +428,17 @@ class LaneConnection:
 
     def sent(self, call: Call, lane: WorkerLane) -> None:
         """Stores on which lane a sequence's request was sent, for its next request; after the last one, forgets it."""
-        sequence_id = call.scheduling.sequence_id
-        if not sequence_id:
+        if not call.sequence_id:
             return
-        if call.scheduling.sequence_end:
-            self._sequences.pop((call.model, sequence_id), None)
+        if call.sequence_end:
+            self._sequences.pop((call.model, call.sequence_id), None)
         else:
-            self._sequences[call.model, sequence_id] = lane
+            self._sequences[call.model, call.sequence_id] = lane
 
     def is_pure(self, call: Call) -> bool:
         """Returns whether running a request twice does no harm: the model says so, and the request belongs to no sequence."""
         known = self.models.get((call.model, call.version))
-        return known is not None and known.description.pure and not call.scheduling.sequence_id
+        return known is not None and known.description.pure and not call.sequence_id
 
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
@@ -484,7 +470,7 @@ class LaneConnection:
                 raise WaitEnded from None
             raise
 
-    def may_ask_again(self, pending: Pending, refusal: ServingError) -> bool:
+    def may_ask_again(self, pending: LaneRequest, refusal: ServingError) -> bool:
         """Returns whether to ask the daemon where a model is, after a worker refused a request.
 
         That is so if this connection is open and has not asked for the model in the last 0.25 seconds, or if the worker does not
@@ -538,26 +524,7 @@ class LaneConnection:
             return True
         return after.lanes != before.lanes or after.description.version != before.description.version
 
-    def send_again(self, pending: Pending, until: float | None) -> None:
-        """Sends a request again whose lane ended or whose worker refused it, unless another thread does so.
-
-        Args:
-          until: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
-
-        Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
-        """
-        if not pending.claim():
-            return
-        try:
-            self._send_claimed(pending, until)
-        except Unavailable:
-            if self.is_closed:
-                raise Cancelled(CLOSED) from None
-            raise
-        finally:
-            self.claimed.discard(pending)
-
-    def _send_claimed(self, pending: Pending, until: float | None) -> None:
+    def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
         """Sends a request again that this thread has claimed, as soon as there is a lane for it.
 
         Args and Raises: as ``send_again``.
@@ -571,37 +538,6 @@ class LaneConnection:
         while not (pending.done() or self._send(pending)):
             self.find_lanes(pending.call, until, False, pending.astray_at)
         pending.watch_again()
-
-    def send_again_soon(self, pending: Pending) -> None:
-        """Hands a request to a background thread to be sent again, as its callers use callbacks or an event loop and cannot wait.
-
-        One thread does so for all requests to a model.
-        """
-        model = pending.call.model, pending.call.version
-        with self._astray_lock:
-            waiting = self._astray.get(model)
-            if waiting is not None:
-                waiting.append(pending)
-                return
-            threading.Thread(target=self._send_astray, args=model, name="tensord-again", daemon=True).start()
-            self._astray[model] = deque((pending,))
-
-    def _send_astray(self, model: str, version: int) -> None:
-        while True:
-            with self._astray_lock:
-                waiting = self._astray[model, version]
-                if not waiting:
-                    del self._astray[model, version]
-                    return
-                pending = waiting.popleft()
-            try:
-                self.send_again(pending, pending.call.deadline)
-            except WaitEnded:
-                pending.expire()
-            except ServingError as error:
-                pending.fail(error)
-            except Exception as error:  # such as too many open files: the thread has other requests to send
-                pending.fail(Internal(f"the request could not be sent again: {error!r}"))
 
     # ---------------------------------------------------------------------------------------------------------- end
 
@@ -638,57 +574,6 @@ class LaneConnection:
 
     def __repr__(self) -> str:
         return f"<LaneConnection {self.path}{' closed' if self.is_closed else f' {len(self._lanes)} lanes'}>"
-
-
-class Deadlines:
-    """Ends requests that only callbacks wait for when their deadline passes, wherever the requests are then. Thread-safe."""
-
-    def __init__(self) -> None:
-        #: A heap of deadlines in seconds of ``time.monotonic()``, each with a number and a request, which others hold.
-        self._due: list[tuple[float, int, weakref.ref[Pending]]] = []
-        self._numbers = itertools.count()
-        # The garbage collector may end a request in a thread that has the lock.
-        self._changed = threading.Condition(threading.RLock())
-        #: True: there is a thread, which ends when no request is left.
-        self._runs = False
-
-    def add(self, pending: Pending, deadline: float) -> None:
-        """Ends a request at its deadline, in seconds of ``time.monotonic()``, unless it has ended before."""
-        with self._changed:
-            self._drop_ended()
-            due = deadline, next(self._numbers), weakref.ref(pending)
-            heapq.heappush(self._due, due)
-            if not self._runs:
-                threading.Thread(target=self._main, name="tensord-deadlines", daemon=True).start()
-                self._runs = True
-            elif self._due[0] is due:
-                self._changed.notify()
-
-    def _drop_ended(self) -> None:
-        while self._due and ((first := self._due[0][2]()) is None or first.done()):
-            heapq.heappop(self._due)
-
-    def _main(self) -> None:
-        while True:
-            with self._changed:
-                self._drop_ended()
-                if not self._due:
-                    self._runs = False
-                    return
-                left = self._due[0][0] - time.monotonic()
-                if left > 0:
-                    self._changed.wait(left)
-                    continue
-                pending = heapq.heappop(self._due)[2]()
-            if pending is not None:
-                pending.expire()
-                del pending
-
-    def close(self) -> None:
-        """Ends the thread; requests are not ended at their deadlines any more."""
-        with self._changed:
-            self._due.clear()
-            self._changed.notify()
 
 
 def _running_loop() -> Any:

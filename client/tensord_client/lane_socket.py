@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tensord_client import wire
+from tensord_client.common.pending import WaitEnded
 from tensord_client.native import Spin
 
 _ANCILLARY = socket.CMSG_SPACE(4 * 4)
@@ -34,10 +35,6 @@ _END: Datagram = (0, [], 0)
 
 class LaneEnded(Exception):
     """The worker's end of a lane is closed, so a message could not be sent."""
-
-
-class WaitEnded(TimeoutError):
-    """A wait has reached its time limit. (A TimeoutError that a signal's handler raises is not of this class.)"""
 
 
 class LaneSocket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensord_client.results import Description
+from tensord_client.common.results import Description
 from tensord_client.worker_lane import WorkerLane
 
 

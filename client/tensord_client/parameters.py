@@ -13,17 +13,14 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Union
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, Union
 
 import numpy as np
 
+from tensord_client.common.results import Array
 from tensord_client.common.tensors import bfloat16_of_torch, leaves
 from tensord_client.errors import InvalidArgument, Unavailable
-from tensord_client.results import Array
-
-if TYPE_CHECKING:
-    from tensord_client.connection import Connection
 
 #: numpy's names of dtypes -> those of safetensors.
 _DTYPES = {
@@ -50,10 +47,53 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 Buffer = Union[bytes, memoryview]
 
 
+class Sets(Protocol):
+    """A connection to a server that has parameter sets."""
+
+    def push(
+        self,
+        model: str,
+        version: int,
+        name: str,
+        said: Mapping[str, Any],
+        pieces: Sequence[Buffer],
+        timeout: float | None,
+    ) -> dict[str, Any]:
+        """Pushes parameters into the parameter set ``name`` of a model.
+
+        Returns the server's answer, whose "number" identifies the push.
+
+        Args:
+          version: the model's version; 0: the newest.
+          said: the other fields of the push, such as "number", "partial" or "file".
+          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
+          timeout: seconds to wait for the server's answer; None: without limit.
+
+        Raises: ServingError: the server refuses the parameters, or does not answer in time.
+        """
+
+    def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
+        """Returns the parameter sets of a model, as ``ModelParameters.list`` explains them; version 0: of all versions.
+
+        Raises: ServingError: there is no such model, or no answer came.
+        """
+
+    def drop_parameters(self, model: str, version: int, name: str) -> None:
+        """Drops the parameter set ``name`` of a model: requests for it fail. Raises ServingError: no such set, or ``main``."""
+
+    def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
+        """Puts the parameters that the set ``name`` had before its newest push into use again.
+
+        Returns the server's answer, with the "number" that identifies these parameters.
+
+        Raises: ServingError: nothing was pushed into the set, or the server has not kept the earlier parameters.
+        """
+
+
 class ModelParameters:
     """Lists, changes and drops the parameter sets of one model; a request names the set that it is answered with. Thread-safe."""
 
-    def __init__(self, connection: Connection, model: str, version: int) -> None:
+    def __init__(self, connection: Sets, model: str, version: int) -> None:
         self._connection = connection
         self._model = model
         self._version = version

@@ -17,8 +17,8 @@ from typing import Any, Optional
 import numpy as np
 
 from tensord_client import native, wire
-from tensord_client.call import Call
 from tensord_client.common.arrays import datatype_of, encode_strings
+from tensord_client.common.call import Call
 from tensord_client.errors import InvalidArgument, Unavailable
 from tensord_client.memory import Memory
 from tensord_client.opened_model import OpenedModel
@@ -379,12 +379,22 @@ def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, P
 
 
 def own_fields(call: Call) -> bytes:
-    """Encodes a call's id, its deadline and how it is scheduled.
+    """Encodes a call's id, deadline, priority, queue timeout, sequence, replace key and parameter set.
 
     Raises: InvalidArgument: one has no encoding.
     """
     deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
     try:
-        return wire.own_fields(call.request_id, deadline_ns, call.scheduling)
+        return wire.own_fields(
+            call.request_id,
+            deadline_ns,
+            call.priority,
+            call.timeout_us,
+            call.sequence_id,
+            call.sequence_start,
+            call.sequence_end,
+            call.replace_key,
+            call.parameter_set,
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(f"the request to model '{call.model}' cannot be sent: {error}") from None

@@ -19,23 +19,25 @@ import numpy as np
 
 from tensord_client import msgpack, wire
 from tensord_client.answer_memory import Lease
-from tensord_client.call import Call
+from tensord_client.common.call import Call
+from tensord_client.common.pending import WaitEnded
+from tensord_client.common.results import Answer, Array, Timing
 from tensord_client.errors import (
     CLOSED,
     Cancelled,
+    DeadlineExceeded,
     Internal,
     InvalidArgument,
     NotFound,
     ServingError,
     Unavailable,
 )
-from tensord_client.lane_socket import Datagram, LaneEnded, WaitEnded
+from tensord_client.lane_answers import made_answer
+from tensord_client.lane_socket import Datagram, LaneEnded
 from tensord_client.memory import Memory
 from tensord_client.native import Exchange
 from tensord_client.opened_model import OpenedModel
-from tensord_client.pending import deadline_error, made_answer
 from tensord_client.placement import INLINE, Tensor, encode, input_datatype, note_segment, own_fields
-from tensord_client.results import Answer, Array
 from tensord_client.wire import AnswerRecord
 from tensord_client.worker_lane import WorkerLane
 
@@ -49,6 +51,15 @@ _SENDINGS = 2
 _LOOKED_AFTER = 1.0
 #: The datagram that came while the part in C had the request; None: none came.
 _Came = Optional[Datagram]
+
+
+class _Answer(Answer):
+    """An answer whose times came as MessagePack."""
+
+    @property
+    def timing(self) -> Timing | None:
+        times: Any = self.times
+        return Timing(*(msgpack.unpack(times) if isinstance(times, bytes) else times)) if times is not None else None
 
 
 class Bound:
@@ -104,7 +115,7 @@ class Bound:
         #: The lane's ``learned`` when ``head`` and ``tail`` were stored; -1: they are not valid.
         self.learned = -1
         #: The outputs that an answer with these bytes stands for.
-        self.outputs = Answer()
+        self.outputs: Answer = _Answer()
         #: The part in C that makes calls, for that model as it was opened, until a monotonic time.
         self.exchange: Exchange | None = None
         self.model: OpenedModel | None = None
@@ -248,7 +259,8 @@ class PreparedCall:
                 raise
             except WaitEnded:
                 self._cancel()
-                raise deadline_error(self._lane) from None
+                error = DeadlineExceeded()
+                raise (error if self._lane is None else self._lane.answers.explained(error)) from None
             except BaseException:  # of a signal's handler
                 self._cancel()
                 raise
@@ -340,7 +352,9 @@ class PreparedCall:
             assert self._answer is not None
             (record, lease), self._answer = self._answer, None
             try:
-                bound.outputs = made_answer(record, lease, self._call.places)
+                found = made_answer(record, lease, self._call.places)
+                bound.outputs = _Answer(found)
+                bound.outputs.__dict__.update(found.__dict__)
             except ServingError:
                 bound.learned = -1
                 raise
@@ -354,9 +368,7 @@ class PreparedCall:
         """Returns the C extension's object for the next calls on a lane; None: it is missing, or cannot make them."""
         call, known = self._call, self._connection.models.get((self._call.model, self._call.version))
         spin = lane.socket.spin
-        if Exchange is None or spin is None or known is None or bound.learned != lane.learned:
-            return None
-        if call.scheduling.sequence_id:
+        if Exchange is None or spin is None or known is None or call.sequence_id or bound.learned != lane.learned:
             return None
         now = time.monotonic()
         if bound.exchange is None or bound.model is not known or now >= bound.until:

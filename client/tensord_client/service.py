@@ -9,13 +9,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tensord_client.call import Call
+from tensord_client.common.call import Call
+from tensord_client.common.connection import Connection, PreparedCall
 from tensord_client.common.forks import forgotten_by_children
-from tensord_client.connection import Connection, Pending, PreparedCall
+from tensord_client.common.pending import Pending
+from tensord_client.common.results import Answer, Array, Description
 from tensord_client.errors import ServingError, Unsupported
 from tensord_client.http_channel import Buffer
 from tensord_client.lane import LaneConnection
-from tensord_client.results import Array, Description
+from tensord_client.parameters import ModelParameters
 
 
 class ServiceConnection:
@@ -84,7 +86,7 @@ class ServiceConnection:
         except ServingError:
             return {}
 
-    def ask(self, call: Call) -> Pending:
+    def ask(self, call: Call) -> Pending[Answer]:
         """Sends a request over a lane, or HTTP if its model has none. Returns its ``Pending``.
 
         Raises: ServingError: the request cannot be sent.
@@ -105,6 +107,10 @@ class ServiceConnection:
         """
         return self._lane.empty(shape, dtype) if self._lane.lanes else self.http().empty(shape, dtype)
 
+    def parameters(self, model: str, version: int) -> ModelParameters:
+        """Returns the parameter sets of a model; version 0: of all versions."""
+        return ModelParameters(self, model, version)
+
     def push(
         self,
         model: str,
@@ -114,7 +120,7 @@ class ServiceConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters into a parameter set of a model. Args, Returns and Raises: as ``Connection.push``."""
+        """Pushes parameters into a parameter set of a model. Args, Returns and Raises: as ``parameters.Sets.push``."""
         return self._lane.push(model, version, name, said, pieces, timeout)
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
@@ -122,14 +128,15 @@ class ServiceConnection:
         try:
             return self._lane.parameter_sets(model, version)
         except Unsupported:
-            return self.http().parameter_sets(model, version)
+            found: list[dict[str, Any]] = self.http().parameters(model, version).list()
+            return found
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
         """Drops the parameter set ``name`` of a model: requests for it fail. Raises ServingError: no such set, or ``main``."""
         self._lane.drop_parameters(model, version, name)
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Undoes a set's newest push. Args, Returns and Raises: as ``Connection.revert_parameters``."""
+        """Undoes a set's newest push. Args, Returns and Raises: as ``parameters.Sets.revert_parameters``."""
         return self._lane.revert_parameters(model, version, name)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Union
 
 from tensord_client import msgpack, native
-from tensord_client.common.scheduling import UNSCHEDULED, Scheduling
 from tensord_client.msgpack import Malformed, pack
 
 WIRE_VERSION = 3
@@ -137,19 +136,48 @@ def request(
 _BARE = b"\xa0\xcf" + bytes(8) + b"\0\0\0\0\xc2\xc2" + bytes((TIMING, 0)) + b"\xa0\xa0"
 
 
-def own_fields(client_id: str = "", deadline_ns: int = 0, scheduling: Scheduling = UNSCHEDULED) -> bytes:
+def own_fields(
+    client_id: str = "",
+    deadline_ns: int = 0,
+    priority: int = 0,
+    timeout_us: int = 0,
+    sequence_id: int | str = 0,
+    sequence_start: bool = False,
+    sequence_end: bool = False,
+    replace_key: str = "",
+    parameter_set: str = "",
+) -> bytes:
     """Encodes the fields of a request that follow its contents. The deadline, behind the client's id, always takes nine bytes.
 
     Args:
       client_id: the id that the caller gave the request; "": none.
       deadline_ns: nanoseconds of the monotonic clock; 0: none.
+      priority: 1 is the first to run; 0: the model's default.
+      timeout_us: microseconds that the request may wait in the model's queue; 0: as the model's queue policy says.
+      sequence_id: the sequence that the request belongs to; 0 or "": none.
+      replace_key: a later request with the same key replaces this one in the queue; "": none does.
+      parameter_set: the set that the answer is computed with; "": ``main``.
     """
-    deadline = deadline_ns.to_bytes(8, "big")
-    if not client_id and scheduling == UNSCHEDULED:
-        return b"".join((_BARE[:2], deadline, _BARE[10:]))
-    first, last = scheduling[:5], scheduling[5:]
+    scheduled = priority or timeout_us or sequence_id or sequence_start or sequence_end or replace_key
+    if not (client_id or scheduled):
+        named = msgpack.text(parameter_set) if parameter_set else b"\xa0"
+        return b"".join((_BARE[:2], deadline_ns.to_bytes(8, "big"), _BARE[10:-1], named))
     return b"".join(
-        (msgpack.text(client_id), b"\xcf", deadline, b"\0", *map(pack, (*first, TIMING, 0)), *map(pack, last))
+        (
+            msgpack.text(client_id),
+            b"\xcf",
+            deadline_ns.to_bytes(8, "big"),
+            b"\x00",
+            pack(priority),
+            pack(timeout_us),
+            pack(sequence_id),
+            pack(sequence_start),
+            pack(sequence_end),
+            pack(TIMING),
+            b"\x00",
+            msgpack.text(replace_key),
+            msgpack.text(parameter_set),
+        )
     )
 
 

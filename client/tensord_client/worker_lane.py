@@ -24,8 +24,9 @@ from typing import Any, Protocol
 
 from tensord_client import wire
 from tensord_client.answer_memory import AnswerMemory, HeldResults
+from tensord_client.common.pending import WaitEnded
 from tensord_client.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable, too_many_waiting
-from tensord_client.lane_socket import AT_ONCE, LaneEnded, LaneSocket, WaitEnded
+from tensord_client.lane_socket import AT_ONCE, LaneEnded, LaneSocket
 from tensord_client.memory import Memory
 from tensord_client.msgpack import Malformed, integer
 from tensord_client.wire import AnswerRecord, PreparedAnswer

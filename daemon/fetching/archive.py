@@ -11,34 +11,26 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from tensord.config import model_folder
+from tensord.config.model_folder import MAX_ENTRIES, is_passed_over
 from tensord.daemon.models import repository
 from tensord.shm.errors import InvalidArgument
 
 ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
-#: A member's name, its mode, and a function that opens its content, None for what is no file.
-_Member = tuple[str, int, "Callable[[], IO[bytes] | None]"]
 
 
 def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
-    """Unpacks an archive into ``folder``, which must not exist yet; what it has in a single folder becomes ``folder``'s.
+    """Unpacks an archive of this name into ``folder``, which must not exist yet; a single folder in it becomes ``folder``.
 
-    Args:
-      name: the archive's file name, whose ending tells the format; it also appears in error messages.
-      max_byte_size: how many bytes all files in the archive together may have.
-
-    Raises InvalidArgument: the archive is damaged, too large, or has members that are not allowed; OSError: a file cannot be
-    written.
+    ``max_byte_size``: of all files in the archive together. Raises InvalidArgument: the archive is damaged, too large, or has
+    members that are not allowed; OSError: a file cannot be written.
     """
+    left = max_byte_size
     folder.mkdir()
-    count, left = 0, max_byte_size
     try:
-        for member, mode, opens in (_zipped if name.lower().endswith(".zip") else _tarred)(archive):
-            count += 1
-            if count > model_folder.MAX_ENTRIES:
-                raise InvalidArgument(
-                    f"'{name}' has more than {model_folder.MAX_ENTRIES} files, as many as a model has"
-                )
+        members = _zipped(archive) if name.lower().endswith(".zip") else _tarred(archive)
+        for count, (member, mode, opens) in enumerate(members):
+            if count == MAX_ENTRIES:
+                raise InvalidArgument(f"'{name}' has more than {MAX_ENTRIES} files, as many as a model has")
             parts = member.removeprefix("./").rstrip("/").split("/")
             if is_left_out(parts):
                 continue
@@ -46,8 +38,7 @@ def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
             if stat.S_ISDIR(mode):
                 place.mkdir(parents=True, exist_ok=True)
                 continue
-            opened = opens()
-            if opened is None:
+            if (opened := opens()) is None:
                 raise InvalidArgument(f"'{member}' of '{name}' is neither a file nor a folder nor leads to one in it")
             place.parent.mkdir(parents=True, exist_ok=True)
             with opened, open(place, "wb") as file:
@@ -64,32 +55,26 @@ def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise InvalidArgument(f"'{name}' cannot be unpacked: {' '.join(str(error).split())}") from error
-    names = os.listdir(folder)
-    if len(names) == 1 and repository.no_model(folder) and (folder / names[0]).is_dir():
+    if len(names := os.listdir(folder)) == 1 and repository.no_model(folder) and (folder / names[0]).is_dir():
         outer = folder.rename(folder.with_name(f"{folder.name}.outer"))
         (outer / names[0]).rename(folder)
 
 
-def _tarred(archive: Path) -> Iterator[_Member]:
+def _tarred(archive: Path) -> Iterator[tuple[str, int, Callable[[], IO[bytes] | None]]]:
     with tarfile.open(archive) as tar:
         for member in tar:
             # A link is written as what it leads to in the archive.
             yield member.name, stat.S_IFDIR if member.isdir() else member.mode, partial(tar.extractfile, member)
         # tarfile stops at its own end; the compressed stream's, with its checksum, comes after it.
-        assert tar.fileobj is not None
-        while tar.fileobj.read(1 << 20):
+        while tar.fileobj is not None and tar.fileobj.read(1 << 20):
             pass
 
 
-def _zipped(archive: Path) -> Iterator[_Member]:
+def _zipped(archive: Path) -> Iterator[tuple[str, int, Callable[[], IO[bytes] | None]]]:
     with zipfile.ZipFile(archive) as opened:
         for member in opened.infolist():
             mode = stat.S_IFDIR if member.is_dir() else member.external_attr >> 16
-            yield member.filename, mode, partial(_nothing if stat.S_ISLNK(mode) else opened.open, member)
-
-
-def _nothing(_: object) -> None:
-    """Returns None, as there is no content to open: a link in a zip file is not taken."""
+            yield member.filename, mode, (lambda: None) if stat.S_ISLNK(mode) else partial(opened.open, member)
 
 
 def is_left_out(parts: Sequence[str]) -> bool:
@@ -99,4 +84,4 @@ def is_left_out(parts: Sequence[str]) -> bool:
     """
     if any(part in ("..", "") or "\\" in part or "\0" in part for part in parts) and parts != [""]:
         raise InvalidArgument(f"'{'/'.join(parts)}' is no path in a model's folder")
-    return any(map(model_folder.is_passed_over, parts))
+    return any(map(is_passed_over, parts))

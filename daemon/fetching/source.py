@@ -3,19 +3,19 @@
     s3://bucket/models/digits          a folder, on any file system that lists: every file beneath it
     https://host/digits-7.tar.gz       an archive, on any file system
 
-The libraries behind fsspec raise all kinds of exceptions. Here they become a ServingError: one sentence without the secrets of a
-URL.
+The libraries behind fsspec raise all kinds of exceptions; here they become a ServingError, without the secrets of a URL.
 """
 
 from __future__ import annotations
 
 import errno
 import re
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tensord.config.model_folder import MAX_ENTRIES
 from tensord.daemon.fetching.archive import ENDINGS, is_left_out
@@ -37,13 +37,9 @@ _IDENTITIES = (
     *("ETag", "etag", "md5Hash", "content_hash", "blob_id", "Content-MD5", "Digest", "generation"),
     *("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created"),
 )
-#: Such exceptions will not go away when the same is asked again.
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError)
-#: Nor will what these statuses of HTTP say: who asks may not read it. Hugging Face says so of repositories that it has not, too.
-_REFUSED = (401, 403)
-#: Errors of this host's disk.
+#: Errors that are the same when asked again, and those of this host's disk.
+_FINAL = (PermissionError, IsADirectoryError, NotImplementedError)
 _HERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,30 +67,39 @@ class Source:
         self.shown = re.sub(r"(?<=://)[^/@]*@", "", url.partition("?")[0]).rstrip("/")
         if "::" in url:
             raise InvalidArgument(f"'{self.shown}' is a chain of URLs: tensord fetch takes one")
-        self.is_archive = self.shown.lower().endswith(ENDINGS)
-        over_http = self.shown.partition(":")[0] in ("http", "https")
-        if over_http and not self.is_archive:
-            raise InvalidArgument(
-                f"{self.shown}: nobody lists a folder over HTTP; it has to be an archive ({', '.join(ENDINGS)})"
-            )
+        self.is_archive, options = self.shown.lower().endswith(ENDINGS), {}
+        if self.shown.startswith(("http:", "https:")):
+            if not self.is_archive:
+                kinds = ", ".join(ENDINGS)
+                raise InvalidArgument(
+                    f"{self.shown}: nobody lists a folder over HTTP; it has to be an archive ({kinds})"
+                )
+            import aiohttp
+
+            session = {
+                "timeout": aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=60.0),
+                "trust_env": True,  # its proxies
+                "requote_redirect_url": False,
+                # A server's Content-Encoding is undone, unless it may be what the archive is compressed with.
+                "auto_decompress": not self.shown.lower().endswith(("gz", "bz2", "xz")),
+            }
+            options = {"encoded": True, "headers": {"Accept-Encoding": "identity"}, "client_kwargs": session}
         try:
-            self._files, self._path = url_to_fs(url, **(_http_options() if over_http else {}))
+            self._files, self._path = url_to_fs(url, **options)
         except (ImportError, ValueError) as error:
             raise InvalidArgument(f"{self.shown}: {error}") from None
-        #: How many files are downloaded at a time: as many as the file system's library can.
+        #: How many files may be downloaded at a time: as many as the file system's library can.
         self.at_a_time = 8 if self._files.async_impl else 1
 
     def files(self) -> tuple[File, ...]:
         """Lists the model's files at the source, sorted by name; for an archive, only the archive file.
 
-        Raises NotFound: there is nothing; InvalidArgument: this is no model, or may not be read; Unavailable: it could not be
-        read now.
+        Raises NotFound: there is nothing; InvalidArgument: it is no model, or may not be read; Unavailable: it could not be read
+        now.
         """
         if self.is_archive:
-            return (_file("", self.shown.rpartition("/")[2], tried(lambda: self._call(self._files.info, self._path))),)
-        found: dict[str, dict[str, Any]] = tried(
-            lambda: self._call(self._files.find, self._path, withdirs=True, detail=True)
-        )
+            return (_file("", self.shown.rpartition("/")[2], self._ask(self._files.info, self._path)),)
+        found = self._ask(self._files.find, self._path, withdirs=True, detail=True)
         if not found:
             raise NotFound(f"{self.shown}: there is no such folder, or nothing is in it")
         if len(found) > MAX_ENTRIES:
@@ -103,103 +108,76 @@ class Source:
         for path, info in found.items():
             name = path.rstrip("/").removeprefix(root).lstrip("/")
             # Object stores have empty objects whose names end with a slash, for folders.
-            is_folder = info.get("type") == "directory" or path.endswith("/")
-            if not name and not is_folder:
+            kind = "directory" if path.endswith("/") else info.get("type")
+            if not name and kind != "directory":
                 raise InvalidArgument(f"{self.shown}: it is a file, and no archive ({', '.join(ENDINGS)})")
             if name and name != RECORD and not is_left_out(name.split("/")):
-                if not is_folder and info.get("type") != "file":
+                if kind not in ("directory", "file"):
                     raise InvalidArgument(f"{self.shown}: '{name}' is neither a file nor a folder")
-                files.append(File(path, f"{name}/", 0, "folder") if is_folder else _file(path, name, info))
+                files.append(_file(path, name, info) if kind == "file" else File(path, f"{name}/", 0, "folder"))
         return tuple(sorted(files, key=lambda file: file.name))
 
-    def download(self, files: Sequence[File], places: Sequence[Path], max_byte_size: int) -> None:
-        """Writes whole files to ``places``, whose folder exists. ``max_byte_size``: of an archive whose size nobody says.
+    def download(self, file: File, place: Path, max_byte_size: int) -> None:
+        """Writes a whole file to ``place``. ``max_byte_size``: of one whose size nobody says.
 
-        Raises ServingError: a file could not be read, or has another size than was listed; OSError: one cannot be written.
+        Raises ServingError: it could not be read, or has another size than was listed; OSError: it cannot be written.
         """
-        paths, to = [file.path or self._path for file in files], [str(place) for place in places]
-        if self.is_archive and self._files.async_impl:
-            self._call(self._files.get_file, paths[0], to[0], callback=_Bound(max_byte_size))
-        else:
-            self._call(self._files.get, paths, to)
-        for file, place in zip(files, places, strict=True):
-            if file.byte_size not in (-1, place.stat().st_size):
-                raise Unavailable(
-                    f"{self.shown}: '{file.name}' has {file.byte_size} bytes, {place.stat().st_size} came"
-                )
 
-    def _call(self, ask: Callable[..., _T], *arguments: object, **named: object) -> _T:
-        """Calls the file system's library, whose exceptions become ServingErrors.
+        def bring() -> None:
+            # Hugging Face's library asks for a file in parts where a callback is to know of it.
+            counted = {"callback": _Coming(file, max_byte_size)} if self._files.async_impl else {}
+            self._files.get_file(file.path or self._path, str(place), **counted)
+            if file.byte_size not in (-1, came := place.stat().st_size):
+                raise Unavailable(f"'{file.name}' has {file.byte_size} bytes, {came} came")
 
-        They become Unavailable where another attempt may succeed; NotFound or InvalidArgument where it would not.
-        """
-        try:
-            return ask(*arguments, **named)
-        except ServingError as error:
-            raise type(error)(f"{self.shown}: {error.message}") from None
-        except FileNotFoundError as error:
-            why = error.__cause__
-            # fsspec says so of whatever an HTTP server answers, and of servers that are not there.
-            if why is None or _status(why) == 404 or isinstance(why, FileNotFoundError):
-                raise NotFound(f"{self.shown}: it is not there") from error
-            kind = InvalidArgument if _status(why) in _REFUSED else Unavailable
-            raise kind(f"{self.shown}: {_worded(why)}") from error
-        except Exception as error:
-            if getattr(error, "errno", None) in _HERE:
-                raise
-            final = isinstance(error, _FINAL) or _status(error) in _REFUSED
-            raise (InvalidArgument if final else Unavailable)(f"{self.shown}: {_worded(error)}") from error
+        self._ask(bring)
+
+    def _ask(self, ask: Callable[..., Any], *arguments: object, **named: object) -> Any:
+        """Calls the file system's library, again after a pause where another attempt may succeed. Raises ServingError."""
+        pauses = list(PAUSES)
+        while True:
+            try:
+                return ask(*arguments, **named)
+            except Exception as error:
+                if getattr(error, "errno", None) in _HERE:
+                    raise
+                refusal = self._refusal(error)
+                if not (pauses and isinstance(refusal, Unavailable)):
+                    raise refusal from error
+            time.sleep(pauses.pop(0))
+
+    def _refusal(self, error: Exception) -> ServingError:
+        if isinstance(error, ServingError):
+            return type(error)(f"{self.shown}: {error.message}")
+        # fsspec says that a file is not found of whatever an HTTP server answers, and of servers that are not there.
+        why = (isinstance(error, FileNotFoundError) and error.__cause__) or error
+        status, message = getattr(why, "status", 0), getattr(why, "message", "")
+        code = status or getattr(getattr(why, "response", None), "status_code", 0)
+        if isinstance(why, FileNotFoundError) or (why is not error and code == 404):
+            return NotFound(f"{self.shown}: it is not there")
+        # Without the queries of URLs, which may be secrets.
+        said = re.sub(r"\?\S*", "", " ".join((f"{status} {message}" if message else str(why)).split()))
+        # Hugging Face refuses whoever asks for a repository that it has not.
+        final = code in (401, 403) or isinstance(why, _FINAL)
+        return (InvalidArgument if final else Unavailable)(f"{self.shown}: {said or type(why).__name__}")
 
 
-class _Bound(Callback):  # type: ignore[misc]
-    """Ends a download that has brought too many bytes."""
+class _Coming(Callback):  # type: ignore[misc]
+    """Counts the bytes of a file that come: ends those that are too many, and says every ten seconds how many there are."""
 
-    def __init__(self, max_byte_size: int) -> None:
+    def __init__(self, file: File, max_byte_size: int) -> None:
         super().__init__()
-        self._max_byte_size = max_byte_size
+        self._file, self._max_byte_size, self._said = file, max_byte_size, time.monotonic()
 
     def relative_update(self, inc: int = 1) -> None:
-        """Counts bytes that came. Raises InvalidArgument: they are too many."""
         self.value += inc
         if self.value > self._max_byte_size:
             raise InvalidArgument(f"it has more than {self._max_byte_size} bytes (--max-byte-size)")
-
-
-def tried(ask: Callable[[], _T]) -> _T:
-    """Calls ``ask`` and returns its result; calls it again after a pause when it raises Unavailable, a few times."""
-    for pause in PAUSES:
-        try:
-            return ask()
-        except Unavailable:
-            time.sleep(pause)
-    return ask()
-
-
-def _http_options() -> dict[str, Any]:
-    """Returns fsspec's options for HTTP: URLs and archives as they are, the environment's proxies, no limit for a whole file."""
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=60.0)
-    session = {"timeout": timeout, "trust_env": True, "auto_decompress": False, "requote_redirect_url": False}
-    return {"encoded": True, "headers": {"Accept-Encoding": "identity"}, "client_kwargs": session}
+        if time.monotonic() - self._said > 10:
+            self._said = time.monotonic()
+            print(f"{self._file.name}: {self.value >> 20} of {self._file.byte_size >> 20} MiB", file=sys.stderr)
 
 
 def _file(path: str, name: str, info: Mapping[str, Any]) -> File:
-    byte_size = info.get("size")
     identity = next((f"{key}={info[key]}" for key in _IDENTITIES if info.get(key)), "")
-    return File(path, name, -1 if byte_size is None else int(byte_size), identity)
-
-
-def _status(error: BaseException) -> int:
-    """Returns the HTTP status that an exception carries; 0: it carries none."""
-    status = getattr(error, "status", 0) or getattr(getattr(error, "response", None), "status_code", 0)
-    return status if isinstance(status, int) else 0
-
-
-def _worded(error: BaseException) -> str:
-    """Returns an exception's message in one line, without the query strings of URLs, which may be secrets."""
-    if isinstance(error, TimeoutError) and not str(error):
-        return "no answer came in time"
-    status, message = getattr(error, "status", None), getattr(error, "message", None)
-    text = f"{status} {message}" if status and message else str(error)
-    return re.sub(r"\?\S*", "", " ".join(text.split())) or type(error).__name__
+    return File(path, name, -1 if info.get("size") is None else int(info["size"]), identity)

@@ -13,8 +13,8 @@ import msgspec
 
 from tensord.daemon.submit.accounts import Account
 from tensord.shm.arena import Lease
-from tensord.shm.control_records import ModelState
-from tensord.shm.errors import DEFECT, UNKNOWN_MODEL, Internal, NotFound, ServingError
+from tensord.shm.common.submission import Submission
+from tensord.shm.errors import DEFECT, Internal, ServingError
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import (
     LAST,
@@ -30,8 +30,6 @@ from tensord.shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
 
-#: Deaths of workers that a request is taken to be the cause of.
-_STRIKES = 2
 _UNSENT = RequestRecord(0, PreparedRequest(""))
 
 
@@ -73,7 +71,7 @@ class WorkerLink:
         self.lane.close()
 
 
-class InFlight(msgspec.Struct, eq=False, kw_only=True):
+class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
     """Tracks a request from its sending until its one final answer; base class for the requests of all protocols.
 
     (A Struct, because one is made for every request.)
@@ -103,10 +101,13 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
     #: Ids of the trace that it belongs to and of its own span there ("": it has none); None: it is not traced.
     context: tuple[str, str] | None = None
 
-    def is_misplaced(self, answer: AnswerRecord) -> bool:
-        """Returns whether an answer only says that the worker does not have the request's model, so that another may run it."""
-        unknown = answer.code == NotFound.code and answer.message.startswith(UNKNOWN_MODEL)
-        return unknown and not self.cancelled and not self.answered and self.sequence is None
+    @property
+    def strikes(self) -> int:
+        return self.record.strikes
+
+    @strikes.setter
+    def strikes(self, count: int) -> None:
+        self.record = msgspec.structs.replace(self.record, strikes=count)
 
     @property
     def waits_for_room(self) -> bool:
@@ -143,25 +144,6 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
     def prepared(self) -> PreparedRequest:
         """Returns the constant part of the request, which many requests have in common: all but id, scheduling and contents."""
         return self.record.prepared if self.numbered is None else self.numbered.prepared  # type: ignore[return-value]
-
-    def orphaned(self, was_executing: bool, state: ModelState | None) -> ServingError | None:
-        """Decides what becomes of the request after its worker died, and counts the death if the request may be its cause.
-
-        Returns the error to answer with, or None if the request may run again. (For sequences ``submit.sequences`` decides.)
-
-        Args:
-          was_executing: whether the worker was executing the request; False: it had not begun it, unless the model streams.
-          state: the state of the request's model; None: the model is gone.
-        """
-        if self.answered or (was_executing and state is not None and state.sticky):
-            return Internal("the worker process died while it executed the request, which may not be run twice")
-        # A model with several responses may have begun it and have gone on to others.
-        if was_executing or (state is not None and state.streams):
-            strikes = self.record.strikes + 1
-            if strikes >= _STRIKES:
-                return Internal(f"the request was given up: {strikes} worker processes died while they executed it")
-            self.record = msgspec.structs.replace(self.record, strikes=strikes)
-        return None
 
     def fail(self, error: ServingError) -> None:
         """Answers the request with an error, which is its final answer. Exceptions are logged and not raised."""

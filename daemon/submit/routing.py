@@ -14,9 +14,10 @@ import msgspec
 
 from tensord.daemon.submit.in_flight import InFlight, WorkerLink
 from tensord.daemon.submit.model_states import ModelStates
-from tensord.daemon.submit.sequences import SequencedModel, SequenceRouting, is_meant_for, lost, nearest
+from tensord.daemon.submit.sequences import SequencedModel, SequenceRouting, is_meant_for, nearest
+from tensord.shm.common.submission import least_busy
 from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
-from tensord.shm.errors import ServingError, Unavailable
+from tensord.shm.errors import ServingError
 from tensord.shm.messages import PreparedRequest, RegionSlice
 from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
@@ -61,16 +62,15 @@ class Routing:
         worker.closed = True
         self._forget()
 
-    def bury(self, worker: WorkerLink) -> dict[int, Unavailable]:
+    def bury(self, worker: WorkerLink) -> set[InFlight]:
         """Removes a worker whose process is certainly gone.
 
-        Returns request id -> error for those of its unanswered requests that are lost, because their sequences are.
+        Returns those of its unanswered requests that are lost, because their sequences are.
         """
         del self.workers[worker.incarnation]
         for request in worker.in_flight.values():
             request.worker = None
-        gone = self._sequences.bury(worker, worker.in_flight.values())
-        return {request.record.request_id: lost(request) for request in gone}
+        return self._sequences.bury(worker, worker.in_flight.values())
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
         """Stores what the supervisor sent of a model version in the table of models, so that later requests are routed by it."""
@@ -127,7 +127,7 @@ class Routing:
             if len(self.remembered) >= MAX_NUMBERS:
                 self.remembered.clear()
             self.remembered[numbered] = tuple(workers)
-        return workers[0] if len(workers) == 1 else min(workers, key=load)
+        return workers[0] if len(workers) == 1 else least_busy(workers)
 
     def state_of(self, prepared: PreparedRequest) -> ModelState | None:
         """Returns the state of the model that a request asks for; None: the model is gone, or cannot be served now."""
@@ -153,11 +153,6 @@ class Routing:
 
     def __repr__(self) -> str:
         return f"<Routing to {len(self.workers)} workers>"
-
-
-def load(worker: WorkerLink) -> int:
-    """Returns how many requests of this front are in flight on a worker."""
-    return len(worker.in_flight)
 
 
 # ------------------------------------------------------------------------------------------------------------- regions on GPUs

@@ -24,9 +24,9 @@ from typing import Annotated
 import msgspec
 
 from tensord.daemon.submit.in_flight import InFlight, WorkerLink
+from tensord.shm.common.submission import lost_sequence
 from tensord.shm.control_records import ModelState
 from tensord.shm.device_names import gpu_of
-from tensord.shm.errors import Unavailable
 from tensord.shm.sequence_keys import Key, SequenceKeys
 from tensord.shm.sequence_page import SequenceState
 
@@ -95,7 +95,7 @@ class SequenceRouting:
                 self._note(key, request)
             elif worker is None:
                 if self._lost.holds(key, model.idle_seconds, self._clock()):
-                    raise lost(request)
+                    raise lost_sequence(model.state.name, record.sequence_id)
                 worker = max(self._candidates(state, gpu), key=lambda each: _rank(key, each), default=None)
         else:
             worker = first.worker
@@ -185,14 +185,6 @@ class SequenceRouting:
 
     def __repr__(self) -> str:
         return f"<SequenceRouting {len(self._starts)} STARTs, {len(self._lost)} lost>"
-
-
-def lost(request: InFlight) -> Unavailable:
-    """Returns the error for a request whose sequence was lost with its worker."""
-    return Unavailable(
-        f"sequence {request.record.sequence_id} of model '{request.prepared.model}' was lost when its worker died; "
-        "start it again with the START flag"
-    )
 
 
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:

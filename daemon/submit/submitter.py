@@ -33,10 +33,11 @@ from tensord.daemon.submit.arena_space import ArenaSpace, OnLease
 from tensord.daemon.submit.busy_poll import BusyPoll
 from tensord.daemon.submit.in_flight import InFlight, WorkerLink
 from tensord.daemon.submit.model_states import ModelStates
-from tensord.daemon.submit.routing import Routing, load
+from tensord.daemon.submit.routing import Routing
 from tensord.daemon.submit.throttle import Throttle
 from tensord.shm.arena import Arena, LeaseKey, taken_by
 from tensord.shm.channel import ChannelClosed
+from tensord.shm.common.submission import load, lost_sequence
 from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, WorkerFenced
 from tensord.shm.device_names import number_of
 from tensord.shm.errors import DEFECT, Cancelled, Internal, InvalidArgument, ServingError, Unavailable, from_code
@@ -392,7 +393,12 @@ class Submitter:
             self._throttle.add(request, self._loop.time())
             self._start_timer()
             return
-        if own.code and request is not None and request.is_misplaced(own):
+        if (
+            own.code
+            and request is not None
+            and request.sequence is None
+            and request.may_be_elsewhere(own.code, own.message)
+        ):
             # Its worker has its model no more, because that has moved to another one meanwhile: that is no answer.
             request.worker = None
             self._loop.call_later(_TOLD_SECONDS, self._route_anew, worker, request, own)
@@ -563,27 +569,31 @@ class Submitter:
         lost = self._routing.bury(worker)
         orphans, worker.in_flight = worker.in_flight, {}
         models = Counter(request.prepared.model for number, request in orphans.items() if number in executing)
-        if orphans:
-            level = logging.ERROR if models else logging.WARNING
-            running = ", ".join(f"{count} of model '{name}'" for name, count in models.most_common()) or "none of them"
-            said = "the worker on %s is gone with %d requests; it was executing %s"
-            _log.log(level, said, worker.device, len(orphans), running)
-        else:
-            _log.info("the worker on %s is gone with no request in flight", worker.device)
+        level = logging.ERROR if models else logging.WARNING if orphans else logging.INFO
+        running = ", ".join(f"{count} of model '{name}'" for name, count in models.most_common()) or "none of them"
+        said = "the worker on %s is gone with %d requests; it was executing %s"
+        _log.log(level, said, worker.device, len(orphans), running)
         for number, request in orphans.items():
-            self._run_again(request, lost.get(number), number in executing)
+            self._run_again(request, request in lost, number in executing)
         # What belongs to its sequences may have waited for that.
         self._send_waiting()
         worker.shut()
 
-    def _run_again(self, request: InFlight, lost: ServingError | None, was_executing: bool) -> None:
-        """Sends a dead worker's request to another worker, or ends it. ``lost``: the error if its sequence was lost as well."""
+    def _run_again(self, request: InFlight, is_lost: bool, was_executing: bool) -> None:
+        """Sends a dead worker's request to another worker, or ends it. ``is_lost``: whether its sequence went with the worker."""
         if request.cancelled:
             self._finish(request)
-        elif error := lost or request.orphaned(was_executing, self._routing.state_of(request.prepared)):
-            self._fail(request, error)
-        else:
+            return
+        state = self._routing.state_of(request.prepared)
+        streams, sticky = (False, False) if state is None else (state.streams, state.sticky)
+        # A model with several responses may have begun it and have gone on to others.
+        error = request.after_end("the worker process died", was_executing or streams, not (was_executing and sticky))
+        if is_lost:
+            error = lost_sequence(request.prepared.model, request.record.sequence_id)
+        if error is None:
             self._send_again(request)
+        else:
+            self._fail(request, error)
 
     def _close_lane(self, worker: WorkerLink) -> None:
         """Stops sending requests to a worker and receiving answers from it. Idempotent."""

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+#: The message of errors raised by a client that was closed, and of requests that a process has from the one it was forked from.
+CLOSED, FORKED = "the client was closed", "the request is one of the process that this one was forked from"
+#: How a message about a request without an id begins.
+_NO_ID = "[request id: <id_unknown>] "
+
 
 class ServingError(Exception):
     """Base class of all errors that a client may see. ``message``: a sentence for people, without paths or keys.
@@ -103,3 +108,9 @@ def kind_of(code: str) -> type[ServingError]:
 def from_code(code: str, message: str) -> ServingError:
     """Makes the exception for a code and message that another process has sent; an unknown code becomes ``Unknown``."""
     return kind_of(code)(message)
+
+
+def in_plain_words(message: str) -> str:
+    """Returns a message without what the protocol adds to it: the id of a request that has none, a note."""
+    start = len(_NO_ID) if message.startswith(_NO_ID) else 0
+    return message[start:].partition(" NOTE: ")[0].rstrip()

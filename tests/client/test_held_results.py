@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 from tensord_client.answer_memory import AnswerMemory, HeldResults
+from tensord_client.common.results import Array
 from tensord_client.errors import DeadlineExceeded, ResultsHeld
 from tensord_client.lane import LaneConnection
-from tensord_client.results import Array
 
 from tests.client.test_lane import identity
 from tests.daemon_process import wait_until

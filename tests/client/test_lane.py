@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import tensord_client
 from tensord_client import lane_socket, native, placement, prepared_call
-from tensord_client.common.scheduling import Scheduling
 from tensord_client.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -27,9 +26,8 @@ from tensord_client.errors import (
     ServingError,
     Unavailable,
 )
-from tensord_client.lane import Call, LaneConnection
+from tensord_client.lane import Call, LaneConnection, LaneRequest
 from tensord_client.memory import Memory
-from tensord_client.pending import Pending
 
 from tensord.shm.messages import WIRE_VERSION
 from tests.client.conftest import clients_socket
@@ -83,9 +81,7 @@ def test_a_daemon_says_what_it_is_and_what_a_model_is(connection: LaneConnection
 def test_answers_are_the_requests_own(connection: LaneConnection) -> None:
     """The first travels whole, the others by number; ids, priorities and parameters change nothing."""
     for number in range(5):
-        answer = connection.ask(
-            addsub(number, request_id=f"n{number}", scheduling=Scheduling(priority=number % 2))
-        ).result(_PATIENCE)
+        answer = connection.ask(addsub(number, request_id=f"n{number}", priority=number % 2)).result(_PATIENCE)
         check(answer, number)
         assert answer.version == 1
         assert answer.timing is not None
@@ -204,7 +200,7 @@ def test_no_thread_is_started_until_somebody_is_called_back(connection: LaneConn
     before = threading.active_count()
     check(connection.ask(addsub(1)).result(_PATIENCE), 1)
     assert threading.active_count() == before
-    done: queue.Queue[Pending] = queue.Queue()
+    done: queue.Queue[LaneRequest] = queue.Queue()
     asked = [connection.ask(addsub(number)) for number in range(60)]
     for each in asked:
         each.add_done_callback(done.put)
@@ -214,7 +210,7 @@ def test_no_thread_is_started_until_somebody_is_called_back(connection: LaneConn
     assert {id(each) for each in finished} == {id(each) for each in asked}
     for number, each in enumerate(asked):
         check(each.result(), number)
-    late: list[Pending] = []
+    late: list[LaneRequest] = []
     asked[0].add_done_callback(late.append)
     assert late == [asked[0]]
 
@@ -222,7 +218,7 @@ def test_no_thread_is_started_until_somebody_is_called_back(connection: LaneConn
 def test_callbacks_may_ask(connection: LaneConnection) -> None:
     done: queue.Queue[Any] = queue.Queue()
 
-    def again(pending: Pending) -> None:
+    def again(pending: LaneRequest) -> None:
         done.put(connection.ask(addsub(pending.result()["OUTPUT0"][0, 0])).result(_PATIENCE))
 
     connection.ask(addsub(1)).add_done_callback(again)
@@ -259,7 +255,7 @@ async def test_a_cancelled_coroutine_cancels_its_request(connection: LaneConnect
     assert (await connection.ask(Call("slow", {"x": np.zeros(1, np.float32)})))["y"].tolist() == [1.0]
 
 
-async def _await(pending: Pending) -> Any:
+async def _await(pending: LaneRequest) -> Any:
     return await pending
 
 
@@ -271,7 +267,7 @@ def test_deadlines(connection: LaneConnection) -> None:
     sleeps.deadline = time.monotonic() + 0.05
     with pytest.raises(DeadlineExceeded):
         connection.ask(sleeps).result()
-    done: queue.Queue[Pending] = queue.Queue()
+    done: queue.Queue[LaneRequest] = queue.Queue()
     sleeps.deadline = time.monotonic() + 0.05
     connection.ask(sleeps).add_done_callback(done.put)
     with pytest.raises(DeadlineExceeded):
@@ -336,14 +332,12 @@ def test_sequences_stay_on_the_lane_where_they_began(connection: LaneConnection)
     totals = dict.fromkeys(range(1, 9), 0.0)
     for step in range(6):
         for sequence in totals:
-            own = Scheduling(sequence_id=sequence, sequence_start=step == 0, sequence_end=step == 5)
-            call = Call("total", {"x": np.array([[sequence]], np.float32)}, scheduling=own)
+            own = {"sequence_id": sequence, "sequence_start": step == 0, "sequence_end": step == 5}
+            call = Call("total", {"x": np.array([[sequence]], np.float32)}, **own)
             totals[sequence] += sequence
             assert connection.ask(call).result(_PATIENCE)["sum"][0, 0] == totals[sequence]
     with pytest.raises(ServingError):
-        connection.ask(Call("total", {"x": np.zeros((1, 1), np.float32)}, scheduling=Scheduling(sequence_id=1))).result(
-            _PATIENCE
-        )
+        connection.ask(Call("total", {"x": np.zeros((1, 1), np.float32)}, sequence_id=1)).result(_PATIENCE)
 
 
 async def test_a_sequence_that_is_left_gives_its_slot_back(daemon: DaemonProcess) -> None:
@@ -623,7 +617,7 @@ def test_what_is_wrong_with_a_prepared_call_is_said(connection: LaneConnection) 
 def test_what_is_in_flight_when_a_connection_is_closed_is_cancelled(connect: Callable[..., LaneConnection]) -> None:
     connection = connect()
     pending = connection.ask(Call("slow", {"x": np.array([5.0], np.float32)}))
-    done: queue.Queue[Pending] = queue.Queue()
+    done: queue.Queue[LaneRequest] = queue.Queue()
     connection.ask(Call("slow", {"x": np.array([5.0], np.float32)})).add_done_callback(done.put)
     kept = connection.empty(4, np.float32)
     threading.Timer(0.2, connection.close).start()

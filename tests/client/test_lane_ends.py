@@ -20,12 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tensord_client.answer_memory import HeldResults
-from tensord_client.common.scheduling import Scheduling
 from tensord_client.errors import Cancelled, Internal, ServingError, Unavailable
-from tensord_client.lane import Call, LaneConnection
+from tensord_client.lane import Call, LaneConnection, LaneRequest
 from tensord_client.lane_socket import LaneEnded
 from tensord_client.memory import Memory
-from tensord_client.pending import Pending
 from tensord_client.worker_lane import WorkerLane
 
 from tests.client.conftest import clients_socket, write_models
@@ -117,9 +115,9 @@ def test_what_may_not_be_run_twice_is_not(
     start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]
 ) -> None:
     daemon, connection = start(), connect()
-    own = Scheduling(sequence_id=5, sequence_start=True)
+    own = {"sequence_id": 5, "sequence_start": True}
     step = np.ones((1, 1), np.float32)
-    assert connection.ask(Call("total", {"x": step}, scheduling=own)).result(_PATIENCE)["sum"].tolist() == [[1.0]]
+    assert connection.ask(Call("total", {"x": step}, **own)).result(_PATIENCE)["sum"].tolist() == [[1.0]]
     pending = connection.ask(Call("slow", {"x": np.array([60.0], np.float32)}))
     prepared_one = connection.prepare(Call("slow", {"x": np.array([60.0], np.float32)}))
     threading.Timer(0.3, kill, (daemon.workers[0],)).start()
@@ -128,8 +126,8 @@ def test_what_may_not_be_run_twice_is_not(
     with pytest.raises(Internal, match="may not be run twice"):
         pending.result(_PATIENCE)
     with pytest.raises(ServingError):
-        connection.ask(Call("total", {"x": step}, scheduling=Scheduling(sequence_id=5))).result(_PATIENCE)
-    assert connection.ask(Call("total", {"x": step}, scheduling=own)).result(_PATIENCE)["sum"].tolist() == [[1.0]]
+        connection.ask(Call("total", {"x": step}, sequence_id=5)).result(_PATIENCE)
+    assert connection.ask(Call("total", {"x": step}, **own)).result(_PATIENCE)["sum"].tolist() == [[1.0]]
 
 
 def test_one_of_two_workers_ends(start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]) -> None:
@@ -158,7 +156,7 @@ def test_a_prepared_call_waits_where_both_workers_end(
     suspended, running = daemon.workers
     suspended.suspend()
     # One goes to each, and only the other's is answered.
-    done: queue.Queue[Pending] = queue.Queue()
+    done: queue.Queue[LaneRequest] = queue.Queue()
     asked = [connection.ask(addsub(number)) for number in range(2)]
     for each in asked:
         each.add_done_callback(done.put)
@@ -211,7 +209,7 @@ def test_requests_wait_for_a_daemon_that_is_restarted(
             try:
                 # Of an odd thread many are under way, and called back: a worker that stops refuses several at once.
                 asked = [connection.ask(addsub(which)) for _ in range(1 + which % 2 * 19)]
-                done: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+                done: queue.SimpleQueue[LaneRequest] = queue.SimpleQueue()
                 for each in asked[1:]:
                     each.add_done_callback(done.put)
                 for each in [asked[0], *(done.get(timeout=_PATIENCE) for _ in asked[1:])]:

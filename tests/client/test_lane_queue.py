@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tensord_client.errors import Cancelled, DeadlineExceeded, ServingError, Unavailable
-from tensord_client.lane import Call, LaneConnection
-from tensord_client.pending import Pending
+from tensord_client.lane import Call, LaneConnection, LaneRequest
 
 from tests.client.test_lane import addsub, check, identity
 from tests.daemon_process import wait_until
@@ -33,7 +32,7 @@ def test_more_requests_than_a_lane_takes_wait(connection: LaneConnection) -> Non
     """Two lanes take 128 each. The others are sent when those are answered, whoever waits for them."""
     connection.open("slow")
     asked = [connection.ask(slow(0.3 if at < 2 else 0.0)) for at in range(600)]
-    called: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+    called: queue.SimpleQueue[LaneRequest] = queue.SimpleQueue()
     for each in asked[300:]:
         each.add_done_callback(called.put)
     assert {id(called.get(timeout=_PATIENCE)) for _ in range(300)} == {id(each) for each in asked[300:]}

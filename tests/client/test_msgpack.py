@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tensord_client import msgpack, native, pending, placement, wire
-from tensord_client.common.scheduling import Scheduling
-from tensord_client.results import Answer
+from tensord_client.common.results import Answer
 
 from tensord.shm.lane import response_byte_size
 from tensord.shm.messages import (
@@ -262,6 +261,13 @@ def test_a_prepared_request_is_what_the_server_means(
     assert wire.prepare(number, encoded) == encoder.encode(Prepare(number, expected))
 
 
+@given(_NUMBERS, _NAMES)
+def test_fields_are_the_same_whether_or_not_others_are_given(deadline_ns: int, parameter_set: str) -> None:
+    """Requests that say nothing else are encoded in a shorter way."""
+    given = {"deadline_ns": deadline_ns, "parameter_set": parameter_set}
+    assert wire.own_fields(**given) == b"\xa0" + wire.own_fields("a", **given)[2:]
+
+
 @given(
     st.integers(0, (1 << 64) - 1),
     st.lists(st.binary(max_size=5000), max_size=20),
@@ -273,9 +279,7 @@ def test_a_prepared_request_is_what_the_server_means(
 def test_a_request_is_what_the_server_means(
     request_id: int, contents: list[bytes], client_id: str, deadline_ns: int, sequence_id: Any, start: bool
 ) -> None:
-    own = wire.own_fields(
-        client_id, deadline_ns, Scheduling(7, 9, sequence_id, start, not start, client_id, client_id[::-1])
-    )
+    own = wire.own_fields(client_id, deadline_ns, 7, 9, sequence_id, start, not start, client_id, client_id[::-1])
     encoded = wire.request(request_id, msgpack.integer(5), contents, own)
     (decoded,) = decoder(ToWorker).decode(msgpack.array_head(1) + encoded)
     assert decoded == RequestRecord(

@@ -28,7 +28,7 @@ FOREIGN = {
     "numpy": None,
     "typing_extensions": None,
     "ml_dtypes": {"arrays.py"},
-    "tensord": {"local.py"},
+    "tensord": {"client.py"},
     "jax": {"in_jax.py"},
 }
 #: Versions of Python and of numpy.

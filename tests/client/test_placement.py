@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from tensord_client.call import Call
+from tensord_client.common.call import Call
 from tensord_client.memory import Memory
 from tensord_client.opened_model import OpenedModel
 from tensord_client.placement import Placed, Placement, Slot

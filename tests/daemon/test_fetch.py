@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tensord.daemon.fetch import _byte_size
 from tests.daemon.fetching.hubs import Files, GoogleStorage, Hub, HuggingFace
 from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, has_ended, wait_until
 from tests.repositories import ensemble, scale_model
@@ -138,8 +137,9 @@ def test_a_polling_daemon_sees_one_model_and_then_the_other(server: Server, tmp_
         halved = subprocess.Popen(
             command(url, models / "m"), cwd=ROOT, env=environment(**trusted), start_new_session=True, text=True
         )
-        stage = models / ".m.fetch"
-        wait_until(lambda: has_ended(halved) or _byte_size(stage) >= BLOCK, "a block in the stage")
+        stage = models / ".m.fetch" / "files"
+        came = lambda: sum(part.stat().st_size for part in stage.glob("*.part"))  # noqa: E731
+        wait_until(lambda: has_ended(halved) or came() >= BLOCK, "a block in the stage")
         halved.send_signal(signal.SIGKILL)
         assert halved.wait() == -signal.SIGKILL
         time.sleep(0.5)  # some looks of the daemon

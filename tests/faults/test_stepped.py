@@ -52,7 +52,7 @@ def test_a_killed_worker(daemon: DaemonProcess) -> None:
                 assert len(numbers) == 41
             else:
                 (error,) = got[len(numbers) :]
-                assert "the worker process died while it executed the request" in error
+                assert "the worker process died while it had the request" in error
                 errors += 1
         assert 1 <= errors <= 32
         assert steps.answers((1,), count=3) == [1, 2, 3, None]

@@ -15,7 +15,7 @@ _KILLS = 2
 #: Requests before each of them, and at the end.
 _REQUESTS = 30
 #: How a request may end when its worker died.
-_DIED = "error: the worker process died while it executed the request, which may not be run twice"
+_DIED = "error: the worker process died while it had the request, which may not be run twice"
 
 
 @pytest.mark.parametrize("repository", [GENERATORS, STEPPED], ids=["generator", "stepped"])

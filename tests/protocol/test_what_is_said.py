@@ -150,7 +150,7 @@ def test_who_killed_the_worker(start_daemon: Start, tmp_path: Path) -> None:
     daemon = start_daemon(tmp_path / "models")
     daemon.wait_ready()
     status, answer = daemon.infer("crashes", [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}])
-    assert (status, "worker processes died while they executed it" in answer["error"]) == (500, True)
+    assert (status, "worker processes ended while they had it" in answer["error"]) == (500, True)
     gone = rf"http-0\W+the worker on {daemon.platform}:0 is gone with 1 requests; it was executing 1 of model 'crashes'"
     daemon.wait_log(gone, 2)
     daemon.wait_log(r"worker-0 \(process \d+\) died: Fatal Python error: Segmentation fault", 2)

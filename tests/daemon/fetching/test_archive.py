@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tensord.config import model_folder
+from tensord.daemon.fetching import archive
 from tensord.daemon.fetching.archive import is_left_out, unpack
 from tensord.shm.errors import InvalidArgument
 
@@ -76,15 +76,15 @@ def test_the_model_or_a_folder_with_it(tmp_path: Path, name: str, inside: str) -
     ],
 )
 def test_refused(tmp_path: Path, made: object, words: str) -> None:
-    archive = made(tmp_path)  # type: ignore[operator]
+    packed = made(tmp_path)  # type: ignore[operator]
     with pytest.raises(InvalidArgument) as error:
-        unpack(archive, archive.name, tmp_path / "model", LIMIT)
+        unpack(packed, packed.name, tmp_path / "model", LIMIT)
     assert words in error.value.message
     assert not (tmp_path / "out").exists()
 
 
 def test_too_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_folder, "MAX_ENTRIES", 1)
+    monkeypatch.setattr(archive, "MAX_ENTRIES", 1)
     with pytest.raises(InvalidArgument, match="has more than 1 files"):
         unpack(tar(tmp_path / "m.tar", FILES), "m.tar", tmp_path / "model", LIMIT)
 

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import ctypes
-import gzip
+import errno
 import hashlib
 import os
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tensord.daemon.fetching.source import File, Source
-from tensord.daemon.fetching.stage import RECORD, SUMS, Plan, Stage
+from tensord.config.options import Options
+from tensord.daemon import fetch as fetching
+from tensord.daemon.fetch import SUMS, swap
+from tensord.daemon.fetch import fetch as fetch_model
+from tensord.daemon.fetching.source import RECORD, File, Source
 from tensord.daemon.models import repository
 from tensord.shm.errors import InvalidArgument, NotFound, Unavailable
 
 LIMIT = 1 << 30
 
 
+def code(byte_size: int, letter: str = "x") -> bytes:
+    """Returns a model.py of that size."""
+    return b"def create(path, config, device): ...\n#".ljust(byte_size, letter.encode())
+
+
 @pytest.fixture
 def there(tmp_path: Path) -> Path:
     """Writes a model to be fetched, with several files, one of them empty."""
-    return written(tmp_path / "elsewhere" / "m", {"1/model.py": b"x" * 1000, "1/empty": b"", "config.pbtxt": b"y"})
+    return written(tmp_path / "elsewhere" / "m", {"1/model.py": code(1000), "1/empty": b"", "config.pbtxt": b"#"})
 
 
 def written(folder: Path, files: dict[str, bytes]) -> Path:
@@ -33,18 +40,9 @@ def written(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def plan_of(source: Source) -> Plan:
-    return Plan(source.shown, source.is_archive, source.files())
-
-
-def fetch(url: object, folder: Path, sha256: str = "", limit: int = LIMIT) -> None:
-    """Fetches a model without loading it."""
-    source = Source(str(url))
-    plan = plan_of(source)
-    with Stage(folder) as stage:
-        stage.fill(source, plan, limit)
-        stage.complete(source, plan, sha256, limit)
-        stage.swap()
+def fetch(url: object, folder: Path, sha256: str = "", limit: int = LIMIT) -> str:
+    """Fetches a model without loading it. Returns what is said of it."""
+    return fetch_model(str(url), folder, Options(), [], sha256, limit, 60.0)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -56,22 +54,21 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_folder_comes_whole(there: Path, tmp_path: Path) -> None:
-    fetch(there, tmp_path / "models" / "m")
-    assert contents(tmp_path / "models" / "m") == contents(there)
+    folder = tmp_path / "models" / "m"
+    assert fetch(there, folder).startswith(f"m: version 1 is in {folder}, ")
+    assert contents(folder) == contents(there)
     assert os.listdir(tmp_path / "models") == ["m"]
-    plan = plan_of(Source(str(there)))
-    with Stage(tmp_path / "models" / "m") as stage:
-        assert stage.holds(plan)
+    assert fetch(there, folder) == f"m: it is as at {there} already"
     (there / "1" / "more").write_bytes(b"")
-    with Stage(tmp_path / "models" / "m") as stage:
-        assert not stage.holds(plan_of(Source(str(there))))
+    assert fetch(there, folder).startswith(f"m: version 1 is in {folder}, ")
+    assert contents(folder) == contents(there)
 
 
 def test_an_empty_folder_comes_along(there: Path, tmp_path: Path) -> None:
     """An ensemble's version is one."""
-    (there / "7").mkdir()
+    (there / "1" / "7").mkdir()
     fetch(there, tmp_path / "models" / "m")
-    assert (tmp_path / "models" / "m" / "7").is_dir()
+    assert (tmp_path / "models" / "m" / "1" / "7").is_dir()
 
 
 def test_a_file_is_no_model(there: Path) -> None:
@@ -97,16 +94,15 @@ def begin(there: Path, folder: Path, files: int, monkeypatch: pytest.MonkeyPatch
         names = downloads(patched)
         download = Source.download
 
-        def killed(self: Source, wanted: Sequence[File], places: Sequence[Path], limit: int) -> None:
-            download(self, wanted, places, limit)
+        def killed(self: Source, file: File, place: Path, limit: int) -> None:
+            download(self, file, place, limit)
             if len(names) > files:
-                places[0].write_bytes(b"half")
+                place.write_bytes(b"half")
                 raise Killed
 
         patched.setattr(Source, "download", killed)
-        source = Source(str(there))
-        with Stage(folder) as stage, pytest.raises(Killed):
-            stage.fill(source, plan_of(source), LIMIT)
+        with pytest.raises(Killed):
+            fetch(there, folder)
 
 
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -114,9 +110,9 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     download = Source.download
 
-    def recorded(self: Source, files: Sequence[File], places: Sequence[Path], limit: int) -> None:
-        found.extend(file.name for file in files)
-        download(self, files, places, limit)
+    def recorded(self: Source, file: File, place: Path, limit: int) -> None:
+        found.append(file.name)
+        download(self, file, place, limit)
 
     monkeypatch.setattr(Source, "download", recorded)
     return found
@@ -138,7 +134,7 @@ def test_what_has_changed_comes_anew(there: Path, tmp_path: Path, monkeypatch: p
     begin(there, tmp_path / "models" / "m", 3, monkeypatch)
     (there / "0" / "old").unlink()
     (there / "0").rmdir()
-    written(there, {"1/model.py": b"z" * 700})
+    written(there, {"1/model.py": code(700, "z")})
     os.utime(there / "1" / "model.py", (1, 1))
     names = downloads(monkeypatch)
     fetch(there, tmp_path / "models" / "m")
@@ -149,36 +145,32 @@ def test_what_has_changed_comes_anew(there: Path, tmp_path: Path, monkeypatch: p
 
 def test_another_url_begins_anew(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(there, tmp_path / "models" / "m", 2, monkeypatch)
-    other = written(tmp_path / "other" / "m", {"1/model.py": b"w" * 1000})
+    other = written(tmp_path / "other" / "m", {"1/model.py": code(1000, "w")})
     fetch(other, tmp_path / "models" / "m")
     assert contents(tmp_path / "models" / "m") == contents(other)
 
 
 def test_one_that_changes_meanwhile_is_refused(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Source(str(there))
-    plan = plan_of(source)
     download = Source.download
 
-    def changing(self: Source, files: Sequence[File], places: Sequence[Path], limit: int) -> None:
-        download(self, files, places, limit)
+    def changing(self: Source, file: File, place: Path, limit: int) -> None:
+        download(self, file, place, limit)
         os.utime(there / "config.pbtxt", (1, 1))
 
     monkeypatch.setattr(Source, "download", changing)
-    with Stage(tmp_path / "m") as stage, pytest.raises(Unavailable, match="it has changed while it was fetched"):
-        stage.fill(source, plan, LIMIT)
+    with pytest.raises(Unavailable, match="it has changed while it was fetched"):
+        fetch(there, tmp_path / "m")
 
 
-def test_an_archive_that_a_server_coded(there: Path, tmp_path: Path) -> None:
-    """A .tar that was sent with Content-Encoding gzip is the .tar again before its checksum is looked at."""
-    with tarfile.open(tmp_path / "m.tar", "w") as opened:
-        opened.add(there, "m")
-    plain = (tmp_path / "m.tar").read_bytes()
-    (tmp_path / "m.tar").write_bytes(gzip.compress(plain))
-    sha256 = hashlib.sha256(plain).hexdigest()
-    fetch(tmp_path / "m.tar", tmp_path / "models" / "m", sha256)
+def test_where_there_are_no_links(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is here whole is moved into the staged model."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    fetch(there, tmp_path / "models" / "m")
     assert contents(tmp_path / "models" / "m") == contents(there)
-    with pytest.raises(InvalidArgument, match=r"'m\.tar' has more than 5000 bytes"):
-        fetch(tmp_path / "m.tar", tmp_path / "models" / "m", sha256, 5000)
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -205,26 +197,35 @@ def test_takes_the_place_of_a_link(there: Path, tmp_path: Path) -> None:
     assert contents(release) == {"1/model.py": b"former"}
 
 
-def test_a_swap_that_is_ended_leaves_nothing_to_go_on_with(there: Path, tmp_path: Path) -> None:
+def test_a_swap_that_is_ended_leaves_nothing_to_go_on_with(
+    there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The stage then holds the former model, whose files are not taken for beginnings of the new one's."""
-    folder = written(tmp_path / "models" / "m", {"1/model.py": b"f" * 500})
-    source = Source(str(there))
-    plan = plan_of(source)
-    with Stage(folder) as stage:
-        stage.fill(source, plan, LIMIT)
-        stage.complete(source, plan, "", LIMIT)
-        stage.clear = lambda: None  # type: ignore[method-assign]
-        stage.swap()
-        assert contents(stage.model) == {"1/model.py": b"f" * 500}
-    written(there, {"1/model.py": b"n" * 900})
+    folder = written(tmp_path / "models" / "m", {"1/model.py": code(500, "f")})
+
+    def ended(model: Path, at: Path) -> None:
+        swap(model, at)
+        raise Killed
+
+    monkeypatch.setattr(fetching, "swap", ended)
+    with pytest.raises(Killed):
+        fetch(there, folder)
+    assert contents(tmp_path / "models" / ".m.fetch" / "m") == {"1/model.py": code(500, "f")}
+    monkeypatch.undo()
+    written(there, {"1/model.py": code(900, "n")})
     fetch(there, folder)
     assert contents(folder) == contents(there)
 
 
-def test_two_at_a_time(there: Path, tmp_path: Path) -> None:
-    with Stage(tmp_path / "m"), pytest.raises(InvalidArgument, match="model 'm' is being fetched by another process"):
-        Stage(tmp_path / "m")
+def test_two_at_a_time(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meanwhile(model: Path, at: Path) -> None:
+        with pytest.raises(InvalidArgument, match="model 'm' is being fetched by another process"):
+            fetch(there, tmp_path / "m")
+        swap(model, at)
+
+    monkeypatch.setattr(fetching, "swap", meanwhile)
     fetch(there, tmp_path / "m")
+    assert contents(tmp_path / "m") == contents(there)
 
 
 def listed(folder: Path, names: Sequence[str]) -> str:
@@ -249,7 +250,7 @@ def test_checksums(there: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="'gone' is in SHA256SUMS, but not there"):
         fetch(there, tmp_path / "other" / "m")
     listed(there, names)
-    (there / "1" / "model.py").write_bytes(b"t" * 1000)
+    (there / "1" / "model.py").write_bytes(code(1000, "t"))
     with pytest.raises(InvalidArgument, match=r"'1/model\.py' has the SHA-256 [0-9a-f]+; it should have"):
         fetch(there, tmp_path / "other" / "m")
     assert os.listdir(tmp_path / "other" / ".m.fetch") == ["lock"], "what is wrong is not gone on with"
@@ -269,9 +270,9 @@ def test_bounds(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         fetch(there, tmp_path / "m")
 
 
-def test_no_name_for_a_model(tmp_path: Path) -> None:
+def test_no_name_for_a_model(there: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"'\.m' cannot be a model's name"):
-        Stage(tmp_path / ".m")
+        fetch(there, tmp_path / ".m")
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_a_request_that_kills_two_workers_is_given_up() -> None:
         second.die()
         front.fence(second)
         answer = client.answer()
-        assert (answer.status, "2 worker processes died" in answer.error) == (500, True)
+        assert (answer.status, "2 worker processes ended" in answer.error) == (500, True)
         third = front.worker()
         front.model(third)
         request = third.next()

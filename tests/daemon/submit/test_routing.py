@@ -128,7 +128,7 @@ def test_a_request_of_a_sequence_is_routed_and_nothing_is_remembered_of_its_kind
     assert not routing.remembered
     # A dead one takes along what it has.
     second.in_flight.clear()
-    assert routing.bury(second) == {}
+    assert not routing.bury(second)
     assert routing.workers == {1: first}
     with pytest.raises(Unavailable, match="sequence 5 of model 'm' was lost when its worker died"):
         routing.find(pending)

@@ -606,7 +606,7 @@ def test_what_may_not_be_run_twice_is_not(setting: Setting) -> None:
     first.complete(begun.request_id, final=False)
     setting.turn()
     second = replaced(setting, first, [executing], **kind)
-    message = "the worker process died while it executed the request, which may not be run twice"
+    message = "the worker process died while it had the request, which may not be run twice"
     assert not executing.finals
     assert [final.message for final in begun.finals] == ["", message]
     again = [second.next() for _ in range(2)]
@@ -843,7 +843,7 @@ def test_a_worker_dies_under_requests_of_a_kind(setting: Setting) -> None:
     while setting.submitter.in_flight():
         setting.turn()
     assert [final.code for final in executing.finals] == ["INTERNAL"]
-    assert "2 worker processes died" in executing.finals[0].message
+    assert "2 worker processes ended" in executing.finals[0].message
     assert [answer.outputs for answer in queued.answers] == [y_of(b"ab")]
 
 

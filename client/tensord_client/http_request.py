@@ -1,7 +1,7 @@
 """Sends one HTTP request and waits for its answer: in the calling thread, on an event loop, or in a thread of the client's.
 
-    HttpPending() ─▶ Pool.take ─▶ Channel ─▶ result() │ await arrived() │ add_done_callback(...) ─▶ Waiter
-                        ╰─ all channels are in use: wait in line       each calls step() until the request has ended
+    HttpRequest() ─▶ Pool.take ─▶ Channel ─▶ wait │ attach │ watch ─▶ Waiter
+                        ╰─ all channels are in use: wait in line       each calls _step() until the request has ended
 
 A request is sent again as long as ``patience`` lasts if it did not leave completely, or if the server says that it is stopping. A
 pure request is sent again once even after it has left. In all other cases the failure is raised.
@@ -13,18 +13,18 @@ import collections
 import contextlib
 import os
 import select
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tensord_client.call import MAX_WAITING
+from tensord_client.common.call import MAX_WAITING
+from tensord_client.common.pending import Deadlines, Pending, WaitEnded
 from tensord_client.errors import (
     CLOSED,
-    FORKED,
     Cancelled,
-    DeadlineExceeded,
     Internal,
     ServingError,
     Unavailable,
@@ -58,11 +58,12 @@ class Pool:
         self._idle: list[tuple[Channel, float]] = []
         #: How many requests have a channel, or may open one.
         self._in_use = 0
-        self._line: collections.deque[HttpPending] = collections.deque()
+        self._line: collections.deque[HttpRequest] = collections.deque()
         #: Requests that have a channel, or may open one, until nobody refers to them.
-        self._granted: weakref.WeakSet[HttpPending] = weakref.WeakSet()
+        self._granted: weakref.WeakSet[HttpRequest] = weakref.WeakSet()
+        self.deadlines = Deadlines()
 
-    def take(self, pending: HttpPending) -> None:
+    def take(self, pending: HttpRequest) -> None:
         """Assigns an idle channel (connection) to a request, or lets it open one, or queues it if all channels are in use.
 
         Raises: Unavailable: the pool was closed, or the queue is as long as it may be.
@@ -97,7 +98,7 @@ class Pool:
             channel.close()
         return None
 
-    def give(self, pending: HttpPending, channel: Channel | None) -> None:
+    def give(self, pending: HttpRequest, channel: Channel | None) -> None:
         """Puts a request's channel (connection) back into the pool, for the first queued request; it is idle if none is queued.
 
         ``channel`` None: the channel was closed; the first queued request may then open another one in its place.
@@ -113,7 +114,7 @@ class Pool:
                 self._idle.append((channel, time.monotonic()))
             self._serve()
 
-    def leave_line(self, pending: HttpPending) -> bool:
+    def leave_line(self, pending: HttpRequest) -> bool:
         """Removes a request from the queue for a channel (connection). Returns whether it was in the queue."""
         with self._lock:
             if pending in self._line:
@@ -137,6 +138,7 @@ class Pool:
             pending.fail(Cancelled(CLOSED))
         for pending in under_way:
             pending.interrupt()
+        self.deadlines.close()
 
     def abandon(self) -> None:
         """Closes this process's copies of the channels after a fork; the parent process goes on using its own."""
@@ -149,16 +151,18 @@ class Pool:
 class Exchange:
     """Base class of requests over HTTP: holds the bytes to send (``pieces``), and parses the answer.
 
-    ``deadline``: seconds of ``time.monotonic()``; None: none; ``pure``: whether running the request twice does no harm.
+    ``deadline``: seconds of ``time.monotonic()``; None: none; ``pure``: whether running the request twice does no harm;
+    ``model``: the model that is asked; "": none is.
     """
 
     #: True: any number of results may come, and each is returned as soon as it has come.
     streams = False
 
-    def __init__(self, pieces: Sequence[Buffer], deadline: float | None, pure: bool) -> None:
+    def __init__(self, pieces: Sequence[Buffer], deadline: float | None, pure: bool, model: str = "") -> None:
         self.pieces = pieces
         self.deadline = deadline
         self.pure = pure
+        self.model = model
 
     def read(self, response: Response) -> Any:
         """Returns the result of a complete answer, or raises it if it is an error (ServingError)."""
@@ -169,37 +173,38 @@ class Exchange:
         raise NotImplementedError
 
 
-class HttpPending:
-    """A request that was sent over HTTP, or waits for a channel (connection) of the pool.
+class HttpRequest(Pending[Any]):
+    """A request over HTTP: it waits for a channel (connection) of the pool, or has one.
 
-    ``step`` sends and receives what is possible. The thread or event loop that waits for the answer calls it, or the client's
+    ``_step`` sends and receives what is possible. The thread or event loop that waits for the answer calls it, or the client's
     thread ``Waiter``.
     """
 
+    _channel: Channel | None = None
+    #: Whether it has a channel, or may open one.
+    _granted = False
+    _asked = False
+    #: When the request is tried again, in monotonic seconds; 0: no retry is due.
+    _again_at = 0.0
+    _pause = _PAUSE
+    _failing_since = 0.0
+    _deaths = 0
+    #: The thread that sends and receives; None: the thread or event loop that waits does.
+    _driver: Waiter | None = None
+    #: The event loop that watches the channel, with a descriptor and poll events; None: none does.
+    _watching: tuple[Any, int, int] | None = None
+    #: Of that loop, to try again.
+    _timer: Any = None
+
     def __init__(self, pool: Pool, exchange: Exchange, waiter: Callable[[], Waiter], patience: float) -> None:
         """Sends the request as far as that is possible at once. Raises Unavailable: the pool takes no further request."""
+        super().__init__(exchange.model, exchange.deadline, pool.deadlines)
         self._pool = pool
         self._exchange = exchange
         self._waiter = waiter
         self._patience = patience
-        self._deadline = exchange.deadline
-        self._channel: Channel | None = None
-        self._granted = False
-        self._asked = False
-        #: When the request is tried again, in monotonic seconds; 0: no retry is due.
-        self._again_at = 0.0
-        self._pause = _PAUSE
-        self._failing_since = 0.0
-        self._deaths = 0
-        self._result: Any = None
-        self._error: ServingError | None = None
-        self._over = False
-        #: The thread that calls ``step``; None: the thread or event loop that waits calls it.
-        self._driver: Waiter | None = None
-        #: Wakes the thread or task that waits for a channel.
-        self._wake: Callable[[], None] = _nothing
         pool.take(self)
-        self.step()
+        self._step()
 
     def keep(self) -> None:
         """Copies the request's bytes, unless the request has ended: its caller may write to the input arrays from now on.
@@ -207,7 +212,7 @@ class HttpPending:
         The bytes are needed until they are sent, and if the request is sent again after a failure.
         """
         # What is small is one piece of ours already.
-        if not self.is_ready and len(self._exchange.pieces) > 1:
+        if not self.done() and len(self._exchange.pieces) > 1:
             content = b"".join(self._exchange.pieces)
             self._exchange.pieces = [content]
             if self._channel is not None:
@@ -220,39 +225,29 @@ class HttpPending:
         self._channel, self._granted = channel, True
         self._wake()
 
-    def interrupt(self) -> None:
-        """Wakes whoever waits for this request, who then calls ``step``, which ends the request, as the pool was closed.
+    def _wake(self) -> None:
+        """Wakes whoever waits, to call ``_step``."""
+        if self._driver is not None:
+            self._driver.wake()
+        self.notify()
 
-        May be called in any thread.
-        """
+    def interrupt(self) -> None:
+        """Wakes whoever waits for this request and then finds that the pool was closed. May be called in any thread."""
         channel = self._channel
         if channel is not None:
             channel.shut_down()
         self._wake()
 
-    def fail(self, error: ServingError) -> None:
-        """Ends this request with an error, which ``waited`` and ``next`` then raise."""
-        self._error, self._over = error, True
-        self._wake()
-
-    @property
-    def is_ready(self) -> bool:
-        """Returns whether ``waited`` and ``next`` would return or raise at once."""
-        return self._over or self._result is not None
-
-    def step(self) -> int:
+    def _step(self) -> int:
         """Connects, sends and receives as far as possible without waiting.
 
-        Returns the poll events to wait for on ``fileno()``; 0: the request is ready (``is_ready``), waits for a channel, or is
-        tried again at ``wake_at``.
+        Returns the poll events to wait for on ``fileno()``; 0: something has arrived, or the request has ended, waits for a
+        channel, or is tried again at ``_again_at``.
         """
-        if self.is_ready:
+        if self._arrived or self.done():
             return 0
         if self._pool.is_closed:
-            self._end(Cancelled(CLOSED))
-            return 0
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self._end(DeadlineExceeded())
+            self._end_early(Cancelled(CLOSED))
             return 0
         if not self._granted or (self._again_at and time.monotonic() < self._again_at):
             return 0
@@ -261,22 +256,22 @@ class HttpPending:
                 self._again_at, self._asked = 0.0, False
                 self._channel = Channel(self._pool.address)
                 if self._pool.is_closed:  # since the look above: nobody has shut this channel down
-                    self._end(Cancelled(CLOSED))
+                    self._end_early(Cancelled(CLOSED))
                     return 0
             if not self._asked:
                 self._channel.send(self._exchange.pieces, self._exchange.streams)
                 self._asked = True
             mask = self._channel.advance()
             self._look(self._channel.response)
-            return 0 if self.is_ready else mask
+            return 0 if self._arrived or self.done() else mask
         except Malformed as error:
-            self._end(Unreached(f"{self._pool.address}: {error}"))
+            self._end_early(Unreached(f"{self._pool.address}: {error}"))
         except OSError as error:
             self._broke(error)
         except ServingError as error:
             self._finish(error)
         except Exception as error:  # such as no memory for the answer: the thread has other requests to end
-            self._end(Internal(f"the server's answer cannot be read: {error!r}"))
+            self._end_early(Internal(f"the server's answer cannot be read: {error!r}"))
         return 0
 
     def _look(self, response: Response) -> None:
@@ -287,8 +282,11 @@ class HttpPending:
         Raises: ServingError: the answer is an error.
         """
         if self._exchange.streams and response.status == 200:
-            self._result = self._exchange.read_next(response)
-            if self._result is None and response.whole:
+            found = self._exchange.read_next(response)
+            if found is not None:
+                self.add(found)
+                self.notify()
+            elif response.whole:
                 self._finish(Unavailable(_CUT.format(self._pool.address)) if response.stream else None)
         elif response.whole:
             if response.status == 503 and _STOPPING in response.text:
@@ -297,25 +295,34 @@ class HttpPending:
                 self._channel = None
                 self._try_again(Unavailable(bytes(response.text).decode("utf-8", "replace")))
                 return
-            self._result = self._exchange.read(response)
+            self.add(self._exchange.read(response))
             self._finish(None)
 
     def _finish(self, error: ServingError | None) -> None:
         """Ends this request after its complete answer, which may be an error, and gives the channel back to the pool."""
         channel, self._channel = self._channel, None
-        self._error, self._over = error, True
         if channel is not None and not channel.may_be_kept:
             channel.close()
             channel = None
-        self._pool.give(self, channel)
+        if error is not None:
+            self.add(error)
+        if self.end():
+            self._pool.give(self, channel)
+        self.notify()
 
-    def _end(self, error: ServingError) -> None:
-        """Ends this request with an error and without its answer: removes it from the queue for a channel, or closes its channel.
+    def _end_early(self, error: ServingError) -> None:
+        """Ends this request with an error and without its answer."""
+        self.add(error)
+        self._release()
+        self.notify()
+
+    def _release(self) -> None:
+        """Ends this request's part of the pool without an answer: it leaves the queue for a channel, or its channel is closed.
 
         A server cancels a request whose connection is closed.
         """
-        self._error, self._over = error, True
-        if not self._granted and self._pool.leave_line(self):
+        self._unwatch()
+        if not self.end() or (not self._granted and self._pool.leave_line(self)):
             return
         channel, self._channel = self._channel, None
         if channel is not None:
@@ -334,12 +341,12 @@ class HttpPending:
         channel.close()
         self._deaths += 1
         if self._exchange.streams and channel.response.begun:
-            self._end(Unavailable(_CUT.format(self._pool.address)))
+            self._end_early(Unavailable(_CUT.format(self._pool.address)))
         elif not self._exchange.pure:
             said = "before it answered; the request may have run, and is not sent again"
-            self._end(Unavailable(f"the server at {self._pool.address} ended {said}"))
+            self._end_early(Unavailable(f"the server at {self._pool.address} ended {said}"))
         elif self._deaths > 1:
-            self._end(Unavailable(f"the server at {self._pool.address} ended twice before it answered"))
+            self._end_early(Unavailable(f"the server at {self._pool.address} ended twice before it answered"))
         else:
             self._try_again(Unavailable(f"the server at {self._pool.address} ended before it answered"))
 
@@ -347,161 +354,109 @@ class HttpPending:
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         if now - self._failing_since >= self._patience:
-            self._end(otherwise)
+            self._end_early(otherwise)
             return
         self._again_at = now + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
-    @property
-    def wake_at(self) -> float | None:
-        """Returns when ``step`` must be called at the latest, in seconds of ``time.monotonic()``; None: there is no such time."""
-        times = [each for each in (self._again_at, self._deadline) if each]
-        return min(times) if times else None
-
     # ----------------------------------------------------------------------------------------------------------- waiting
 
     def fileno(self) -> int:
-        """Returns the file descriptor on which to wait for the events that ``step`` returned. Call it only if there were any."""
+        """Returns the file descriptor on which to wait for the events that ``_step`` returned. Call it only if there were any."""
         assert self._channel is not None
         return self._channel.fileno()
 
-    def _wait(self) -> None:
-        """Waits, in the calling thread, until this request is ready; if a signal's handler ends the wait, cancels the request."""
-        try:
-            self._wait_ready()
-        except BaseException:
-            self.cancel()
-            raise
+    def wait(self, until: float | None) -> None:
+        """Sends and receives what is possible, then waits until more is."""
+        self.waiting = True
+        mask = self._step()
+        if self._arrived or self.done():
+            return
+        if not (mask or self._granted):
+            super().wait(until)
+            return
+        times = [each for each in (self._again_at, until) if each]
+        left = min(times) - time.monotonic() if times else None
+        if until is not None and left is not None and left <= 0 and until <= min(times):
+            raise WaitEnded
+        if mask:
+            poll = select.poll()
+            poll.register(self, mask)
+            poll.poll(None if left is None else max(0.0, left) * 1e3 + 1)
+        else:
+            time.sleep(max(0.0, left or 0.0))
 
-    def _wait_ready(self) -> None:
-        """Calls ``step`` and waits, in the calling thread, until this request is ready."""
-        while True:
-            mask = self.step()
-            if self.is_ready:
-                return
-            wake_at = self.wake_at
-            seconds = None if wake_at is None else max(0.0, wake_at - time.monotonic())
-            if mask:
-                poll = select.poll()
-                poll.register(self, mask)
-                poll.poll(None if seconds is None else seconds * 1e3 + 1)
-            elif self._granted:
-                time.sleep(seconds or 0.0)
-            else:
-                came = threading.Event()
-                self._wake = came.set
-                if not (self._granted or self._over):
-                    came.wait(seconds)
-                self._wake = _nothing
-
-    def hurry(self, timeout: float | None) -> None:
-        """Sets this request's deadline to ``timeout`` seconds from now; None: leaves the deadline as it is."""
-        if timeout is not None:
-            self._deadline = time.monotonic() + timeout
-
-    def done(self) -> bool:
-        """Returns whether this request has ended: no further result will come."""
-        return self._over
-
-    def waited(self) -> Any:
-        """Waits in the calling thread for the result and returns it, or raises it if it is an error (ServingError)."""
-        self._wait()
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def next(self) -> Any:
-        """Waits in this thread for a stream's next response; returns it, or raises it if it is an error; None: no more come."""
-        self._wait()
-        if self._result is None:
-            if self._error is not None:
-                raise self._error
-            return None
-        found, self._result = self._result, None
-        return found
-
-    async def arrived(self) -> None:
-        """Waits on the running event loop until this request is ready. Cancelling the task cancels the request."""
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                mask = self.step()
-                if self.is_ready:
-                    return
-                await self._something(loop, mask)
-        except BaseException:  # the task was cancelled, or dropped with its loop
-            self.cancel()
-            raise
-
-    async def _something(self, loop: Any, mask: int) -> None:
-        """Waits on an event loop for the first of: poll events ``mask``, a channel granted by the pool, the time ``wake_at``."""
-        came = loop.create_future()
-
-        def wake() -> None:
-            if not came.done():
-                came.set_result(None)
-
-        def wake_soon() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(wake)
-
-        self._wake = wake_soon
-        wake_at = self.wake_at
-        timer = None if wake_at is None else loop.call_later(max(0.0, wake_at - time.monotonic()) + 1e-3, wake)
-        fd = self.fileno() if mask else -1
-        if mask & select.POLLIN:
-            loop.add_reader(fd, wake)
-        if mask & select.POLLOUT:
-            loop.add_writer(fd, wake)
-        try:
-            # Another thread may have ended it since ``step``, when there was nothing to wake yet.
-            if not self._over and (mask or not self._granted or self._again_at):
-                await came
-        finally:
-            self._wake = _nothing
-            if timer is not None:
-                timer.cancel()
+    def attach(self, loop: Any) -> None:
+        """Sends and receives what is possible, then has the event loop wake the task as soon as more is."""
+        self._unwatch()
+        mask = self._step()
+        if mask:
+            fd = self.fileno()
+            self._watching = loop, fd, mask
             if mask & select.POLLIN:
-                loop.remove_reader(fd)
+                loop.add_reader(fd, self._ready)
             if mask & select.POLLOUT:
-                loop.remove_writer(fd)
+                loop.add_writer(fd, self._ready)
+        elif self._again_at and not self.done():
+            self._timer = loop.call_later(max(0.0, self._again_at - time.monotonic()) + 1e-3, self._ready)
 
-    def add_done_callback(self, called: Callable[[HttpPending], object]) -> None:
-        """Registers ``called`` to be called with this request by the client's thread (``Waiter``), which waits for the answer."""
+    def _ready(self) -> None:
+        self._unwatch()
+        self.notify()
+
+    def _unwatch(self) -> None:
+        """Has the event loop watch the channel no more. Called in its thread, or when it was closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._watching is not None:
+            (loop, fd, mask), self._watching = self._watching, None
+            if not loop.is_closed():
+                if mask & select.POLLIN:
+                    loop.remove_reader(fd)
+                if mask & select.POLLOUT:
+                    loop.remove_writer(fd)
+
+    def watch(self) -> None:
+        """Has the client's thread (``Waiter``) send and receive."""
         self._driver = self._waiter()
-        self._driver.add(self, called)
+        self._driver.add(self)
 
-    def cancel(self) -> None:
-        """Ends this request with Cancelled unless it has ended; closes its connection, so the server cancels it. Idempotent."""
-        if self._driver is not None and not self._driver.is_current:
-            self._driver.cancel(self)
-        elif not self._over:
-            self._end(Cancelled("the request was cancelled"))
+    def withdraw(self) -> None:
+        """Leaves the pool's queue, or closes the connection, which cancels the request at the server.
+
+        Does so in the thread that waits for the connection, if that is not the caller's.
+        """
+        watching, driver = self._watching, self._driver
+        if driver is not None and not driver.is_current:
+            driver.drop(self)
+        elif watching is not None and sys.modules["asyncio"]._get_running_loop() is not watching[0]:
+            try:
+                watching[0].call_soon_threadsafe(self._release)
+            except RuntimeError:  # the loop is closed
+                self._release()
+        else:
+            self._release()
 
     def forget(self) -> None:
-        """Ends this request in a process that was forked off: nobody is called back; who waits for the answer gets an error."""
+        """Ends this request in a process that was forked off, and closes that process's copy of the connection."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
-        self._driver, self._wake, self._result = None, _nothing, None
-        self._error, self._over = Unavailable(FORKED), True
-
-
-def _nothing() -> None:
-    pass
+        self._driver = self._watching = self._timer = None
+        super().forget()
 
 
 class Waiter:
-    """A thread that waits for the answers of requests with callbacks and futures, and calls their callbacks.
+    """A thread that sends and receives for requests with callbacks and futures, and calls their callbacks.
 
     The thread ends after ``close``, when no request is left.
     """
 
     def __init__(self) -> None:
         #: Without a lock, which the garbage collector may find this very thread to have when it ends a stream.
-        self._new: collections.deque[tuple[HttpPending, Callable[[HttpPending], object]]] = collections.deque()
+        self._new: collections.deque[HttpRequest] = collections.deque()
+        self._dropped: collections.deque[HttpRequest] = collections.deque()
         self._wakes, self._wake_end = os.pipe()
         os.set_blocking(self._wakes, False)
         os.set_blocking(self._wake_end, False)
@@ -512,32 +467,36 @@ class Waiter:
         self._thread = threading.Thread(target=self._main, name="tensord-client", daemon=True)
         self._thread.start()
 
-    def add(self, pending: HttpPending, called: Callable[[HttpPending], object]) -> None:
-        """Tells the thread to wait for a request's answer from now on, and to call ``called`` with the request when it has come.
+    def add(self, request: HttpRequest) -> None:
+        """Tells the thread to send and receive for a request from now on, and to call its callbacks when it has ended.
 
-        If the thread has ended already, because the client was closed, ``called`` is called before this returns.
+        If the thread has ended already, because the client was closed, so does the request before this returns.
         """
         with self._lock:
             ended = self._ended
             if not ended:
-                pending._wake = self._wake
-                self._new.append((pending, called))
-                self._wake()
+                self._new.append(request)
+                self.wake()
         if ended:
-            pending.step()
-            _call(called, pending)
+            request._step()
 
-    def cancel(self, pending: HttpPending) -> None:
-        """Tells the thread to cancel a request that was given to ``add``."""
-        self._new.append((pending, HttpPending.cancel))
-        self._wake()
+    def drop(self, request: HttpRequest) -> None:
+        """Tells the thread to close the connection of a request that was given to ``add`` and that nobody waits for any more."""
+        with self._lock:
+            ended = self._ended
+            if not ended:
+                self._dropped.append(request)
+                self.wake()
+        if ended:
+            request._release()
 
     @property
     def is_current(self) -> bool:
         """Returns whether the calling thread is this waiter's thread."""
         return threading.current_thread() is self._thread
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Has the thread look at all its requests."""
         with self._lock, contextlib.suppress(BlockingIOError):
             if not self._ended:
                 os.write(self._wake_end, b"\0")
@@ -545,7 +504,7 @@ class Waiter:
     def close(self) -> None:
         """Tells the thread to end once it waits for no request any more. Idempotent."""
         self._closed = True
-        self._wake()
+        self.wake()
 
     def abandon(self) -> None:
         """Closes the waiter's file descriptors, after a fork in the child process, or when the thread ends."""
@@ -554,46 +513,34 @@ class Waiter:
         os.close(self._wake_end)
 
     def _main(self) -> None:
-        under_way: dict[HttpPending, Callable[[HttpPending], object]] = {}
+        under_way: dict[HttpRequest, None] = {}
         while under_way or not self._ends():
             while self._new:
-                pending, called = self._new.popleft()
-                if called is HttpPending.cancel:
-                    pending.cancel()
-                else:
-                    under_way[pending] = called
+                under_way[self._new.popleft()] = None
+            while self._dropped:
+                self._dropped.popleft()._release()
             poll = select.poll()
             poll.register(self._wakes, select.POLLIN)
-            wake_at: float | None = None
-            for pending in list(under_way):
-                mask = pending.step()
-                if pending.is_ready:
-                    _call(under_way.pop(pending), pending)
-                    continue
-                if mask:
-                    poll.register(pending, mask)
-                at = pending.wake_at
-                if at is not None:
-                    wake_at = at if wake_at is None else min(at, wake_at)
+            again_at: float | None = None
+            for request in list(under_way):
+                mask = request._step()
+                if request.done():
+                    del under_way[request]
+                    request.call_back()
+                elif mask:
+                    poll.register(request, mask)
+                elif request._again_at:
+                    again_at = request._again_at if again_at is None else min(request._again_at, again_at)
             if self._closed and not under_way:
                 continue
-            poll.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()) * 1e3 + 1)
+            poll.poll(None if again_at is None else max(0.0, again_at - time.monotonic()) * 1e3 + 1)
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wakes, 4096)
 
     def _ends(self) -> bool:
         """Returns whether the thread is to end, because ``close`` was called and no request is left; closes the pipe then."""
         with self._lock:
-            if self._new or not self._closed:
+            if self._new or self._dropped or not self._closed:
                 return False
             self.abandon()
             return True
-
-
-def _call(called: Callable[[HttpPending], object], pending: HttpPending) -> None:
-    try:
-        called(pending)
-    except Exception:
-        import logging
-
-        logging.getLogger(__name__).exception("a callback of a request failed")

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Union
 
-from tensord_client.common.arrays import Array as Array
-from tensord_client.common.tensors import Tensor as Tensor
-from tensord_client.common.tensors import Tensors as Tensors
-from tensord_client.common.tensors import Timing as Timing
-from tensord_client.common.tensors import check_place as check_place
-from tensord_client.msgpack import unpack
+from .arrays import Array as Array
+from .tensors import Tensor as Tensor
+from .tensors import Tensors as Tensors
+from .tensors import Timing as Timing
+from .tensors import check_place as check_place
 
 Parameter = Union[bool, int, float, str]
 
@@ -30,16 +29,15 @@ class Answer(dict):  # type: ignore[type-arg]
     version: int = 0
     #: The parameters of the model's answer.
     parameters: Mapping[str, Parameter] = {}
-    #: The fields of ``timing``, as they came: numbers, or MessagePack.
-    times: Sequence[int] | bytes | None = None
+    #: The fields of ``timing``, as they came.
+    times: Sequence[int] | None = None
     #: The right to use the memory that outputs lie in, which ends with the last reference to it; None: they lie elsewhere.
     lease: Any = None
 
     @property
     def timing(self) -> Timing | None:
         """Returns how long the server queued and executed the request, and the bytes it copied; None: the server did not say."""
-        times = self.times
-        return None if times is None else Timing(*(unpack(times) if isinstance(times, bytes) else times))
+        return None if self.times is None else Timing(*self.times)
 
     @property
     def copied_bytes(self) -> int | None:

@@ -1,4 +1,4 @@
-"""A served model as a function of arrays, over any kind of connection. Its methods are those of ``tensord.testing.Model``."""
+"""A model as a function of arrays, over any kind of connection: to a server, or to models in this process."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensord_client.call import Call, Own, read, seconds
-from tensord_client.common import tensors
-from tensord_client.common.latest import Latest
-from tensord_client.common.scheduling import Scheduling, SequenceId
-from tensord_client.errors import InvalidArgument, Unavailable
-from tensord_client.results import Answer, Array, Description, Tensors
+from . import tensors
+from .call import FOREVER, Call, Own, SequenceId, checked, seconds
+from .errors import InvalidArgument, Unavailable
+from .latest import Latest
+from .results import Answer, Array, Description, Tensors
 
 if TYPE_CHECKING:
     import concurrent.futures
 
     from typing_extensions import Unpack
 
-    from tensord_client.connection import Connection, Pending, PreparedCall
-    from tensord_client.parameters import ModelParameters
-
-_NOTHING: dict[str, Any] = {}
+    from .connection import Connection, PreparedCall
+    from .pending import Pending
 
 
 class Calls:
@@ -40,8 +37,8 @@ class Calls:
         parameter_set: str = "",
     ) -> None:
         self._connection = connection
-        #: Of requests that say nothing of it. Its parameter set is that of each request whose parameters name none.
-        self._scheduling = Scheduling(parameter_set=parameter_set)
+        #: The parameter set that each request names unless its parameters name one; "": none, and ``main`` answers.
+        self._set = parameter_set
         self._description = description
         #: The version that requests name; 0: the newest at the time of the request.
         self._asked_version = version
@@ -89,11 +86,16 @@ class Calls:
             raise Unavailable("the model was closed")
         if not streams and self._description.streams:
             raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
-        scheduling, others = self._scheduling, _NOTHING
         if own:
-            scheduling, others = read(own, scheduling.parameter_set)
+            own = checked(own)
         if isinstance(outputs, str):
             raise InvalidArgument(f"outputs are the text {outputs!r}, a sequence of names is expected")
+        parameter_set: Any = self._set
+        if "parameter_set" in (parameters := own.get("parameters") or {}):
+            parameter_set = parameters["parameter_set"]
+            if not isinstance(parameter_set, str) or not parameter_set:
+                raise InvalidArgument(f"parameter 'parameter_set' is {parameter_set!r}, the name of a set is expected")
+            own = {**own, "parameters": {name: value for name, value in parameters.items() if name != "parameter_set"}}
         for name, place in (places or {}).items():
             if not (place.flags.writeable if isinstance(place, np.ndarray) else hasattr(place, "place")):
                 raise InvalidArgument(f"the place of output '{name}' is no array that can be written to")
@@ -108,12 +110,14 @@ class Calls:
             version=self._asked_version,
             outputs=outputs,
             places=places,
-            deadline=None if self.timeout is None or streams else time.monotonic() + self.timeout,
+            deadline=None
+            if streams or self.timeout is None or self.timeout >= FOREVER
+            else time.monotonic() + self.timeout,
             streams=streams,
             pure=self._description.pure,
             detached=detached,
-            scheduling=scheduling,
-            **others,
+            parameter_set=parameter_set,
+            **own,
         )
 
     def sequence_id(self) -> int:
@@ -201,11 +205,12 @@ class Model(Calls):
         return Prepared(self._connection.prepare(call), self.timeout)
 
     @property
-    def parameters(self) -> ModelParameters:
-        """Returns the model's parameter sets as an object by which to list or drop them, or to push new parameters into one."""
-        from tensord_client.parameters import ModelParameters
+    def parameters(self) -> Any:
+        """Returns the ``ModelParameters``: an object by which to list parameter sets or drop them, or to push into one.
 
-        return ModelParameters(self._connection, self.name, self._asked_version)
+        Raises: Unsupported: this process serves the model itself.
+        """
+        return self._connection.parameters(self.name, self._asked_version)
 
     def latest(self) -> Latest[Answer]:
         """Makes a ``Latest``: ``put`` sends inputs, only the newest if many wait; ``get`` returns the newest answer."""
@@ -293,13 +298,13 @@ class ModelSequence:
             self._model.end_sequence(self.sequence_id)
 
 
-def promised(pending: Pending) -> concurrent.futures.Future[Answer]:
+def promised(pending: Pending[Answer]) -> concurrent.futures.Future[Answer]:
     """Returns a future of the answer to a request that was sent; cancelling the future cancels the request."""
     import concurrent.futures
 
     future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
 
-    def over(pending: Pending) -> None:
+    def over(pending: Pending[Answer]) -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:

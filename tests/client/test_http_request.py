@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import gc
 import os
 import time
@@ -13,11 +14,15 @@ from typing import cast
 import pytest
 from tensord_client.errors import Cancelled
 from tensord_client.http_channel import Address, Channel
-from tensord_client.http_pending import Exchange, HttpPending, Pool, Waiter
+from tensord_client.http_request import Exchange, HttpRequest, Pool, Waiter
 
 
-def queued(pool: Pool) -> HttpPending:
-    return HttpPending(pool, Exchange([b"x"], None, True), Waiter, 1.0)
+def queued(pool: Pool) -> HttpRequest:
+    return HttpRequest(pool, Exchange([b"x"], None, True), Waiter, 1.0)
+
+
+async def answer(pending: HttpRequest) -> object:
+    return await pending
 
 
 @pytest.fixture
@@ -30,13 +35,13 @@ def test_a_loop_that_was_closed_holds_up_no_close(pool: Pool) -> None:
     first, second = queued(pool), queued(pool)
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda *_: None)  # which is told of the task that is left
-    task = loop.create_task(first.arrived())
+    task = loop.create_task(answer(first))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     pool.close()
     for pending in (first, second):
         with pytest.raises(Cancelled, match=r"^the client was closed$"):
-            pending.waited()
+            pending.result()
     assert not task.done()
 
 
@@ -50,13 +55,8 @@ def test_a_close_just_before_a_task_sleeps_wakes_it(pool: Pool) -> None:
             pool.close()
             return super().create_future()
 
-    loop = Loop()
-    try:
-        loop.run_until_complete(pending.arrived())
-    finally:
-        loop.close()
-    with pytest.raises(Cancelled, match=r"^the client was closed$"):
-        pending.waited()
+    with contextlib.closing(Loop()) as loop, pytest.raises(Cancelled, match=r"^the client was closed$"):
+        loop.run_until_complete(answer(pending))
 
 
 def test_a_stream_is_collected_in_a_thread_that_has_the_lock() -> None:
@@ -83,10 +83,10 @@ def test_a_connection_that_is_given_back_before_a_request_is_in_the_queue_is_its
     pool = Pool(Address("none"), limit=1)
     first = queued(pool)
 
-    class Line(collections.deque[HttpPending]):
+    class Line(collections.deque[HttpRequest]):
         """Ends the first request before another one is in the queue, as the garbage collector may."""
 
-        def append(self, pending: HttpPending) -> None:
+        def append(self, pending: HttpRequest) -> None:
             first.cancel()
             super().append(pending)
 
@@ -121,14 +121,14 @@ def test_a_request_that_ends_while_a_connection_is_looked_for_leaves_its_own_to_
 def test_a_callback_that_comes_after_the_end_of_the_waiter_is_called() -> None:
     """A request may be sent before ``close``, and get its callback when the waiter's thread, and its pipe, have gone."""
     pool, waiter = Pool(Address("none"), limit=0), Waiter()
-    pending = HttpPending(pool, Exchange([b"x"], None, True), lambda: waiter, 1.0)
+    pending = HttpRequest(pool, Exchange([b"x"], None, True), lambda: waiter, 1.0)
     pool.close()
     waiter.close()
     waiter._thread.join(10)
     # Whoever opens a file gets the numbers of the pipe.
     read, write = os.pipe()
     try:
-        called: list[HttpPending] = []
+        called: list[HttpRequest] = []
         pending.add_done_callback(called.append)
         waiter.close()
         pending.cancel()
@@ -140,4 +140,4 @@ def test_a_callback_that_comes_after_the_end_of_the_waiter_is_called() -> None:
         os.close(read)
         os.close(write)
     with pytest.raises(Cancelled, match=r"^the client was closed$"):
-        pending.waited()
+        pending.result()

@@ -1,0 +1,95 @@
+"""Makes the caller's answers of a worker's messages: arrays are views of the worker's memory, the caller's own, or copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tensord_client import native
+from tensord_client.answer_memory import Lease
+from tensord_client.common.arrays import decode_strings, dtype_of, typestr
+from tensord_client.common.results import Answer, Array, check_place, written
+from tensord_client.wire import AnswerRecord, OutputTensor
+
+#: Describes an output whose bytes come in the answer's record: name, shape, dtype, byte size.
+Plan = tuple[str, tuple[int, ...], np.dtype, int]
+
+
+def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answer:
+    """Converts a worker's message to an ``Answer``: its arrays are views of the worker's memory, the caller's own, or copies.
+
+    Args:
+      lease: the lease of the worker's memory, which the answer then holds; None: there is none.
+      places: output name -> the array that the output is in, or is copied to here where workers do not reach it.
+
+    Raises: ValueError, LookupError, TypeError: the record is malformed.  InvalidArgument: an output differs from its place.
+    """
+    answer = Answer()
+    prepared = record.prepared
+    answer.version = prepared.version
+    if prepared.parameters:
+        answer.parameters = prepared.parameters
+    answer.times = record.timing
+    if prepared.plan is None:
+        prepared.plan = _plan(prepared.outputs)
+    if prepared.plan and not places and arrays(answer, prepared.plan, record.contents):
+        return answer
+    contents = iter(record.contents)
+    views: list[Array] = []
+    for output in prepared.outputs:
+        if output.placed:
+            answer[output.name] = place = places[output.name]
+            check_place(output.name, output.shape, dtype_of(output.datatype), place)
+            continue
+        content = next(contents)
+        if type(content) is bytes:
+            answer[output.name] = _array(content, output)
+        elif lease is None:
+            raise ValueError(f"output '{output.name}' lies in no lease")
+        elif output.datatype == "BYTES":
+            answer[output.name] = decode_strings(lease.content(content), output.shape)
+        else:
+            dtype = dtype_of(output.datatype)
+            name, viewed = typestr(dtype)
+            array = lease.view(content, output.shape, name, dtype)
+            answer[output.name] = array.view(dtype) if viewed else array
+            if output.name not in places:
+                views.append(array)
+    written(answer, places)
+    if views and lease is not None:
+        lease.hold(sum([array.nbytes for array in views]))
+        answer.lease = lease
+    return answer
+
+
+def _array(content: bytes, output: OutputTensor) -> Array:
+    if output.datatype == "BYTES":
+        return decode_strings(content, output.shape)
+    return np.frombuffer(bytearray(content), dtype_of(output.datatype)).reshape(output.shape)
+
+
+def _plan(outputs: Sequence[OutputTensor]) -> tuple[Plan, ...]:
+    """Returns (name, shape, dtype, byte size) of each output; empty if an output is BYTES or lies in an array of the caller's."""
+    if any(output.placed or output.datatype == "BYTES" for output in outputs):
+        return ()
+    planned = [(output.name, output.shape, dtype_of(output.datatype)) for output in outputs]
+    return tuple([(name, shape, dtype, math.prod(shape) * dtype.itemsize) for name, shape, dtype in planned])
+
+
+def arrays(answer: Answer, outputs: tuple[Plan, ...], contents: list[Any]) -> bool:
+    """Adds an array for each output to an answer. Returns False if bytes are not in the record or do not fit; else True.
+
+    Args:
+      outputs: (name, shape, dtype, byte size) of each output.
+      contents: for each output its bytes in the answer's record, or their place in the worker's memory.
+    """
+    if native.arrays is not None:
+        return native.arrays(answer, outputs, contents, np.ndarray)
+    for (name, shape, dtype, byte_size), content in zip(outputs, contents):
+        if type(content) is not bytes or len(content) != byte_size:
+            return False
+        answer[name] = np.ndarray(shape, dtype, bytearray(content))
+    return True

@@ -1,0 +1,355 @@
+"""A request over lanes, and those of them that have no lane: they are sent again, or fail.
+
+on a lane ─▶ it ends, or its worker refuses the request ─▶ astray ─▶ sent again by who waits, or by a thread ─▶ on a lane
+                                                              ╰─▶ fails: it may not be run twice, or no worker comes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+from tensord_client import wire
+from tensord_client.answer_memory import HeldResults, Lease
+from tensord_client.common.call import Call
+from tensord_client.common.pending import Deadlines, Pending, WaitEnded
+from tensord_client.common.results import Answer
+from tensord_client.errors import (
+    CLOSED,
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    NotFound,
+    ServingError,
+    Unavailable,
+)
+from tensord_client.lane_answers import made_answer
+from tensord_client.placement import Placed, own_fields
+from tensord_client.wire import AnswerRecord
+from tensord_client.worker_lane import WorkerLane
+
+#: Bytes of responses that are read before the worker is told; it lets a model be at least four times as far ahead.
+_ACKNOWLEDGED = 1024
+#: The most times that a request is sent, if its workers end while they have it.
+_SENDINGS = 2
+#: Seconds between two looks at a request that another thread sends again.
+_ASIDE = 0.005
+
+
+class LaneRequest(Pending[Answer]):
+    """A request over a lane. If its lane ends or its worker refuses it, it may be sent again, and is *astray* until then."""
+
+    lane: WorkerLane | None = None
+    request_id = 0
+    #: True: its lane ended or its worker refused it, and the thread that waits for the answer has to send it again.
+    astray = False
+    refusal: ServingError | None = None
+    #: When it went astray, in seconds of ``time.monotonic()``.
+    astray_at = 0.0
+    #: True until a worker has refused it once.
+    _may_be_elsewhere = True
+    #: How often the request was sent.
+    sent = 0
+    _had_response = False
+    #: Bytes of responses that were read and not acknowledged to the worker yet.
+    _read = 0
+
+    def __init__(self, connection: Sender, call: Call, placed: Placed) -> None:
+        super().__init__(call.model, call.deadline, connection.deadlines)
+        self._connection = connection
+        self.call = call
+        self.placed = placed
+        self.own = own_fields(call)
+
+    # ------------------------------------------------------------------------------------------- from whoever reads
+
+    def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
+        """Stores one answer to this request, and wakes the thread or event loop that waits for it. Called in any thread.
+
+        If the worker refused the request, the request may be sent again instead, to another worker. ``lane``: the socket that
+        received the answer.
+        """
+        prepared = answer.prepared
+        arrived: tuple[AnswerRecord, Lease | None] | ServingError = (answer, None)
+        if answer.code or answer.lease is not None:
+            arrived = lane.answers.judged(answer)
+            if (
+                prepared.final
+                and self._may_be_elsewhere
+                and isinstance(arrived, (NotFound, Unavailable))
+                and self._asks_again(arrived)
+            ):
+                # It was not executed. Perhaps the model is elsewhere by now.
+                self._may_be_elsewhere = False
+                self.refusal = arrived
+                self._stray()
+                return
+        # What has come is there before its end is seen.
+        if not self._given_up and (not prepared.is_mark or answer.code):
+            self._had_response = True
+            self._arrived.append(arrived)
+        if prepared.final:
+            self.end()
+        self.notify()
+        if self._callbacks and self.done():
+            # A callback may wait for another answer on this lane, which this thread reads.
+            lane.call_back(self)
+
+    def end(self) -> bool:
+        """Notes that nothing more comes; a later request may use this one's memory."""
+        ended = super().end()
+        if ended:
+            if self.lane is not None and self.lane.watched:
+                self.lane.watched.discard(self.request_id)
+            if self.placed.slot is not None:
+                self.placed.slot.give_back()
+        return ended
+
+    # --------------------------------------------------------------------------------------------- sent once more
+
+    def _asks_again(self, refusal: ServingError) -> bool:
+        return not (self._had_response or self._given_up) and self._connection.may_ask_again(self, refusal)
+
+    def lane_ended(self, left: bool, error: ServingError) -> None:
+        """Arranges to send the request again, or fails it, because its lane ended before the last answer.
+
+        ``left``: whether the request had been sent. ``error``: why the lane ended.
+        """
+        reason = self._why_not_again(left, error)
+        if reason is None:
+            self._stray()
+        else:
+            self.fail(reason)
+
+    def _why_not_again(self, left: bool, error: ServingError) -> ServingError | None:
+        """Returns why the request may not be sent again after its lane ended, as an error; None: it may be.
+
+        ``left``: whether the request had been sent. ``error``: why the lane ended.
+        """
+        if self._connection.is_closed:
+            return Cancelled(CLOSED)
+        if self._given_up:
+            return error
+        if not left:
+            self.sent -= 1
+            return None
+        if self._had_response:
+            return Internal(f"{error.message} before the last response of the request")
+        if not self._connection.is_pure(self.call):
+            return Internal(f"{error.message} while it had the request, which may not be run twice")
+        if self.sent >= _SENDINGS:
+            return Internal(f"the request was given up: {self.sent} worker processes ended while they had it")
+        return None
+
+    def _stray(self) -> None:
+        """Arranges that the thread that waits for the answer sends the request again, or else a thread of the connection's."""
+        self.mark_astray()
+        if self.lane is not None:
+            self.lane.watched.discard(self.request_id)
+        with self._lock:
+            by_itself = self._awaited is not None or bool(self._callbacks)
+        if by_itself:
+            self._connection.send_again_soon(self)
+        else:
+            self.notify()
+
+    def mark_astray(self) -> None:
+        """Notes that the request has no lane: whoever waits for its answer has to send it."""
+        self.astray_at = time.monotonic()
+        # In this order, so that whoever claims it counts it no more.
+        self._connection.laneless.add(self)
+        self.astray = True
+
+    def claim(self) -> bool:
+        """Returns whether the calling thread must send the request again; of several threads only one gets True."""
+        with self._lock:
+            astray, self.astray = self.astray, False
+        if astray:
+            self._connection.claimed.add(self)
+            self._connection.laneless.discard(self)
+        return astray
+
+    def watch_again(self) -> None:
+        """Watches the new lane of a request that was sent again: for its callbacks, or by the event loop that waits.
+
+        If the request was given up while it was sent, tells the worker so.
+        """
+        lane = self.lane
+        if lane is None:
+            return
+        if self._given_up:
+            lane.cancel(self.request_id)
+        with self._lock:
+            called, awaited = bool(self._callbacks), self._awaited
+        if called:
+            self.watch()
+        if awaited is not None:
+            with contextlib.suppress(RuntimeError):  # closed
+                awaited[1].call_soon_threadsafe(lane.attach, awaited[1])
+
+    # ------------------------------------------------------------------------------------------------ from whoever waits
+
+    def wait(self, until: float | None) -> None:
+        """Sends the request if it is astray, then reads its lane, or sleeps while another thread does."""
+        if self.astray:
+            self._connection.send_again(self, until)
+        self._acknowledge()
+        self.waiting = True
+        if self._arrived or self.done() or self.astray:
+            return
+        lane = self.lane
+        if lane is not None and not lane.ended:
+            lane.wait(self, until)
+            return
+        # A thread of the connection's is sending it again.
+        if until is not None and time.monotonic() >= until:
+            raise WaitEnded
+        time.sleep(_ASIDE)
+
+    def attach(self, loop: Any) -> None:
+        """Has the event loop read the lane; a thread of the connection's sends the request if it is astray."""
+        self._acknowledge()
+        if self.astray:
+            self._connection.send_again_soon(self)
+        elif self.lane is not None:
+            self.lane.attach(loop)
+
+    def watch(self) -> None:
+        """Has the lane's thread read the lane; a thread of the connection's sends the request if it is astray."""
+        lane = self.lane
+        if self.astray:
+            self._connection.send_again_soon(self)
+        elif lane is not None:
+            lane.watch(self.request_id)
+            if self.request_id not in lane.in_flight:
+                lane.watched.discard(self.request_id)
+            if self.done():
+                self.call_back()
+
+    def withdraw(self) -> None:
+        """Tells the worker that nobody waits; its answer, which still comes, is dropped."""
+        with self._lock:
+            astray, self.astray = self.astray, False
+        if astray:
+            self._connection.laneless.discard(self)
+        if self.lane is not None:
+            self.lane.cancel(self.request_id)
+
+    def _acknowledge(self) -> None:
+        """Tells the worker how many bytes of responses were read, once these are at least 1024, so that it may send more."""
+        if self._read >= _ACKNOWLEDGED and self.lane is not None:
+            read, self._read = self._read, 0
+            self.lane.say(wire.taken(self.request_id, read))
+
+    def made(self, arrived: tuple[AnswerRecord, Lease | None]) -> Answer | ServingError:
+        """Makes the answer of a record and the lease of its memory, or the error of a record that cannot be read."""
+        answer, lease = arrived
+        if not answer.prepared.final:
+            self._read += answer.byte_size
+        try:
+            return made_answer(answer, lease, self.call.places)
+        except ServingError as error:
+            return error
+        except (LookupError, TypeError, ValueError) as error:
+            return Internal(f"the worker's answer is malformed: {error}")
+
+    def late(self) -> ServingError:
+        """Returns DeadlineExceeded, or ResultsHeld if the answers that the program holds are the cause."""
+        error = DeadlineExceeded()
+        return error if self.lane is None else self.lane.answers.explained(error)
+
+    def explained(self, error: ServingError) -> ServingError:
+        """Returns ResultsHeld if a stream failed because the program holds too many answers; else returns ``error``."""
+        held = self._connection.held.too_many() if isinstance(error, (DeadlineExceeded, Unavailable)) else None
+        return held or error
+
+    def forget(self) -> None:
+        """Ends the request in a process that was forked off."""
+        super().forget()
+        self.astray = False
+
+
+class Sender:
+    """Base class of ``LaneConnection``: keeps the requests that have no lane, and has each of them sent again, or failed."""
+
+    is_closed = False
+    held: HeldResults
+
+    def begin(self) -> None:
+        """Begins without requests, also in a process that was forked off."""
+        #: Requests that are to be sent again and that no thread waits for, by model; each has a thread while there are any.
+        self._astray: dict[tuple[str, int], deque[LaneRequest]] = {}
+        self._astray_lock = threading.Lock()
+        #: All requests that have no lane and that no thread is sending now, until nobody refers to them. The lock is only held by
+        #: who compares their number with the limit: a garbage collection, which may begin in there, may give a request up.
+        self.laneless: weakref.WeakSet[LaneRequest] = weakref.WeakSet()
+        self.laneless_lock = threading.Lock()
+        #: Those that a thread is sending again.
+        self.claimed: set[LaneRequest] = set()
+        self.deadlines = Deadlines()
+
+    def is_pure(self, call: Call) -> bool:
+        """Returns whether running a request twice does no harm."""
+        raise NotImplementedError
+
+    def may_ask_again(self, pending: LaneRequest, refusal: ServingError) -> bool:
+        """Returns whether to send a request again that a worker has refused."""
+        raise NotImplementedError
+
+    def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
+        """Sends a request again that this thread has claimed, as soon as there is a lane. Args and Raises: as ``send_again``."""
+        raise NotImplementedError
+
+    def send_again(self, pending: LaneRequest, until: float | None) -> None:
+        """Sends a request again whose lane ended or whose worker refused it, unless another thread does so.
+
+        Args:
+          until: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
+
+        Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
+        """
+        if not pending.claim():
+            return
+        try:
+            self.send_claimed(pending, until)
+        except Unavailable:
+            if self.is_closed:
+                raise Cancelled(CLOSED) from None
+            raise
+        finally:
+            self.claimed.discard(pending)
+
+    def send_again_soon(self, pending: LaneRequest) -> None:
+        """Hands a request to a background thread to be sent again, as its callers use callbacks or an event loop and cannot wait.
+
+        One thread does so for all requests to a model.
+        """
+        model = pending.call.model, pending.call.version
+        with self._astray_lock:
+            waiting = self._astray.get(model)
+            if waiting is not None:
+                waiting.append(pending)
+                return
+            threading.Thread(target=self._send_astray, args=model, name="tensord-again", daemon=True).start()
+            self._astray[model] = deque((pending,))
+
+    def _send_astray(self, model: str, version: int) -> None:
+        while True:
+            with self._astray_lock:
+                waiting = self._astray[model, version]
+                if not waiting:
+                    del self._astray[model, version]
+                    return
+                pending = waiting.popleft()
+            try:
+                self.send_again(pending, pending.call.deadline)
+            except WaitEnded:
+                pending.expire()
+            except ServingError as error:
+                pending.fail(error)
+            except Exception as error:  # such as too many open files: the thread has other requests to send
+                pending.fail(Internal(f"the request could not be sent again: {error!r}"))

@@ -1,0 +1,246 @@
+"""Serves models inside this process: requests to them are of the same kind as those to a server.
+
+caller ─▶ LocalRequest ─▶ Served.begin ─▶ the worker's loop ─▶ take ─▶ whoever waits, or the thread that calls back
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from .call import Call
+from .connection import RepeatedCall
+from .errors import CLOSED, ServingError, Unavailable, Unsupported, in_plain_words, kind_of
+from .pending import Deadlines, Pending
+from .results import Answer, Array, Description, written
+
+
+class Served(Protocol):
+    """A model that was loaded in this process."""
+
+    description: Description
+    #: The configuration with defaults filled in.
+    config: Mapping[str, Any]
+
+    def begin(self, request: LocalRequest, call: Call) -> int:
+        """Sends a call's request to the worker, whose loop gives ``request`` the responses; the inputs are copied.
+
+        Returns the bytes that were copied. Raises ServingError: an input cannot be sent, or the model was closed.
+        """
+
+    def took(self, request: Any) -> None:
+        """Tells the worker that a response was taken, so that it may make more. ``request``: as the worker gave it."""
+
+    def withdraw(self, request: Any) -> None:
+        """Tells the worker that nobody waits for an answer any more. ``request``: as the worker gave it."""
+
+    def end_sequence(self, sequence_id: int | str) -> None:
+        """Ends a sequence, if there is one, without a further request; the model's state of it is dropped."""
+
+    def close(self) -> None:
+        """Waits until all requests are answered, then unloads the model. Idempotent."""
+
+
+class LocalRequest(Pending[Answer]):
+    """A request to a model in this process."""
+
+    #: The worker's request, once it was validated.
+    request: Any = None
+
+    def __init__(self, connection: LocalConnection, served: Served, call: Call) -> None:
+        super().__init__(call.model, call.deadline, connection.deadlines)
+        self._connection = connection
+        self._served = served
+        self._call = call
+        with in_our_words():
+            self._copied = served.begin(self, call)
+
+    # ------------------------------------------------------------------------------------------ from the worker's loop
+
+    def take(self, request: Any, result: Any, moments: tuple[int, int, int] | None, final: bool) -> None:
+        """Stores a response.
+
+        Args:
+          request: the worker's request.
+          result: the outputs by name, or an error that has a ``code``; None: only the mark that no response follows.
+          moments: when the run began, had its inputs and had computed, in ns; None: that was not measured.
+          final: whether this is the last response.
+        """
+        if isinstance(result, Exception):
+            self.add(ours(result))
+        elif result is not None:
+            self.add((result, moments))
+        if final:
+            self.end()
+        self.notify()
+        if final and self._callbacks:
+            self._connection.call_back(self)
+
+    def fail(self, error: Any) -> None:
+        """Ends the request with an error."""
+        self.take(None, error, None, True)
+
+    # ------------------------------------------------------------------------------------------------ from whoever waits
+
+    def made(self, arrived: tuple[Any, tuple[int, int, int] | None]) -> Answer | ServingError:
+        """Copies the outputs of a response, so that the caller may change them, and tells the worker that it was taken."""
+        result, moments = arrived
+        call, request = self._call, self.request
+        if request is not None and request.ahead:
+            self._served.took(request)
+        outputs = {name: np.array(array) for name, array in result.items() if not call.outputs or name in call.outputs}
+        try:
+            answer = Answer(written(outputs, call.places))
+        except ServingError as error:
+            return error
+        answer.version = self._served.description.version
+        answer.parameters = getattr(result, "parameters", {})
+        if moments is not None and request is not None and not call.streams:
+            began, _, computed = moments
+            copied = self._copied + sum([array.nbytes for array in answer.values()])
+            answer.times = began - request.arrived_ns, computed - began, copied
+        return answer
+
+    def withdraw(self) -> None:
+        """Tells the worker that nobody waits for the answer any more."""
+        if self.request is not None:
+            self._served.withdraw(self.request)
+
+
+class LocalConnection:
+    """Models in this process, of which each is loaded when it is first used. Thread-safe."""
+
+    def __init__(self, load: Callable[[str, int], Served]) -> None:
+        """Loads nothing yet. ``load``: loads a version of a model, 0: the newest, or raises an error that has a ``code``."""
+        self._load = load
+        self._lock = threading.Lock()
+        self._models: dict[tuple[str, int], Served] = {}
+        self._closed = False
+        self._process = os.getpid()
+        self.deadlines = Deadlines()
+        #: Requests that have ended and whose callbacks are to be called; None: their thread is to end.
+        self._ended: queue.SimpleQueue[LocalRequest | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def open(self, model: str, version: int = 0) -> Description:
+        """Returns the description of a model, after loading the model if need be; version 0: of the newest version.
+
+        Raises: ServingError: there is no such model, or it cannot be loaded.
+        """
+        return self._loaded(model, version).description
+
+    def _loaded(self, model: str, version: int) -> Served:
+        if os.getpid() != self._process:
+            raise Unavailable(
+                "a process that was forked off has not the models of its parent: connect in it, or spawn it"
+            )
+        with self._lock, in_our_words():
+            if self._closed:
+                raise Unavailable(CLOSED)
+            found = self._models.get((model, version))
+            if found is None:
+                found = self._models[model, version] = self._load(model, version)
+            return found
+
+    def config(self, model: str, version: int) -> Mapping[str, Any]:
+        """Loads a model if need be. Returns its configuration with defaults filled in. Raises ServingError: loading failed."""
+        return self._loaded(model, version).config
+
+    def ask(self, call: Call) -> LocalRequest:
+        """Sends a request to a model in this process. Returns a ``Pending``, by which to wait for the answer.
+
+        Raises: ServingError: there is no such model, it cannot be loaded, or an input cannot be sent.
+        """
+        return LocalRequest(self, self._loaded(call.model, call.version), call)
+
+    def prepare(self, call: Call) -> RepeatedCall:
+        """Makes a request that can be sent many times, each time with what its arrays hold then."""
+        return RepeatedCall(self, call)
+
+    def call_back(self, request: LocalRequest) -> None:
+        """Has a thread call the callbacks of a request that has ended: the worker's loop must not wait for them."""
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=_call_back, args=(self._ended,), name="tensord-answers", daemon=True
+                    )
+                    self._thread.start()
+        self._ended.put(request)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Makes an ordinary numpy array: models in this process need no shared memory.
+
+        Raises: Unavailable: ``close`` was called.
+        """
+        if self._closed:
+            raise Unavailable(CLOSED)
+        return np.empty(shape, dtype)
+
+    def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Always raises Unsupported: this process serves the models itself, so there is no daemon to share GPU memory with."""
+        raise Unsupported(f"memory on '{device}' is shared with a daemon, and this process serves the model itself")
+
+    def end_sequence(self, model: str, sequence_id: int | str) -> None:
+        """Ends a sequence in all loaded versions of the model, without a further request."""
+        with self._lock:
+            loaded = [each for (name, _), each in self._models.items() if name == model]
+        for each in loaded:
+            each.end_sequence(sequence_id)
+
+    def parameters(self, model: str, version: int) -> Any:
+        """Always raises Unsupported: only models that a daemon serves have parameter sets."""
+        raise Unsupported(
+            "parameters are pushed into models that a daemon serves; this process serves the model itself"
+        )
+
+    def close(self) -> None:
+        """Waits until all requests are answered, and unloads all models; later requests raise Unavailable. Idempotent."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            self._closed = True
+            models, self._models = self._models, {}
+            thread, self._thread = self._thread, None
+        for model in models.values():
+            model.close()
+        self.deadlines.close()
+        if thread is not None:
+            self._ended.put(None)
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def __del__(self) -> None:
+        self._ended.put(None)
+
+    def __repr__(self) -> str:
+        return f"<LocalConnection to {len(self._models)} models of this process>"
+
+
+def _call_back(ended: queue.SimpleQueue[LocalRequest | None]) -> None:
+    """Calls the callbacks of requests that have ended, until there is a None. It holds no connection, which may be dropped."""
+    while (request := ended.get()) is not None:
+        request.call_back()
+        del request
+
+
+def ours(error: Any) -> ServingError:
+    """Makes the error of this package, in plain words, that has the code of an error of the worker's."""
+    return kind_of(error.code)(in_plain_words(error.message))
+
+
+@contextlib.contextmanager
+def in_our_words() -> Iterator[None]:
+    """Within the ``with`` block, turns errors of the worker's into this package's, in plain words."""
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, "code") or not hasattr(error, "message"):
+            raise
+        raise ours(error) from error

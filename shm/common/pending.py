@@ -1,0 +1,408 @@
+"""A request under way: a thread, a callback, or a task on an event loop waits for its answer.
+
+    caller ─▶ result │ responses │ await │ add_done_callback │ cancel        deadline ─▶ expire
+                 ╰──────────────── Pending ────────────────╯
+    transport: wait, attach, watch, withdraw ─▶ add (a response, an error), end ─▶ notify, call_back
+
+A transport (lane, HTTP, in this process) is a subclass. It sends the request, and adds what comes for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import queue
+import sys
+import threading
+import time
+import types
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from .call import FOREVER
+from .errors import FORKED, Cancelled, DeadlineExceeded, Internal, ServingError, Unavailable
+
+if TYPE_CHECKING:
+    import asyncio
+
+#: What a request is answered with.
+T = TypeVar("T")
+
+
+class WaitEnded(TimeoutError):
+    """A wait has reached its time limit. (A TimeoutError that a signal's handler raises is not of this class.)"""
+
+
+class Pending(Generic[T]):
+    """A request that was sent. ``await`` on it returns its answer, as ``result`` does.
+
+    It ends once: with its last response, with an error, or because its caller gives it up. After a fork it is the parent's.
+    """
+
+    # What most requests never change is an attribute of the class.
+    #: False once a response has come or the request has ended.
+    waiting = True
+    #: Wakes the thread that waits for it.
+    waiter: queue.SimpleQueue[None] | None = None
+    #: Whether the transport is through with it: nothing more comes, and nobody uses its arrays.
+    _ended = False
+    #: Whether its caller does not wait any more: what still comes is dropped.
+    _given_up = False
+    _result: T | ServingError | None = None
+    _callbacks: Sequence[Callable[[Any], object]] = ()
+    #: The future, and its event loop, that are told when something comes; None: no task waits.
+    _awaited: tuple[asyncio.Future[None], asyncio.AbstractEventLoop] | None = None
+
+    def __init__(self, model: str, deadline: float | None, deadlines: Deadlines) -> None:
+        """Begins without a response.
+
+        Args:
+          model: the model's name, for messages.
+          deadline: seconds of ``time.monotonic()``, after which its caller does not wait any more; None: no deadline.
+          deadlines: those of the connection, which end requests that only callbacks wait for.
+        """
+        self.model = model
+        self.deadline = deadline
+        self._deadlines = deadlines
+        #: What has come and was not taken yet: responses, and the error that ends the request.
+        self._arrived: deque[Any] = deque()
+        # The garbage collector may end a stream of this request in a thread that has the lock.
+        self._lock = threading.RLock()
+
+    # ----------------------------------------------------------------------------------------------- what a transport does
+
+    def wait(self, until: float | None) -> None:
+        """Waits in this thread until something has come, or the request has ended; may return before. The default is to sleep.
+
+        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.  ServingError:
+        the request fails with this error.
+        """
+        waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.waiter = waiter
+        try:
+            if self.waiting:
+                waiter.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            raise WaitEnded from None
+        finally:
+            self.waiter = None
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Arranges that something comes while a task of the event loop, which runs in this thread, waits for it."""
+
+    def watch(self) -> None:
+        """Arranges that something comes, and that callbacks are called, while only callbacks wait for it."""
+
+    def withdraw(self) -> None:
+        """Tells the server that nobody waits for the answer any more. Called once, in any thread."""
+
+    def made(self, arrived: Any) -> T | ServingError:
+        """Makes the caller's answer of a response as ``add`` took it."""
+        answer: T = arrived
+        return answer
+
+    def late(self) -> ServingError:
+        """Returns the error of a request whose deadline has passed."""
+        return DeadlineExceeded()
+
+    def explained(self, error: ServingError) -> ServingError:
+        """Returns the error to raise for one that has ended a stream."""
+        return error
+
+    # --------------------------------------------------------------------------------------------------- from a transport
+
+    def add(self, response: Any) -> None:
+        """Stores a response, or the error (ServingError) that ends the request, unless its caller has given it up."""
+        if not self._given_up:
+            self._arrived.append(response)
+
+    def end(self) -> bool:
+        """Notes that nothing more comes. Returns False: that was noted before."""
+        with self._lock:
+            ended, self._ended = self._ended, True
+        return not ended
+
+    def fail(self, error: ServingError) -> None:
+        """Ends the request with an error, and calls its callbacks. May be called in any thread."""
+        self.add(error)
+        self.end()
+        self.notify()
+        self.call_back()
+
+    def notify(self) -> None:
+        """Wakes the thread, or the event loop, that waits for what has come."""
+        self.waiting = False
+        waiter = self.waiter
+        if waiter is not None:
+            waiter.put(None)
+        awaited = self._awaited
+        if awaited is not None:
+            future, loop = awaited
+            if sys.modules["asyncio"]._get_running_loop() is loop:
+                _set(future)
+            else:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(_set, future)
+
+    def call_back(self) -> None:
+        """Calls the callbacks that ``add_done_callback`` took, each once, if the request has ended; else does nothing."""
+        with self._lock:
+            if not self.done():
+                return
+            callbacks, self._callbacks = self._callbacks, ()
+        for callback in callbacks:
+            try:
+                callback(self)
+            except BaseException:  # of the program: the thread has other requests to end
+                import logging
+
+                logging.getLogger(__name__).exception("a callback of a request failed")
+
+    # ------------------------------------------------------------------------------------------------------ the end
+
+    def done(self) -> bool:
+        """Returns whether the request has ended, so that ``result`` does not wait."""
+        return self._ended or self._given_up
+
+    def expire(self) -> None:
+        """Ends the request because its deadline has passed, and tells the server that nobody waits any more."""
+        self._give_up(self.late())
+
+    def cancel(self) -> None:
+        """Ends the request with Cancelled, and tells the server that nobody waits any more. Idempotent; from any thread."""
+        self._give_up(Cancelled("the request was cancelled"))
+
+    def _give_up(self, error: ServingError) -> None:
+        with self._lock:
+            if self._given_up or self._ended:
+                return
+            self._arrived.clear()
+            self._arrived.append(error)
+            self._given_up = True
+        self.withdraw()
+        self.notify()
+        self.call_back()
+
+    def forget(self) -> None:
+        """Ends the request in a process that was forked off: nobody is called back, and who asks for its answer gets an error."""
+        self._lock = threading.RLock()
+        self._callbacks, self._awaited, self.waiter = (), None, None
+        self.waiting = False
+        self._arrived, self._ended = deque((Unavailable(FORKED),)), True
+
+    # ------------------------------------------------------------------------------------------------- from a thread
+
+    def result(self, timeout: float | None = None) -> T:
+        """Waits for the answer and returns it, or raises its error.
+
+        The request is cancelled if it is late, and if a signal's handler ends the wait.
+
+        ``timeout``: seconds to wait; None: until the request's deadline. Raises: ServingError: the answer is an error.
+        DeadlineExceeded: no answer came in time.
+        """
+        if self._result is None:
+            try:
+                self._result = self._only(self._next(self._until(timeout)))
+            except BaseException:
+                self.cancel()
+                raise
+        if isinstance(self._result, ServingError):
+            raise self._result
+        return self._result
+
+    def _only(self, response: T | ServingError | None) -> T | ServingError:
+        return Internal(f"model '{self.model}' has answered with no response") if response is None else response
+
+    def responses(self, timeout: float | None = None) -> Iterator[T]:
+        """Iterates over the responses; leaving the iteration early cancels the request.
+
+        ``timeout``: seconds to wait for each; None: until the request's deadline. Raises: ServingError: a response is an error.
+        DeadlineExceeded: none came in time.
+        """
+        responses = self._responses(timeout)
+        # So that its ``finally`` runs also if it is dropped before anybody iterates.
+        next(responses)
+        return responses
+
+    def _responses(self, timeout: float | None) -> Generator[Any, None, None]:
+        try:
+            yield
+            while True:
+                response = self._next(self._until(timeout))
+                if response is None:
+                    return
+                if isinstance(response, ServingError):
+                    raise self.explained(response)
+                yield response
+        finally:
+            self.cancel()
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        """Registers ``callback`` to be called with this request when it ends: in any thread, at once if it has ended already."""
+        with self._lock:
+            done = self.done()
+            if not done:
+                self._callbacks = (*self._callbacks, callback)
+        if done:
+            callback(self)
+            return
+        if self.deadline is not None:
+            self._deadlines.add(self, self.deadline)
+        self.watch()
+        if self.done():
+            self.call_back()
+
+    def _until(self, timeout: float | None) -> float | None:
+        if timeout is None or timeout >= FOREVER:
+            return self.deadline
+        until = time.monotonic() + timeout
+        return until if self.deadline is None else min(until, self.deadline)
+
+    def _next(self, until: float | None) -> T | ServingError | None:
+        """Waits for the next response and returns it, or the error that ended the request; None: there are no more.
+
+        ``until``: seconds of ``time.monotonic()``; None: no deadline.
+        """
+        while not self._arrived:
+            # In this order: what has come is there before its end is seen.
+            if self.done():
+                if self._arrived:
+                    break
+                return None
+            self.waiting = True
+            if self._arrived or self.done():
+                continue
+            try:
+                self.wait(until)
+            except WaitEnded:
+                self.expire()
+            except ServingError as error:
+                self.fail(error)
+        return self._taken()
+
+    def _taken(self) -> T | ServingError:
+        arrived = self._arrived.popleft()
+        return arrived if isinstance(arrived, ServingError) else self.made(arrived)
+
+    # -------------------------------------------------------------------------------------------- from an event loop
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Waits for the answer on the running event loop, and returns or raises it. Cancelling the task cancels the request."""
+        if self._result is None:
+            self._result = self._only((yield from self._next_async(None)))
+        if isinstance(self._result, ServingError):
+            raise self._result
+        return self._result
+
+    def async_responses(self, timeout: float | None = None) -> AsyncIterator[T]:
+        """Iterates over the responses on the running event loop. ``timeout`` and Raises: as of ``responses``."""
+        responses = self._async_responses(timeout)
+        with contextlib.suppress(StopIteration):  # as in ``responses``; it awaits nothing before
+            responses.asend(None).send(None)
+        return responses
+
+    async def _async_responses(self, timeout: float | None) -> AsyncGenerator[Any, None]:
+        try:
+            yield
+            while True:
+                response = await self._next_async(timeout)
+                if response is None:
+                    return
+                if isinstance(response, ServingError):
+                    raise self.explained(response)
+                yield response
+        finally:
+            self.cancel()
+
+    @types.coroutine
+    def _next_async(self, timeout: float | None) -> Generator[Any, None, T | ServingError | None]:
+        """Awaits and returns the next response, or the error; None: no more come. ``timeout``: seconds; None: to the deadline."""
+        arrived = self._arrived
+        until: float | None = None
+        loop: asyncio.AbstractEventLoop | None = None
+        while not arrived:
+            if self._ended or self._given_up:
+                if arrived:
+                    break
+                return None
+            if loop is None:
+                # Whoever awaits has imported it, and a statement that imports costs more here than all the rest.
+                loop = sys.modules["asyncio"].get_running_loop()
+                until = self._until(timeout)
+            future = loop.create_future()
+            self._awaited = future, loop
+            timer = None if until is None else loop.call_at(loop.time() + until - time.monotonic(), self.expire)
+            try:
+                self.attach(loop)
+                if not (arrived or self._ended or self._given_up):
+                    yield from future
+            except BaseException:  # the task was cancelled, or dropped with its loop
+                self.cancel()
+                raise
+            finally:
+                if timer is not None:
+                    timer.cancel()
+                self._awaited = None
+        return self._taken()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.model}{' done' if self.done() else ''}>"
+
+
+class Deadlines:
+    """Ends requests that only callbacks wait for when their deadline passes, wherever the requests are then. Thread-safe."""
+
+    def __init__(self) -> None:
+        #: A heap of deadlines in seconds of ``time.monotonic()``, each with a number and a request, which others hold.
+        self._due: list[tuple[float, int, weakref.ref[Pending[Any]]]] = []
+        self._numbers = itertools.count()
+        # The garbage collector may end a request in a thread that has the lock.
+        self._changed = threading.Condition(threading.RLock())
+        #: True: there is a thread, which ends when no request is left.
+        self._runs = False
+
+    def add(self, pending: Pending[Any], deadline: float) -> None:
+        """Ends a request at its deadline, in seconds of ``time.monotonic()``, unless it has ended before."""
+        with self._changed:
+            self._drop_ended()
+            due = deadline, next(self._numbers), weakref.ref(pending)
+            heapq.heappush(self._due, due)
+            if not self._runs:
+                threading.Thread(target=self._main, name="tensord-deadlines", daemon=True).start()
+                self._runs = True
+            elif self._due[0] is due:
+                self._changed.notify()
+
+    def _drop_ended(self) -> None:
+        while self._due and ((first := self._due[0][2]()) is None or first.done()):
+            heapq.heappop(self._due)
+
+    def _main(self) -> None:
+        while True:
+            with self._changed:
+                self._drop_ended()
+                if not self._due:
+                    self._runs = False
+                    return
+                left = self._due[0][0] - time.monotonic()
+                if left > 0:
+                    self._changed.wait(left)
+                    continue
+                pending = heapq.heappop(self._due)[2]()
+            if pending is not None:
+                pending.expire()
+                del pending
+
+    def close(self) -> None:
+        """Ends the thread; requests are not ended at their deadlines any more."""
+        with self._changed:
+            self._due.clear()
+            self._changed.notify()
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

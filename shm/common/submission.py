@@ -1,0 +1,106 @@
+"""The rules by which a submitter's requests end, whatever happens to their workers and their callers. Does no I/O.
+
+A front, and a client that has lanes, tell a request what has happened to it, and do what it says:
+
+    sent ─▶ the worker does not have its model ─▶ ``may_be_elsewhere``: sent again, once it is known where to
+        ├─▶ the worker ended before its last answer ─▶ ``after_end``: sent again, or an error
+        ╰─▶ an answer ─▶ its caller's, unless that has gone
+
+    what happens            in both                                a front                         a client
+    ─────────────────────── ────────────────────────────────────── ─────────────────────────────── ──────────────────────────────
+    a request is sent       to the usable worker with the fewest   near its regions                to the last one, if idle
+                            of the submitter's requests
+    a worker ends           nothing more is sent to it             its requests wait until the     its requests are told at once
+                                                                   supervisor has fenced it
+    what it had begun       is sent again, once                    its status page says what;      whatever was sent
+                                                                   all of a model that streams
+    what may not run twice  gets Internal: it had a response, or   its model keeps state           its model is not called pure,
+                                                                                                   or it is of a sequence
+    a worker refuses        NotFound of the model means that it    as often as the supervisor      once; and Unavailable, if the
+                            may be elsewhere                       says that the model has moved   daemon was not asked lately
+    a caller goes           the worker is told, and what comes is  a step is sent all the same,    also where it was not sent yet
+                            dropped                                as it may end its sequence
+    a sequence's worker     what follows gets ``lost_sequence``    as the worker's page says, for  as this client has sent the
+    ends                                                           all fronts, until a START       sequence's requests
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
+
+from .errors import Internal, NotFound, ServingError, Unavailable
+
+#: NotFound's message begins so where a model or a version of it is not served.
+UNKNOWN_MODEL = "Request for unknown model: "
+#: Ends of workers that a request is taken to be the cause of.
+_STRIKES = 2
+
+
+class Submission:
+    """A request from its sending to its end, of which a front's and a client's requests are subclasses."""
+
+    # It has no slots, so that a subclass can be a msgspec.Struct.
+    __slots__ = ()
+
+    #: Nobody waits for its answer any more.
+    cancelled: bool
+    #: It has had a response, which was not its last.
+    answered: bool
+    #: The number of workers that ended and may have begun it.
+    strikes: int
+
+    def may_be_elsewhere(self, code: str, message: str, is_told: bool = True) -> bool:
+        """Returns whether an error only says that the worker does not have the request's model, so that another may run it.
+
+        ``is_told``: whether the submitter hears of it when a model moves; if not, Unavailable may mean that as well.
+        """
+        if self.cancelled or self.answered:
+            return False
+        if code == NotFound.code and message.startswith(UNKNOWN_MODEL):
+            return True
+        return not is_told and code in (NotFound.code, Unavailable.code)
+
+    def after_end(self, how: str, begun: bool, may_repeat: bool) -> ServingError | None:
+        """Decides what becomes of the request, whose worker has ended without its last answer; the caller has not gone.
+
+        Returns None if it is to be sent again, else the error that is its answer.
+
+        Args:
+          how: a clause that says what happened, such as "the worker process ended".
+          begun: whether the worker may have begun the request.
+          may_repeat: whether running the request a second time does no harm.
+        """
+        if self.answered or (begun and not may_repeat):
+            return Internal(f"{how} while it had the request, which may not be run twice")
+        if begun:
+            self.strikes += 1  # type: ignore[misc]  # a subclass has it
+            if self.strikes >= _STRIKES:
+                return Internal(f"the request was given up: {self.strikes} worker processes ended while they had it")
+        return None
+
+
+class Destination(Protocol):
+    """A submitter's end of the lane to a worker."""
+
+    in_flight: Any
+
+
+D = TypeVar("D", bound=Destination)
+
+
+def least_busy(workers: Iterable[D]) -> D | None:
+    """Returns the worker with the fewest requests of this submitter in flight, of equals the first; None: there is no worker."""
+    return min(workers, key=load, default=None)
+
+
+def load(worker: Destination) -> int:
+    """Returns how many requests of this submitter are in flight on a worker."""
+    return len(worker.in_flight)
+
+
+def lost_sequence(model: str, sequence: int | str) -> Unavailable:
+    """Returns the error for a request whose sequence was lost with its worker."""
+    return Unavailable(
+        f"sequence {sequence} of model '{model}' was lost when its worker died; start it again with the START flag"
+    )
