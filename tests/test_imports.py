@@ -72,7 +72,7 @@ INSIDE = {
     "workers.threads": (),
     "workers.jax_internals": (),
     "workers.native": (),
-    "workers.tensors": (),
+    "workers.tensors": ("scheduling",),
     "workers.devices": ("threads", "jax_internals"),
     "workers.regions": ("devices",),
     "workers.parameters": ("devices", "regions"),
@@ -81,18 +81,16 @@ INSIDE = {
     "workers.python_backend": ("jax_internals", "requests", "calls"),
     "workers.imports": ("calls", "python_backend"),
     "workers.programs": (
-        *("scheduling", "threads", "jax_internals", "native", "tensors", "devices", "regions", "requests"),
-        "parameters",
+        *("scheduling", "threads", "jax_internals", "native", "tensors", "devices", "regions", "parameters"),
     ),
     "workers.processor": (
-        *("threads", "jax_internals", "native", "tensors", "devices", "regions", "requests", "programs"),
-        "parameters",
+        *("threads", "jax_internals", "native", "tensors", "devices", "regions", "programs", "parameters"),
     ),
-    "workers.gpu": ("jax_internals", "tensors", "devices", "requests", "programs", "parameters"),
-    "workers.declarations": ("scheduling", "jax_internals", "tensors", "devices", "parameters", "requests", "programs"),
+    "workers.gpu": ("jax_internals", "tensors", "devices", "regions", "programs", "parameters"),
+    "workers.declarations": ("scheduling", "jax_internals", "tensors", "devices", "parameters", "programs"),
     "workers.models": (
-        *("scheduling", "threads", "jax_internals", "native", "tensors", "devices", "requests", "calls"),
-        *("python_backend", "imports", "programs", "declarations", "parameters"),
+        *("scheduling", "threads", "jax_internals", "native", "tensors", "devices", "regions", "requests"),
+        *("calls", "python_backend", "imports", "programs", "declarations", "parameters"),
     ),
     "workers.loading": (
         *("scheduling", "threads", "jax_internals", "tensors", "devices", "calls", "imports", "programs"),
@@ -120,6 +118,11 @@ INSIDE = {
         *("processor", "models", "loading", "dispatch"),
     ),
 }
+#: Rooms that run arrays and know no requests, and what they may not name, not even for types.
+ARRAYS = ("workers.tensors", "workers.parameters", "workers.programs", "workers.processor", "workers.gpu")
+REQUESTS = ("workers.requests.request", "workers.models", "workers.dispatch")
+#: Modules that name each other, directly or not, types included: whoever changes one has to read them all.
+MOST_IN_A_CIRCLE = 12
 #: Libraries that only some files may import: they are heavy, or they are a border where foreign errors stop.
 FENCED = {
     "jax": ("workers/", "tensord/parameter_files.py", "tensord/testing.py"),
@@ -257,6 +260,13 @@ def test_rooms_use_lower_ones_only() -> None:
                 assert used_here <= {room, *lower}, f"{module} uses {sorted(used_here - {room, *lower})}"
 
 
+def test_programs_know_no_requests() -> None:
+    for module, path in names().items():
+        if module.startswith(ARRAYS):
+            above = [name for name in imports(path) if any(inside(name, upper) for upper in REQUESTS)]
+            assert above == [], f"{module} names {above}"
+
+
 def test_the_walk_sees_an_import(tmp_path: Path) -> None:
     """The fence can fail: it finds imports inside functions as well."""
     module = tmp_path / "m.py"
@@ -320,6 +330,13 @@ def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
 def test_no_module_needs_itself() -> None:
     known = names()
     assert circles({name: arrows(path.read_text(), known) for name, path in known.items()}) == []
+
+
+def test_few_modules_name_each_other() -> None:
+    known = names()
+    graph = {name: imported(tree_of(path.read_text()), set(known)) & known.keys() for name, path in known.items()}
+    large = [circle for circle in circles(graph) if len(circle) > MOST_IN_A_CIRCLE]
+    assert [circle for circle in large if "daemon.supervisor" not in circle] == []
 
 
 def test_circles_are_found() -> None:

@@ -58,11 +58,10 @@ from tensord.workers.profiler import Profiler
 from tensord.workers.programs.run_errors import works
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
-from tensord.workers.requests.lane_owner import LaneOwner
-from tensord.workers.requests.prepared import Preparation
+from tensord.workers.requests.preparation import Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
-from tensord.workers.requests.submitter_link import SubmitterLink
+from tensord.workers.requests.submitter_link import LaneOwner, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tensord.shm.arrays import Array
-from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import RequestRecord
 from tensord.workers.declarations.control_inputs import ControlInputs
 from tensord.workers.declarations.request_inputs import RequestInputs
-from tensord.workers.requests.request import Request
+from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import TensorSpec
 
 
@@ -26,22 +26,17 @@ class MadeInputs:
         #: Arrays for a row that no request fills.
         self.nobody: Mapping[str, Array] = {name: array for part in parts for name, array in part.nobody.items()}
 
-    def join(self, request: Request) -> None:
-        """Adds the inputs that the worker makes to a request.
+    def arrays(self, request: RequestTensors, own: RequestRecord) -> dict[str, Array]:
+        """Returns the inputs that the worker adds to a request. ``own``: what the request says of itself, such as its priority.
 
-        Raises: InvalidArgument: an input's datatype cannot hold the request's value. The shared memory that the request has
-        reserved is released then.
+        Raises InvalidArgument: an input's datatype cannot hold the request's value.
         """
         made: dict[str, Array] = {}
-        try:
-            if self.controls is not None:
-                made = self.controls.arrays(request.controls)
-            if self.asked is not None:
-                made |= self.asked.arrays(request.prepared, request.own, request.rows)
-        except InvalidArgument as error:
-            request.release()
-            raise InvalidArgument(request.label + error.message) from None
-        request.add(made)
+        if self.controls is not None:
+            made = self.controls.arrays(request.controls)
+        if self.asked is not None:
+            made |= self.asked.arrays(request.prepared, own, request.rows)
+        return made
 
     def __bool__(self) -> bool:
         return bool(self.specs)

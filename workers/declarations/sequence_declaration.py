@@ -9,7 +9,6 @@ from typing import Any
 
 from tensord.config.model_config import ModelConfig
 from tensord.workers.declarations.control_inputs import ControlInputs, control_inputs
-from tensord.workers.requests.request import Request, controls_of
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.sequence import IterativeIds
 from tensord.workers.scheduling.sequence_table import SequenceRules
@@ -28,19 +27,6 @@ class SequencePlan:
     strategy: Callable[[], Strategy[Any]]
     #: Gives out ids, of a model that may send requests round again.
     iterative: IterativeIds | None
-
-    def join(self, request: Request) -> None:
-        """Sets ``request.controls`` (correlation id, start, end) of a request that has just arrived, as its client sent them.
-
-        For an iterative model ``end`` is cleared, and a request without a correlation id gets one and starts a new sequence.
-        """
-        controls = controls_of(request.own)
-        request.controls = controls if self.iterative is None else self.iterative.first_round(controls)
-
-    def join_again(self, request: Request) -> None:
-        """Prepares a request for another run, which its model asked for: clears ``start``, and makes its control inputs anew."""
-        request.controls = IterativeIds.next_round(request.controls)
-        request.add(self.controls.arrays(request.controls))
 
 
 def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None:

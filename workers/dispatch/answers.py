@@ -1,6 +1,7 @@
 """Turns a model's result into an answer: writes every output to where the client wants it, then returns the answer's record.
 
-    places found (workers/requests/places.py) ─▶ written, unless the program or the GPU has done so itself ─▶ announced
+    places found ─▶ written, unless the program or the GPU has done so itself ─▶ announced
+    small outputs, as the last such request had them ─▶ cut out of the batch's by the plan that was made then ─▶ announced
 
 This is the only copy on the way out (docs/data-plane.md). After it the answer no longer uses the memory that the model returned.
 Copies into a GPU's memory are finished when the record is returned.
@@ -9,28 +10,35 @@ Copies into a GPU's memory are finished when the record is returned.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 import numpy as np
 
+from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array, address_of, byte_content, datatype_of
 from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.errors import Internal, ServingError
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedTensor, RegionSlice
 from tensord.shm.messages import Content as SentContent
+from tensord.shm.regions import check_range
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.devices.client_memory import standing
 from tensord.workers.devices.device_array import DeviceArray
 from tensord.workers.dispatch.classification import classify
 from tensord.workers.models.author_error import bounded
-from tensord.workers.regions.region_table import check_intact
-from tensord.workers.requests.places import Places
+from tensord.workers.regions.places import Places
+from tensord.workers.regions.region_table import AnyRegion, check_intact
+from tensord.workers.requests.answer_plan import AnswerPlan, PlannedOutput
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Response
+from tensord.workers.tensors.output_layout import BatchOutputs, OutputLayout
 from tensord.workers.tensors.signature import Signature
 
 Content = bytes | Array
 #: The most characters of an error that a client gets.
 _MAX_MESSAGE = 8192
+#: All inline tensors of an answer together, in units of the limit for one: more would burst the datagram.
+_INLINE_TENSORS = 8
 
 
 def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
@@ -42,6 +50,120 @@ def failure(request_id: int, error: ServingError, version: int = 0, final: bool 
     if not message.isascii():
         message = message.encode("utf-8", "replace").decode()
     return AnswerRecord(request_id, PreparedAnswer(version, final=final), code=error.code, message=message)
+
+
+def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
+    """Plans the answers to requests like this one: each output goes into the answer's record (message), or into a region.
+
+    ``layout``: where each output is in a run's results. ``inline_byte_size``: the most bytes that all outputs of an answer may
+    have.
+
+    Returns: None if they have more bytes, if one is wanted as class labels (classification), or if one does not fit into its
+    region.
+    """
+    rows, wishes = request.rows, request.outputs
+    if rows * layout.row_byte_size > inline_byte_size:
+        return None
+    tensors: list[PreparedTensor] = []
+    parts: list[PlannedOutput] = []
+    for name, datatype, content, start, step, size, shape in layout.outputs:
+        region: RegionSlice | None = None
+        if wishes:
+            wanted = wishes.get(name)
+            if wanted is None:
+                continue
+            region = wanted.region
+            if wanted.classification or (region is not None and region.byte_size < rows * size):
+                return None
+        tensors.append(PreparedTensor(name, datatype, (rows, *shape) if layout.batches else shape, region))
+        parts.append(PlannedOutput(content, start, step, size, region))
+    prepared = PreparedAnswer(request.version.version, tuple(tensors), dict(request.told))
+    inside = all(part.region is None for part in parts)
+    return AnswerPlan(prepared, None, parts, sum([part.byte_size for part in parts]), inside, request.told)
+
+
+def complete_planned(plan: AnswerPlan, request: Request, made: BatchOutputs, row: int) -> AnswerRecord | None:
+    """Writes a request's outputs that go to regions, and returns the record of its answer, which has the other outputs.
+
+    Args:
+      made: the outputs of the request's batch.
+      row: the batch's row at which the request begins.
+    Returns: the record; None if a region of the request is GPU memory by now: nothing was written then.
+    Raises: InvalidArgument: a region does not exist any more.
+    """
+    rows, contents = request.rows, made.contents
+    parts = [
+        contents[number][(at := start + row * step) : at + rows * size]
+        for number, start, step, size, _, _ in plan.parts
+    ]
+    if request.regions:
+        for used in request.regions:
+            if isinstance(used, CudaRegion):
+                return None
+        for (*_, place, _), part in zip(plan.parts, parts, strict=True):
+            if place is not None and part:
+                target = request.leased(place.region)
+                assert not isinstance(target, CudaRegion)
+                target.write(place.offset, part)
+        check_intact(request.regions)
+        if not plan.inside:
+            parts = [part for (*_, place, _), part in zip(plan.parts, parts, strict=True) if place is None]
+    request.copied_byte_size += rows * plan.row_byte_size
+    return AnswerRecord(request.request_id, plan.said, tuple(parts))
+
+
+def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
+    """Chooses places for outputs of these sizes in bytes, and reserves memory of the response arena if needed.
+
+    None: the arena is full now.
+
+    Args:
+      inline_byte_size: the most bytes of an output that goes into the answer's record.
+    Raises: Internal: an output does not fit into the region that the client wants it in.  InvalidArgument: the outputs are
+    larger than the whole arena.
+    """
+    in_regions = _fit(request, sizes)
+    inline_left = inline_byte_size * _INLINE_TENSORS
+    offsets: dict[str, int] = {}
+    needed = 0
+    for name, size in sizes.items():
+        if name in in_regions:
+            continue
+        if size <= inline_byte_size and size <= inline_left:
+            inline_left -= size
+        else:
+            offsets[name] = needed
+            needed += -(-size // ALIGNMENT) * ALIGNMENT
+    lease = request.submitter.lane.loan(needed) if needed else None
+    if needed and lease is None:
+        return None
+    read: list[tuple[AnyRegion, int, int]] = []
+    if in_regions:
+        places = [tensor.region for tensor in request.prepared.inputs if tensor.region is not None]
+        read = [(request.leased(place.region), place.offset, place.byte_size) for place in places]
+    return Places(sizes, in_regions, offsets, lease, read)
+
+
+def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSlice, AnyRegion]]:
+    """Returns, for each output that goes to a region, its place there and the region (by output name); checks that all fit.
+
+    Raises: Internal: an output is larger than its place.  InvalidArgument: a place is not inside its region.
+    """
+    places: dict[str, tuple[RegionSlice, AnyRegion]] = {}
+    for name, wanted in request.outputs.items():
+        if wanted.region is None or name not in sizes:
+            continue
+        size = sizes[name]
+        if size > wanted.region.byte_size:
+            raise Internal(
+                f"shared memory size specified with the request for output '{name}' ({wanted.region.byte_size} bytes) "
+                f"should be at least {size} bytes to hold the results"
+            )
+        region = request.leased(wanted.region.region)
+        if size:
+            check_range(wanted.region.offset, size, region.byte_size, region.name)
+        places[name] = (wanted.region, region)
+    return places
 
 
 def complete(
@@ -68,7 +190,7 @@ def complete(
         chosen = _choose(request, result, signature)
         sizes = {name: _byte_size(content) for name, (_, _, content) in chosen.items()}
         if places is None:
-            places = Places.find(request, sizes, inline_byte_size)
+            places = find_places(request, sizes, inline_byte_size)
             if places is None:
                 return None
         tensors, contents = _put(request, chosen, places)

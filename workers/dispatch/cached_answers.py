@@ -19,7 +19,7 @@ from tensord.shm.errors import ServingError
 from tensord.shm.messages import TELLING_PARAMETER
 from tensord.workers.dispatch.ensembles import members_of, told_by
 from tensord.workers.dispatch.outbox import Outbox
-from tensord.workers.models.execution import Execution
+from tensord.workers.models.execution import Execution, chosen_by
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
@@ -119,7 +119,7 @@ class CachedAnswers:
         if graph is not None:
             # Every load and unload counts, so no other one can have been there in between.
             return self._models.changes, *[chosen.stamp for _, chosen in self._chosen(graph, request)]
-        return () if version.sets is None else (version.sets.chosen_by([request]).stamp,)
+        return () if version.sets is None else (chosen_by(version.sets, [request]).stamp,)
 
     def _chosen(self, graph: EnsembleGraph, request: Request) -> list[tuple[ModelVersion, ParameterSet]]:
         """Returns the models of an ensemble's steps that have parameters, each with the set that a request chooses in it."""

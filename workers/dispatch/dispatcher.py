@@ -46,7 +46,8 @@ from tensord.workers.programs.grouped_calls import GroupedCalls
 from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, works
 from tensord.workers.regions.region_table import RegionTable
-from tensord.workers.requests.prepared import Preparation, validate
+from tensord.workers.requests.preparation import Preparation
+from tensord.workers.requests.prepared import validate
 from tensord.workers.requests.request import Request, controls_of, named
 from tensord.workers.requests.submitter_link import NEVER_LOOKED, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER, Agenda
@@ -427,7 +428,11 @@ class Dispatcher:
             return math.inf
         executable: Executable | GroupedProgram | None = None
         grouped = model.grouped
-        if grouped is not None and not self._outbox.blocked and not model.executables.device.keeps(batch[0]):
+        if (
+            grouped is not None
+            and not self._outbox.blocked
+            and not (model.executables.device.remote and batch[0].stays)
+        ):
             executable = _extend(version, grouped, batch)
         if executable is None:
             executable = model.find(batch)
@@ -488,7 +493,8 @@ class Dispatcher:
         if execution.by_senders:
             self.responses.returned(execution)
         if version.free_state is not None and version.sequences is not None:
-            version.free_state.keep(execution, version.sequences.table.sequences)
+            live = version.sequences.table.sequences
+            execution.results = version.free_state.keep(execution.requests, execution.results, live)
         if version.cache is not None:
             self._cached.keep(version, execution, version.cache)
         failed = self._outbox.answer_all(execution, self._clock())
@@ -499,7 +505,7 @@ class Dispatcher:
         version.planner.done([*execution.requests, *execution.streamed], now_ns)
         if execution.again and version.loaded.sequences is not None:
             for request in execution.again:
-                version.loaded.sequences.join_again(request)
+                version.loaded.join_again(request)
             self._restore(version, execution.again)
         self.uncounted.append((version, execution, failed, now_ns))
 

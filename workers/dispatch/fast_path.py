@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import select
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 from tensord.shm.arrays import address_of
@@ -45,13 +45,14 @@ from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.pipeline_program import PipelineProgram
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import RegionTable, check_intact
-from tensord.workers.requests.answer_plan import OutputLayout
-from tensord.workers.requests.prepared import Checked, Preparation
+from tensord.workers.requests.answer_plan import AnswerPlan, PlannedOutput
+from tensord.workers.requests.preparation import Checked, Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.requests.timeline import timeline_end
 from tensord.workers.scheduling.queue import shapes_of
 from tensord.workers.tensors.buckets import Shapes
+from tensord.workers.tensors.output_layout import OutputLayout
 
 if available:
     from tensord.workers.native import _native
@@ -365,7 +366,11 @@ class FastPath(Poller):
             return SlowReason.STEPS if version.loaded.ensemble is not None else SlowReason.LARGE
         if version.batcher.delays or not model.is_whole(execution):
             return SlowReason.UNFIT
-        run = executable.single_run(execution, preparation, regions)
+        planned, checked = _plan_single(execution, preparation), preparation.checked
+        if planned is None or checked is None:
+            return SlowReason.LARGE
+        inputs = zip(preparation.prepared.inputs, checked.sizes, strict=True)
+        run = executable.single_run(request.submitter.lane, inputs, *planned, request.rows, regions)
         if run is None or not _holds(run.numbered, request):
             return SlowReason.LARGE if run is None else SlowReason.NEW
         key = shapes_of(request.key)
@@ -434,6 +439,34 @@ class FastPath(Poller):
 
     def __repr__(self) -> str:
         return f"<FastPath {sum(map(len, self._numbers.values()))} numbers of {len(self._batches)} kinds>"
+
+
+def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
+    """Plans the answers to repeats of a prepared request. Returns the plan and its names.
+
+    The names are those of outputs: ``PlannedOutput.content`` -> name. None: no plan is possible; repeats are run as batches.
+
+    ``execution``: a run that has ended, of a single request that used the prepared request; the plan is taken from its answer.
+    """
+    (request,), made, places = execution.requests, execution.outputs, execution.places
+    plan = None if made is None else preparation.plans.get(made.layout)
+    if made is not None and plan is not None and plan.numbered is not None:
+        return (plan, {content: name for name, _, content, *_ in made.layout.outputs}) if plan.inside else None
+    large = preparation.large
+    if large is None or places is None or not places.written:
+        return None
+    parts: list[PlannedOutput] = []
+    for content, (name, size) in enumerate(places.sizes.items()):
+        row_byte_size, odd = divmod(size, request.rows)
+        at, region = places.offsets.get(name), None
+        if name in places.in_regions:
+            place, _ = places.in_regions[name]
+            region = RegionSlice(place.region, place.offset, size)
+        if odd or ((region is not None or at is not None) and name not in places.written):
+            return None
+        parts.append(PlannedOutput(content, at or 0, row_byte_size, row_byte_size, region, at is not None))
+    plan = AnswerPlan(large.number, large, parts, sum([part.byte_size for part in parts]), False, {})
+    return plan, dict(enumerate(places.sizes))
 
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:

@@ -97,7 +97,7 @@ class InstanceRuns:
             return
         version.executing += 1
         execution = Execution(batch, now_ns, executable)
-        execution.responder = self._responses
+        execution.responder = self._responses.sender
         if executable is not None and executable.delivers and version.cache is None and version.jitted is not None:
             # What leaves a GPU does so in that thread, too: the loop would wait for it.
             sizes = version.jitted.sizes(executable, batch)

@@ -26,19 +26,20 @@ from tensord.shm.errors import Cancelled, Internal, Replaced, ServingError, Unav
 from tensord.shm.messages import TIMING, AnswerRecord, PreparedAnswer, RequestRecord
 from tensord.shm.prepared import Numbered
 from tensord.shm.refusals import Refusal, RefusalLog
-from tensord.workers.dispatch.answers import complete, failure
+from tensord.workers.dispatch.answers import complete, complete_planned, failure, find_places, plan_answer
 from tensord.workers.dispatch.lane_answers import LaneAnswers
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable import Executable
-from tensord.workers.requests.answer_plan import AnswerPlan, BatchOutputs, OutputLayout, plan_answer
+from tensord.workers.regions.places import Places
+from tensord.workers.requests.answer_plan import AnswerPlan
 from tensord.workers.requests.inner_request import hand_over, kept
-from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Moments, Request, named, traced
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter_link import NEVER_LOOKED, BlockedAnswer, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER, Agenda
+from tensord.workers.tensors.output_layout import BatchOutputs, OutputLayout
 
 _log = logging.getLogger(__name__)
 #: Blocked answers of one submitter, in first segments of an arena: more are refused at once.
@@ -148,9 +149,9 @@ class Outbox:
                 return
             sizes = {name: size for name, size in sizes.items() if name in outputs}
         with contextlib.suppress(ServingError):
-            execution.places = Places.find(request, sizes, self._options.inline_byte_size)
+            execution.places = find_places(request, sizes, self._options.inline_byte_size)
         if execution.places is not None:
-            executable.offer(request, execution.places)
+            executable.offer(execution.places)
 
     def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
         """Answers every request of a batch. Returns the requests that got an error, each with the reason to count it under."""
@@ -223,7 +224,7 @@ class Outbox:
         if plan is None:
             return False
         try:
-            answer = plan.write(request, made, row)
+            answer = complete_planned(plan, request, made, row)
         except ServingError:
             # What is wrong with a region is found again, and said, by the long way.
             return False

@@ -24,7 +24,7 @@ from tensord.shm.errors import Internal, ServingError
 from tensord.shm.status_page import LOOP_SLOT, StatusPage
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.dispatch.step_rows import MANY, StepRows
-from tensord.workers.models.execution import Execution, own_failure
+from tensord.workers.models.execution import Execution, chosen_by, own_failure
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.stepped_model import DeviceRun
 from tensord.workers.parameters.parameter_set import ParameterSet
@@ -168,7 +168,7 @@ class Stepping:
         """Inserts requests into their slots together, or one by one if that fails, so that a failure ends one request only."""
         try:
             sets = self._model.executables.sets
-            chosen = sets.chosen_by(requests)
+            chosen = chosen_by(sets, requests)
             run = self._model.insert(requests, [self._batcher.slot(request) for request in requests], chosen)
             if chosen is not sets.main:
                 self._version.steps_hold = True

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from tensord.shm.arrays import Array
-from tensord.shm.cuda_regions import CudaError, CudaRegion, DeviceLost
+from tensord.shm.cuda_regions import CudaError, DeviceLost
 from tensord.workers.devices.device_cuda import CudaDevice, room
 from tensord.workers.devices.host_staging import TOGETHER
 from tensord.workers.jax_internals.wide import byte_size_of, precision
@@ -24,16 +24,11 @@ from tensord.workers.programs.executable import Content, Executable, RunOutputs,
 from tensord.workers.programs.execution_device import Argument, ExecutionDevice, Inputs
 from tensord.workers.programs.packed_outputs import PACKED, starts
 from tensord.workers.programs.placement import CompiledProgram
-from tensord.workers.requests.answer_plan import UNCUT_BYTE_SIZE
-from tensord.workers.requests.places import Places
-from tensord.workers.requests.request import Request
+from tensord.workers.regions.places import Places
+from tensord.workers.tensors.output_layout import UNCUT_BYTE_SIZE
 from tensord.workers.tensors.ragged import flat
+from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature
-
-if TYPE_CHECKING:
-    from tensord.shm.regions import Region
-    from tensord.workers.models.execution import Execution
-    from tensord.workers.requests.prepared import Preparation
 
 
 class Gpu(ExecutionDevice):
@@ -56,9 +51,6 @@ class Gpu(ExecutionDevice):
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> None:
         """Returns None: on a GPU small programs run on the GPU, like all others."""
-
-    def keeps(self, request: Request) -> bool:
-        return stays(request)
 
     def beside(self) -> Gpu:
         return Gpu(self._cuda.beside())
@@ -166,7 +158,7 @@ class GpuExecutable(Executable):
             for (name, dtype, shape), content in zip(self._fetched, contents, strict=True)
         }
 
-    def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
+    def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
         rows = (self.wanted.rows,) if self._batches else ()
         parts: list[tuple[str, np.dtype[Any], tuple[int, ...], list[Array]]] = []
         for spec, shape in self._specs:
@@ -181,13 +173,13 @@ class GpuExecutable(Executable):
             return self._cuda.gather(parts)
 
     def _compute(
-        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
+        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
         made = self.call(parameters, arguments)
         return self.outputs(made, requests) if places is None else self._delivered(made, requests[0], places)
 
-    def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
-        contents = None if any(stays(request) for request in requests) else self._fetch(made)
+    def outputs(self, made: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
+        contents = None if any(request.stays for request in requests) else self._fetch(made)
         if contents is not None:
             return RunOutputs(self._arrays_in(contents, made), contents)
         outputs = jax.block_until_ready([made[name] for name in self._signature.outputs])
@@ -195,7 +187,7 @@ class GpuExecutable(Executable):
         kept = cast(list[Array], [self._cuda.keep(output) for output in outputs])
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
-    def _delivered(self, made: Mapping[str, Any], request: Request, places: Places) -> RunOutputs:
+    def _delivered(self, made: Mapping[str, Any], request: RequestTensors, places: Places) -> RunOutputs:
         """Copies a single request's outputs from the GPU to ``places``: the memory of its answer, or the client's regions.
 
         Raises InvalidArgument: a region cannot be written any more; DeviceLost: the GPU failed; or what the run raised.
@@ -206,25 +198,20 @@ class GpuExecutable(Executable):
         request.copied_byte_size += sum([places.sizes[name] for name in reached])
         return RunOutputs(cast(dict[str, Array], outputs), None)
 
-    def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
+    def sizes(self, requests: Sequence[RequestTensors], whole: bool) -> Mapping[str, int] | None:
         if not whole:
             return None
         sizes = self.output_sizes
-        return sizes if sum(sizes.values()) > UNCUT_BYTE_SIZE or stays(requests[0]) else None
+        return sizes if sum(sizes.values()) > UNCUT_BYTE_SIZE or requests[0].stays else None
 
-    def offer(self, request: Request, places: Places) -> None:
+    def offer(self, places: Places) -> None:
         """Does nothing: on a GPU ``compute`` gets the places for outputs, and the GPU copies them there after the run."""
 
     def settle(self, places: Places) -> None:
         """Does nothing: outputs that the GPU delivers are copies, which no later run can change."""
 
-    def single_run(self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]) -> None:
+    def single_run(self, *repeats: object) -> None:
         """Returns None: the C extension runs no requests on a GPU."""
 
     def __repr__(self) -> str:
         return f"<GpuExecutable {self.wanted}>"
-
-
-def stays(request: Request) -> bool:
-    """Returns whether a request's outputs may be wanted on the GPU: by another model, or in a client's memory there."""
-    return request.sink is not None or any(isinstance(region, CudaRegion) for region in request.regions)

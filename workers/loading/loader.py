@@ -232,7 +232,8 @@ class Loader:
     def _stepped(self, load: VersionLoad, declared: DeclaredVersion, steps: StepDeclaration) -> _Runnable:
         with self._compiling(load.progress):
             stepped = load_stepped(load, declared, steps, self._target)
-            stepped.warm(load.samples(declared.taken, declared.made_inputs))
+            for sample in load.samples(declared.taken, declared.made_inputs):
+                sample.run_stepped(stepped, load.message.name)
         return _Runnable(stepped=stepped, sets=stepped.executables.sets)
 
     def _python(self, load: VersionLoad, declared: DeclaredVersion) -> _Runnable:

@@ -23,11 +23,11 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.pipeline_program import Link, PipelineProgram
-from tensord.workers.requests.answer_plan import layout_of, uncut
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, NeededSteps
 from tensord.workers.tensors.buckets import Shapes
+from tensord.workers.tensors.output_layout import layout_of, uncut
 
 #: Sets of outputs whose pipelines are cached, of all ensembles together.
 _LIMIT = 256

@@ -10,27 +10,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tensord.config.log import LineRate
 from tensord.shm.cuda_regions import CudaError
 from tensord.shm.errors import Internal, ServingError, Unavailable
 from tensord.workers.calls.caller import Caller, ModelPort
-from tensord.workers.parameters.parameter_set import ParameterSet
+from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets
 from tensord.workers.parameters.set_stack import BatchSets
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
-from tensord.workers.requests.answer_plan import BatchOutputs
-from tensord.workers.requests.places import Places
+from tensord.workers.regions.places import Places
 from tensord.workers.requests.request import Request, named, traced
 from tensord.workers.requests.response_sender import Nobody, ResponseSender
 from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.sequence import state_lost
-
-if TYPE_CHECKING:
-    from tensord.workers.dispatch.responses import Responses
+from tensord.workers.tensors.output_layout import BatchOutputs
 
 _log = logging.getLogger(__name__)
 #: Failures of models that this process logs, with stack traces, in a second: a client that makes one fail shall not fill the log.
@@ -80,8 +77,8 @@ class Execution:
         self.rows_of_nobody = 0
         #: Requests of the batch that have no answer yet: they are to be run once more.
         self.again: list[Request] = []
-        #: Takes what the model sends; None: the batch is a warmup sample, and nobody does.
-        self.responder: Responses | None = None
+        #: Returns who takes what the model sends to a request; None: the batch is a warmup sample, and nobody does.
+        self.responder: Callable[[Request], ResponseSender] | None = None
         #: Whether requests may be answered by senders, and by which.
         self.by_senders = False
         self.senders: list[ResponseSender] = []
@@ -122,6 +119,16 @@ class Execution:
         """Returns the parameter set that one of the batch's requests is computed with, or None if the run has not begun."""
         return self.parameters.of(request) if isinstance(self.parameters, BatchSets) else self.parameters
 
+    def choose(self, sets: ParameterSets) -> ParameterSet | BatchSets:
+        """Returns the parameter set that the batch is computed with, or that of each request if its model mixes them.
+
+        Raises NotFound: a set that a request names does not exist any more.
+        """
+        if self.parameters is None:
+            mixes = sets.stack is not None
+            self.parameters = each_chosen_by(sets, self.requests) if mixes else chosen_by(sets, self.requests)
+        return self.parameters
+
     def time(self, request: Request) -> None:
         """Records in a request of the batch when the batch ran, and the request's share of the bytes copied for the batch."""
         gathered = 0
@@ -146,7 +153,7 @@ class Execution:
         self.by_senders = True
         if self.responder is None:
             return ResponseSender(request, Nobody(), self.began_ns)
-        sender = self.responder.sender(request)
+        sender = self.responder(request)
         sender.begin(self.began_ns)
         self.senders.append(sender)
         return sender
@@ -168,6 +175,31 @@ class Execution:
             self.requests = [request for request, result in pairs if result is not None]
             self.rows_of_nobody += len(self.again)
         self.results = [result for result in results if result is not None]
+
+
+def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
+    """Returns the set that a batch is to be computed with: the one that its first request names, main if it names none.
+
+    Notes the set in those of the requests whose answers have to say which set they were computed with.
+
+    Raises: NotFound: there is no set with that name any more.
+    """
+    chosen = requests[0].chosen
+    found = sets.main if chosen is None else chosen if isinstance(chosen, ParameterSet) else sets.find(chosen)
+    if sets.told:
+        for request in requests:
+            if request.tells:
+                request.told = found.said()
+    return found
+
+
+def each_chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> BatchSets:
+    """Returns the set that each request of a batch names; for models whose batches mix sets.
+
+    Notes the sets in those of the requests whose answers have to say which set they were computed with. Raises NotFound: a
+    set that a request names does not exist any more.
+    """
+    return BatchSets({request: chosen_by(sets, [request]) for request in requests})
 
 
 class Describing(Protocol):
@@ -261,8 +293,3 @@ def _log_failure(sentence: str, error: BaseException | None, requests: Sequence[
     left_out = _FAILURES.admit()
     if left_out is not None:
         _log.error("%s%s", sentence, left_out, exc_info=error, extra=traced(requests))
-
-
-def describe_failure(model: str, version: int, error: BaseException) -> str:
-    """Returns the sentence for clients when a model version failed: it has the error's type, and nothing of its message."""
-    return f"model '{model}' version {version} failed with {type(error).__name__}"

@@ -10,7 +10,7 @@ Used by the worker's loop only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +18,11 @@ import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
-from tensord.workers.models.execution import Execution
 from tensord.workers.programs.state_program import checked
-from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.sequence import LiveSequence
 from tensord.workers.tensors.buckets import Buckets, RequestShapes
+from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature, TensorSpec
 from tensord.workers.tensors.state import InitialState
 
@@ -88,7 +87,7 @@ class FreeState:
         #: With what sequences had that have ended, until it is counted again.
         self._byte_size = 0
 
-    def attach(self, request: Request) -> None:
+    def attach(self, request: RequestTensors) -> None:
         """Adds the state of a request's sequence to the request's inputs, and sets its batching key to the shapes of them all.
 
         If the state does not fit the inputs, the inputs stay as they are and the key is an ``Unfit`` with the error.
@@ -103,7 +102,7 @@ class FreeState:
             return
         request.keep(arrays)
 
-    def _fitting(self, request: Request, kept: Mapping[str, Array]) -> Mapping[str, Array]:
+    def _fitting(self, request: RequestTensors, kept: Mapping[str, Array]) -> Mapping[str, Array]:
         """Returns ``kept``, the state of the request's sequence, after a check that it fits the request's inputs.
 
         Raises InvalidArgument: a named axis has one size in the inputs and another in the state.
@@ -139,20 +138,24 @@ class FreeState:
             found[spec.name] = np.broadcast_to(value, (*lead, *value.shape))
         return found
 
-    def keep(self, execution: Execution, live: Callable[[], Iterable[LiveSequence[Any]]]) -> None:
-        """Moves the new state from the results of a run to the sequences; afterwards the results have only what clients get.
+    def keep(
+        self,
+        requests: Sequence[RequestTensors],
+        results: Sequence[Result],
+        live: Callable[[], Iterable[LiveSequence[Any]]],
+    ) -> list[Result]:
+        """Moves the new state from the results of a run to the sequences. Returns the results with only what clients get.
 
         A sequence whose state would exceed the limit keeps its former state, and its request's result is Unavailable.
         ``live``: returns all sequences, to count their bytes.
         """
-        results = execution.results
-        execution.results = [
+        return [
             result if isinstance(result, ServingError) else self._kept(request, result, live)
-            for request, result in zip(execution.requests, results, strict=True)
+            for request, result in zip(requests, results, strict=True)
         ]
 
     def _kept(
-        self, request: Request, result: Mapping[str, Array], live: Callable[[], Iterable[LiveSequence[Any]]]
+        self, request: RequestTensors, result: Mapping[str, Array], live: Callable[[], Iterable[LiveSequence[Any]]]
     ) -> Result:
         sequence = request.live
         made: dict[str, Array] | None = None

@@ -18,7 +18,7 @@ from tensord.shm.arrays import Array, encoded_strings
 from tensord.shm.errors import Internal
 from tensord.workers.calls.caller import Caller, calling
 from tensord.workers.jax_internals.wide import precision
-from tensord.workers.models.execution import Execution, own_failure
+from tensord.workers.models.execution import Execution, chosen_by, own_failure
 from tensord.workers.models.host_model import HostFunction, fetched
 from tensord.workers.programs.lowering import check_output
 from tensord.workers.requests.request import Request
@@ -35,7 +35,7 @@ class GeneratorModel(HostFunction):
         (request,) = execution.requests
         inputs, execution.copied_byte_size = fetched(request)
         execution.gathered_ns = time.monotonic_ns()
-        chosen = execution.parameters = self._sets.chosen_by([request])
+        chosen = execution.parameters = chosen_by(self._sets, [request])
         run = _Run(self, request, execution, self._apply(chosen.on(0), inputs))
         with precision(self.signature.wide), calling(execution.caller(self.port)) as caller:
             run.go_on(alone=False)

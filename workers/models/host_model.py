@@ -7,7 +7,7 @@ of ``bytes``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,10 @@ from tensord.shm.arrays import Array, encoded_strings
 from tensord.shm.errors import Internal
 from tensord.workers.calls.caller import ModelPort, calling
 from tensord.workers.devices.late_tensor import LateTensor
-from tensord.workers.models.execution import Execution, describe_failure
+from tensord.workers.models.execution import Execution, chosen_by
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.lowering import check_cut, check_output
+from tensord.workers.programs.run_errors import describe_failure
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
 from tensord.workers.tensors.ragged import batch_input, cut, elements, flat, unit, whole_shape
@@ -57,8 +58,7 @@ class HostModel(HostFunction):
 
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
-        chosen = execution.parameters_of(requests[0]) or self._sets.chosen_by(requests)
-        execution.parameters = chosen
+        chosen = execution.parameters = execution.parameters_of(requests[0]) or chosen_by(self._sets, requests)
         if self.signature.ragged:
             inputs = self._laid_out(requests)
             execution.copied_byte_size = sum(array.nbytes for array in inputs.values())
@@ -129,12 +129,3 @@ def fetched(request: Request) -> tuple[dict[str, Array], int]:
     inputs = {name: np.asarray(array) for name, array in request.arrays.items()}
     copied = sum(array.nbytes for array in request.arrays.values() if isinstance(array, LateTensor))
     return inputs, copied
-
-
-def shapes_key(arrays: Mapping[str, Array], signature: Signature) -> Hashable:
-    """Returns the batching key of a request to a model that is not jitted: requests with equal keys may run in one batch."""
-    batches, inputs = signature.batches, signature.inputs
-    return tuple(
-        (name, None if name in inputs and inputs[name].ragged else array.shape[1:] if batches else array.shape)
-        for name, array in sorted(arrays.items())
-    )

@@ -13,7 +13,7 @@ import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Unsupported
-from tensord.workers.models.execution import Execution, describe_failure
+from tensord.workers.models.execution import Execution
 from tensord.workers.models.free_state import FreeState
 from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.parameters.parameter_set import ParameterSet
@@ -26,6 +26,7 @@ from tensord.workers.programs.gather_buffer import aligned
 from tensord.workers.programs.grouped_calls import GroupedCalls
 from tensord.workers.programs.grouped_program import MOST, GroupedProgram
 from tensord.workers.programs.lowering import is_numeric
+from tensord.workers.programs.run_errors import describe_failure
 from tensord.workers.programs.state_program import rows_argument
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
@@ -69,7 +70,7 @@ class GatheredRun:
         self._used = used
         executable = self._executable
         step = functools.partial(executable.call, executable.parameters())
-        made = self._carry.run_rows(step, executable.arguments(), rows)
+        made = self._carry.run(step, executable.arguments(), rows)
         try:
             return executable.read(made)
         except BaseException as error:
@@ -256,11 +257,7 @@ class JaxModel:
                 raise LookupError(f"no executable for {self.wanted_by(requests)}")
             execution.executable = executable
         carry = carry or self._carry
-        sets = self.sets
-        if execution.parameters is None:
-            mixes = sets.stack is not None
-            execution.parameters = sets.each_chosen_by(requests) if mixes else sets.chosen_by(requests)
-        chosen = execution.parameters
+        chosen = execution.choose(self.sets)
         if isinstance(executable, GroupedProgram):
             assert isinstance(chosen, ParameterSet)
             self._execute_grouped(execution, executable, chosen)
@@ -323,7 +320,9 @@ class JaxModel:
         requests: Sequence[Request],
     ) -> RunOutputs:
         step = functools.partial(executable.call, executable.parameters(chosen))
-        made = carry.run(step, arguments, executable.wanted.rows, requests)
+        # Those of a warmup sample have no slot.
+        used = [(request.slot.number, request.controls.start) for request in requests if request.version is not None]
+        made = carry.run(step, arguments, rows_argument(self._signature, executable.wanted.rows, used))
         try:
             return executable.outputs(made, requests)
         except BaseException as error:
@@ -335,7 +334,7 @@ class JaxModel:
         stacks = program.run(chosen)
         execution.computed_ns = time.monotonic_ns()
         execution.runs = len(execution.requests)
-        execution.cut = lambda: program.split(stacks)
+        execution.cut = lambda: [*program.split(stacks)]
         if _leave(execution.requests):
             execution.outputs = program.uncut(stacks)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Footprint, Load
+from tensord.shm.errors import InvalidArgument
 from tensord.workers.declarations.made_inputs import MadeInputs
 from tensord.workers.declarations.sequence_declaration import SequencePlan
 from tensord.workers.imports.model_imports import ModelImports
@@ -18,10 +19,11 @@ from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.models.warmup import Sample
 from tensord.workers.parameters.parameter_set import ParameterSets
-from tensord.workers.requests.request import Request
+from tensord.workers.requests.request import Request, controls_of
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph
 from tensord.workers.scheduling.queue import QueueRules
+from tensord.workers.scheduling.sequence import IterativeIds
 from tensord.workers.tensors.signature import Signature
 
 if TYPE_CHECKING:
@@ -108,9 +110,22 @@ class LoadedModel:
     def join(self, request: Request) -> None:
         """Sets a request's sequence controls, and adds to it those inputs that the worker makes, such as START or its priority.
 
-        Raises InvalidArgument: the inputs cannot be made from the request.
+        For an iterative model ``end`` is cleared, and a request without a correlation id gets one and starts a new sequence.
+
+        Raises InvalidArgument: an input's datatype cannot hold the request's value. The request leases no region then.
         """
-        if self.sequences is not None:
-            self.sequences.join(request)
+        if (plan := self.sequences) is not None:
+            controls = controls_of(request.own)
+            request.controls = controls if plan.iterative is None else plan.iterative.first_round(controls)
         if self.made_inputs:
-            self.made_inputs.join(request)
+            try:
+                request.add(self.made_inputs.arrays(request, request.own))
+            except InvalidArgument as error:
+                request.release()
+                raise InvalidArgument(request.label + error.message) from None
+
+    def join_again(self, request: Request) -> None:
+        """Prepares a request for another run, which its model asked for: clears ``start``, and makes its control inputs anew."""
+        assert self.sequences is not None
+        request.controls = IterativeIds.next_round(request.controls)
+        request.add(self.sequences.controls.arrays(request.controls))

@@ -20,14 +20,13 @@ from tensord.shm.operations import MAIN_SET
 from tensord.shm.response_order import ResponseOrder
 from tensord.shm.slow_reasons import SlowReason
 from tensord.shm.status_page import model_key
-from tensord.workers.models.host_model import shapes_key
 from tensord.workers.models.instance import Instance
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.sequence_register import RegisteredSequences, SequenceRegister
 from tensord.workers.models.statistics import VersionStatistics
 from tensord.workers.native.extensions import available
 from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets, Replaced
-from tensord.workers.requests.prepared import CheckedInputs
+from tensord.workers.requests.preparation import CheckedInputs
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
 from tensord.workers.requests.response_sender import ResponseSender
@@ -37,6 +36,7 @@ from tensord.workers.scheduling.queue import ParkedRequests, RequestQueue
 from tensord.workers.scheduling.sequence import LiveSequence
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 from tensord.workers.scheduling.step_batcher import StepBatcher
+from tensord.workers.tensors.buckets import shapes_key
 
 #: So many requests an instance is given at a time, the one that runs among them, where it is given some ahead.
 _AHEAD = 3

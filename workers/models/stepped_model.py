@@ -16,18 +16,17 @@ import jax
 import numpy as np
 
 from tensord.shm.arrays import Array
-from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.errors import InvalidArgument
 from tensord.workers.declarations.step_declaration import StepDeclaration
 from tensord.workers.jax_internals.wide import precisions
-from tensord.workers.models.execution import describe_failure
-from tensord.workers.models.warmup import Sample
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.gather_buffer import copy_into
+from tensord.workers.programs.run_errors import describe_failure
 from tensord.workers.programs.step_executables import DeviceCall, StepExecutables
 from tensord.workers.programs.step_program import Rows
-from tensord.workers.requests.request import Request
 from tensord.workers.tensors.buckets import Buckets, RequestShapes, Shapes
+from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature
 
 
@@ -110,7 +109,7 @@ class SteppedModel:
     # ---------------------------------------------------------------------------------------------------------- running
 
     def insert(
-        self, requests: Sequence[Request], slots: Sequence[int], chosen: ParameterSet | None = None
+        self, requests: Sequence[RequestTensors], slots: Sequence[int], chosen: ParameterSet | None = None
     ) -> DeviceRun:
         """Launches the insertion of requests of one batching key into slots; the returned run has one row for each request.
 
@@ -163,27 +162,6 @@ class SteppedModel:
                     raise self.lost() from error
                 raise
         return DeviceRun(made, given)
-
-    def warm(self, samples: Sequence[Sample]) -> None:
-        """Runs each warmup sample as a request in slot 0 with one step. Called in the loader's thread, before the version serves.
-
-        Raises: InvalidArgument: a sample failed, or no program takes its inputs.
-        """
-        name = self._signature.model
-        for sample in samples:
-            for _ in range(sample.count):
-                request = sample.request(name)
-                try:
-                    self.key(request.arrays)
-                    self.insert([request], [0]).read()
-                    self.step(0, frozenset()).read()
-                except ServingError as error:
-                    raise sample.failed(error.message) from None
-                except BaseException as error:  # also sys.exit() in a callback of the model
-                    raise sample.failed(self.describe(error.__cause__ or error)) from error
-                finally:
-                    # Nobody's state: the first request begins with a new one.
-                    self._carry = None
 
     def lost(self) -> StateLost:
         """Drops the state of all slots after a failed run. Returns the error to raise."""

@@ -27,6 +27,7 @@ from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.workers.models.execution import Execution, RunnableModel, run
 from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.programs.run_errors import CheckDevice, works
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.signature import Signature, TensorSpec
@@ -82,6 +83,25 @@ class Sample:
         if model.executables.find(wanted) is None:
             model.executables.add(model.executables.compile(wanted))
         self.run(runner, model_name, check)
+
+    def run_stepped(self, model: SteppedModel, model_name: str) -> None:
+        """Runs the sample on a stepped model ``count`` times, as a request in slot 0 with one step, before the model serves.
+
+        Raises InvalidArgument: the model failed, or no program takes the sample's inputs.
+        """
+        for _ in range(self.count):
+            request = self.request(model_name)
+            try:
+                model.key(request.arrays)
+                model.insert([request], [0]).read()
+                model.step(0, frozenset()).read()
+            except ServingError as error:
+                raise self.failed(error.message) from None
+            except BaseException as error:  # also sys.exit() in a callback of the model
+                raise self.failed(model.describe(error.__cause__ or error)) from error
+            finally:
+                # Nobody's state: the first request begins with a new one.
+                model.lost()
 
     def request(self, model_name: str) -> Request:
         """Makes a request of the sample, which has no submitter and no model version."""

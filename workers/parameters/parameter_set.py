@@ -14,7 +14,7 @@ one up. In the code "number" is the version of a set.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,10 +26,7 @@ from tensord.shm.messages import Parameter
 from tensord.shm.operations import MAIN_SET
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.parameters.leaves import Leaves
-from tensord.workers.parameters.set_stack import BatchSets, SetStack
-
-if TYPE_CHECKING:
-    from tensord.workers.requests.request import Request
+from tensord.workers.parameters.set_stack import SetStack
 
 #: Stands for the tree of parameters that are not on the device.
 _ABSENT: Any = object()
@@ -378,29 +375,6 @@ class ParameterSets:
             raise NotFound(f"parameter set '{name}' of model '{self.leaves.model}' is not found")
         found.used = self.room.use()
         return found
-
-    def chosen_by(self, requests: Sequence[Request]) -> ParameterSet:
-        """Returns the set that a batch is to be computed with: the one that its first request names, main if it names none.
-
-        Notes the set in those of the requests whose answers have to say which set they were computed with.
-
-        Raises: NotFound: there is no set with that name any more.
-        """
-        chosen = requests[0].chosen
-        found = self.main if chosen is None else chosen if isinstance(chosen, ParameterSet) else self.find(chosen)
-        if self.told:
-            for request in requests:
-                if request.tells:
-                    request.told = found.said()
-        return found
-
-    def each_chosen_by(self, requests: Sequence[Request]) -> BatchSets:
-        """Returns the set that each request of a batch names; for models whose batches mix sets.
-
-        Notes the sets in those of the requests whose answers have to say which set they were computed with. Raises NotFound: a
-        set that a request names does not exist any more.
-        """
-        return BatchSets({request: self.chosen_by([request]) for request in requests})
 
     def check_count(self, name: str, limit: int) -> None:
         """Checks that a set may have this name. Raises InvalidArgument: the name is new, and there are ``limit`` sets already."""

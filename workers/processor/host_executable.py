@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,18 +15,19 @@ from tensord.shm.regions import Region
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.processor import output_memory
 from tensord.workers.processor.output_memory import OutputMemory
-from tensord.workers.processor.single_run import SingleRun, plan_single
+from tensord.workers.processor.single_run import SingleRun
 from tensord.workers.programs.executable import Executable, RunOutputs, Wanted, specs_of
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.gather_buffer import GatherBuffer, RaggedBuffer
 from tensord.workers.programs.placement import CompiledProgram
-from tensord.workers.requests.places import Places
-from tensord.workers.requests.request import Request
+from tensord.workers.regions.places import Places
+from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature
 
 if TYPE_CHECKING:
-    from tensord.workers.models.execution import Execution
-    from tensord.workers.requests.prepared import Preparation
+    from tensord.shm.lane import WorkerLane
+    from tensord.shm.messages import PreparedTensor
+    from tensord.workers.requests.answer_plan import AnswerPlan
 
 #: A range of a file: which one, start, end.
 _Range = tuple[tuple[int, int], int, int]
@@ -74,7 +75,7 @@ class HostExecutable(Executable):
         #: How XLA allocates its outputs, once a run has shown it.
         self.memory_of_outputs: OutputMemory | None = None
 
-    def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
+    def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
         """Gathers the arguments of a batch. Returns them, and how many bytes were copied.
 
         The tensors of a single request with as many rows as the program are used without a copy, unless they lie in its record,
@@ -104,7 +105,7 @@ class HostExecutable(Executable):
         return array.nbytes <= 4096 or not array.__array_interface__["data"][0] % ALIGNMENT
 
     def _compute(
-        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
+        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
         made = self.computed(parameters, arguments, {} if places is None else places.addresses)
         outputs = self.outputs(made, requests)
@@ -128,20 +129,20 @@ class HostExecutable(Executable):
             return learned.run(functools.partial(self.call, parameters, arguments), addresses)
         return self.call(parameters, arguments)
 
-    def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
+    def outputs(self, made: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
         """Waits until all outputs are computed and returns them. Only then may the memory of the run's inputs be changed."""
         arrays = {name: np.asarray(made[name]) for name in self._signature.outputs}
         return RunOutputs(arrays, [*arrays.values()])
 
     # -------------------------------------------------------------------------------------------------------- outputs in place
 
-    def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
+    def sizes(self, requests: Sequence[RequestTensors], whole: bool) -> Mapping[str, int] | None:
         if self.memory_of_outputs is None or not whole:
             return None
         sizes = self.memory_of_outputs.sizes
         return sizes if max(sizes.values(), default=0) >= output_memory.WORTH else None
 
-    def offer(self, request: Request, places: Places) -> None:
+    def offer(self, places: Places) -> None:
         """Chooses the places to which the next run is to write large outputs directly, and stores them in ``places``.
 
         Only aligned places are chosen. A client can read and change its region while the program runs. So outputs go directly to
@@ -151,7 +152,7 @@ class HostExecutable(Executable):
         outputs = self.memory_of_outputs
         if outputs is None:
             return
-        used, offerable = _ranges(request, places) if places.in_regions else [], outputs.offerable
+        used, offerable = _ranges(places) if places.in_regions else [], outputs.offerable
         for name, size in places.sizes.items():
             memory = places.memory(name) if name in offerable and size >= output_memory.WORTH else None
             address = 0 if memory is None else address_of(memory)
@@ -198,26 +199,26 @@ class HostExecutable(Executable):
             self.memory_of_outputs.refuse()
 
     def single_run(
-        self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]
+        self,
+        lane: WorkerLane,
+        inputs: Iterable[tuple[PreparedTensor, int]],
+        plan: AnswerPlan,
+        names: Mapping[int, str],
+        rows: int,
+        regions: Mapping[str, Region],
     ) -> SingleRun | None:
-        planned, checked, request = plan_single(execution, preparation), preparation.checked, execution.requests[0]
-        if planned is None or checked is None:
-            return None
-        inputs, lane = preparation.prepared.inputs, request.submitter.lane
-        run = SingleRun(self, lane, inputs, checked.sizes, *planned, request.rows, regions)
+        run = SingleRun(self, lane, inputs, plan, names, rows, regions)
         return run if run.is_aligned else None
 
     def __repr__(self) -> str:
         return f"<HostExecutable {self.wanted}>"
 
 
-def _ranges(request: Request, places: Places) -> list[_Range]:
+def _ranges(places: Places) -> list[_Range]:
     """Returns the ranges (file, start, end) of host regions that a request reads (inputs) and writes (outputs)."""
-    files = {region.name: region for region in request.regions if not isinstance(region, CudaRegion)}
-    read = [tensor.region for tensor in request.prepared.inputs if tensor.region is not None]
-    used = [(place.region, place.offset, place.byte_size) for place in read]
-    used += [(place.region, place.offset, places.sizes[name]) for name, (place, _) in places.in_regions.items()]
-    return [_range(files[name], offset, size) for name, offset, size in used if name in files]
+    written = [(region, place.offset, places.sizes[name]) for name, (place, region) in places.in_regions.items()]
+    used = [*places.read, *written]
+    return [_range(region, offset, size) for region, offset, size in used if not isinstance(region, CudaRegion)]
 
 
 def _range(region: Region | SnapshotRegion, offset: int, byte_size: int) -> _Range:

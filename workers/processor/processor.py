@@ -15,7 +15,6 @@ from tensord.workers.programs.executable import Content, Executable, Wanted
 from tensord.workers.programs.execution_device import Argument, ExecutionDevice, Inputs
 from tensord.workers.programs.gather_buffer import HostInputs
 from tensord.workers.programs.placement import CompiledProgram
-from tensord.workers.requests.request import Request
 from tensord.workers.tensors.signature import Signature
 
 
@@ -39,9 +38,6 @@ class Processor(ExecutionDevice):
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
         return None if self._single is None else SmallPrograms(signature, self._single, sets)
-
-    def keeps(self, request: Request) -> bool:
-        return False
 
     def beside(self) -> Processor:
         return self

@@ -12,7 +12,7 @@ is known before, except the places of its tensors. A request that differs in any
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,16 +20,14 @@ import numpy as np
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import DTYPES, Array, address_of
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import PreparedTensor, RegionSlice, Slice
+from tensord.shm.messages import PreparedTensor, Slice
 from tensord.shm.regions import Region
 from tensord.workers.regions.region_table import check_intact
-from tensord.workers.requests.answer_plan import AnswerPlan, PlannedOutput
 
 if TYPE_CHECKING:
-    from tensord.workers.models.execution import Execution
     from tensord.workers.parameters.parameter_set import ParameterSet
     from tensord.workers.processor.host_executable import HostExecutable
-    from tensord.workers.requests.prepared import Preparation
+    from tensord.workers.requests.answer_plan import AnswerPlan
 
 #: An input's segment and offset in the submitter's arena, or its bytes.
 Place = tuple[int, int] | bytes
@@ -37,34 +35,6 @@ Place = tuple[int, int] | bytes
 Outcome = tuple[int, int, int, list[Array]]
 #: Marks an output that lies in the lease, in place of its index among the outputs in the record.
 _LEASED = -1
-
-
-def plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Plans the answers to repeats of a prepared request. Returns the plan and its names.
-
-    The names are those of outputs: ``PlannedOutput.content`` -> name. None: no plan is possible; repeats are run as batches.
-
-    ``execution``: a run that has ended, of a single request that used the prepared request; the plan is taken from its answer.
-    """
-    (request,), made, places = execution.requests, execution.outputs, execution.places
-    plan = None if made is None else preparation.plans.get(made.layout)
-    if made is not None and plan is not None and plan.numbered is not None:
-        return (plan, {content: name for name, _, content, *_ in made.layout.outputs}) if plan.inside else None
-    large = preparation.large
-    if large is None or places is None or not places.written:
-        return None
-    parts: list[PlannedOutput] = []
-    for content, (name, size) in enumerate(places.sizes.items()):
-        row_byte_size, odd = divmod(size, request.rows)
-        at, region = places.offsets.get(name), None
-        if name in places.in_regions:
-            place, _ = places.in_regions[name]
-            region = RegionSlice(place.region, place.offset, size)
-        if odd or ((region is not None or at is not None) and name not in places.written):
-            return None
-        parts.append(PlannedOutput(content, at or 0, row_byte_size, row_byte_size, region, at is not None))
-    plan = AnswerPlan(large.number, large, parts, sum([part.byte_size for part in parts]), False, {})
-    return plan, dict(enumerate(places.sizes))
 
 
 class SingleRun:
@@ -77,8 +47,7 @@ class SingleRun:
         self,
         executable: HostExecutable,
         lane: WorkerLane,
-        inputs: Sequence[PreparedTensor],
-        sizes: Sequence[int],
+        inputs: Iterable[tuple[PreparedTensor, int]],
         plan: AnswerPlan,
         names: Mapping[int, str],
         rows: int,
@@ -88,8 +57,7 @@ class SingleRun:
 
         Args:
           lane: the submitter's lane, with the arenas of inputs and outputs.
-          inputs: the inputs that the prepared request describes.
-          sizes: how many bytes each input has.
+          inputs: the inputs that the prepared request describes, and how many bytes each has.
           plan: how the requests are answered.
           names: ``PlannedOutput.content`` in the plan -> output name.
           regions: the regions that the prepared request names, by name.
@@ -100,7 +68,7 @@ class SingleRun:
         #: Inputs that lie at a different place for each request; and inputs in regions, which are always at the same place.
         self._inputs: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
         self._fixed: dict[str, Array] = {}
-        for tensor, size in zip(inputs, sizes, strict=True):
+        for tensor, size in inputs:
             dtype, place = DTYPES[tensor.datatype], tensor.region
             if place is None:
                 self._inputs.append((tensor.name, dtype, tensor.shape, size))

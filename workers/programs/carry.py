@@ -9,7 +9,7 @@ it the state of every sequence of the instance: their clients get an error, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,8 +18,6 @@ import numpy as np
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.jax_internals.wide import precision
-from tensord.workers.programs.state_program import rows_argument
-from tensord.workers.requests.request import Request
 from tensord.workers.tensors.signature import Signature, StateSpec
 from tensord.workers.tensors.state import InitialState
 
@@ -53,23 +51,10 @@ class Carry:
         #: The carry; None: the next run makes it.
         self._arrays: dict[str, jax.Array] | None = None
 
-    def run(self, step: Step, inputs: dict[str, Any], rows: int, requests: Sequence[Request]) -> dict[str, Any]:
+    def run(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
         """Launches a batch on the device. Returns its outputs, which may not be computed yet.
 
         The caller must call ``failed`` if waiting for the outputs fails.
-
-        Args:
-          step: the program with its parameters: (inputs, INT32[2, rows], carry) -> (outputs, carry). The second argument says for
-            each row its slot, and whether its sequence starts.
-          rows: the batch size.
-          requests: one for each of the first rows; none for a test run.
-        Raises StateLost: the run failed and the state of all sequences is lost. After any other error all state is as before.
-        """
-        used = [(request.slot.number, request.controls.start) for request in requests if request.version is not None]
-        return self.run_rows(step, inputs, rows_argument(self._signature, rows, used))
-
-    def run_rows(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
-        """Launches a batch whose slots are given. Returns its outputs, which may not be computed yet.
 
         Args:
           step: the program with its parameters: (inputs, ``argument``, carry) -> (outputs, carry).

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -24,18 +24,19 @@ from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.plain_program import is_plain
 from tensord.workers.programs.run_errors import memory_needed
 from tensord.workers.programs.weight import share_of
-from tensord.workers.requests.answer_plan import BatchOutputs, OutputLayout, layout_of, uncut
-from tensord.workers.requests.places import Places
-from tensord.workers.requests.request import Request
+from tensord.workers.regions.places import Places
 from tensord.workers.tensors.buckets import Shapes
+from tensord.workers.tensors.output_layout import BatchOutputs, OutputLayout, layout_of, uncut
 from tensord.workers.tensors.ragged import batch_input
+from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
 if TYPE_CHECKING:
+    from tensord.shm.lane import WorkerLane
+    from tensord.shm.messages import PreparedTensor
     from tensord.shm.regions import Region
-    from tensord.workers.models.execution import Execution
     from tensord.workers.processor.single_run import SingleRun
-    from tensord.workers.requests.prepared import Preparation
+    from tensord.workers.requests.answer_plan import AnswerPlan
 
 #: One output, or several, in host memory.
 Content = Array | bytes
@@ -186,7 +187,7 @@ class Executable(ABC):
     # ---------------------------------------------------------------------------------------------------- batches of requests
 
     @abstractmethod
-    def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
+    def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
         """Copies the inputs of a batch side by side. Returns them as arguments for ``compute``, and how many bytes were copied.
 
         A single request's inputs may be used where they lie. Raises, on a GPU, Unavailable: it has no memory left for
@@ -194,7 +195,7 @@ class Executable(ABC):
         """
 
     def compute(
-        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
+        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
         """Runs the program and waits for its outputs. Raises what the run raises.
 
@@ -212,7 +213,7 @@ class Executable(ABC):
 
     @abstractmethod
     def _compute(
-        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
+        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
         """Does the work of ``compute`` on a processor or a GPU, with the same arguments and result.
 
@@ -220,7 +221,7 @@ class Executable(ABC):
         """
 
     @abstractmethod
-    def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
+    def outputs(self, made: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
         """Waits for a run and returns its outputs: in host memory, or on a GPU if they are large or a request needs them there.
 
         ``made``: output name -> array, which ``call`` has returned without waiting for the values. Raises what the run raised.
@@ -238,7 +239,7 @@ class Executable(ABC):
         return uncut(self._layout, outputs.contents)
 
     @abstractmethod
-    def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
+    def sizes(self, requests: Sequence[RequestTensors], whole: bool) -> Mapping[str, int] | None:
         """Returns each output's bytes if the caller should reserve memory for the outputs in the answer before the run.
 
         The run then writes the outputs there. None: the caller should reserve the memory after the run.
@@ -247,7 +248,7 @@ class Executable(ABC):
         """
 
     @abstractmethod
-    def offer(self, request: Request, places: Places) -> None:
+    def offer(self, places: Places) -> None:
         """Notes in ``places``, the memory of a request's answer, which outputs the next run may write there directly."""
 
     @abstractmethod
@@ -259,15 +260,24 @@ class Executable(ABC):
 
     @abstractmethod
     def single_run(
-        self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]
+        self,
+        lane: WorkerLane,
+        inputs: Iterable[tuple[PreparedTensor, int]],
+        plan: AnswerPlan,
+        names: Mapping[int, str],
+        rows: int,
+        regions: Mapping[str, Region],
     ) -> SingleRun | None:
         """Returns an object that runs requests with the same prepared request one at a time, without batches.
 
         None: that is not possible for these requests.
 
         Args:
-          execution: a run that has ended, of one request that used the prepared request.
-          preparation: the prepared request, with the results of validating it.
+          lane: the submitter's lane, with the arenas of inputs and outputs.
+          inputs: the inputs that the prepared request describes, and how many bytes each has.
+          plan: how the requests are answered.
+          names: ``PlannedOutput.content`` in the plan -> output name.
+          rows: the batch size of each request.
           regions: the regions that the prepared request names, by name.
         """
 
@@ -286,7 +296,7 @@ class Executable(ABC):
         """
         return is_plain(self.program)
 
-    def _batch_input(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> Array:
+    def _batch_input(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[RequestTensors]) -> Array:
         assert spec.of_batch is not None
         return batch_input(spec, self._signature.inputs[spec.of_batch.source], shape, self.wanted.rows, requests)
 

@@ -33,6 +33,7 @@ from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import Lowering, warn_of_constants
 from tensord.workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.state_program import rows_argument
 from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
@@ -241,7 +242,11 @@ class Executables:
             inputs = self._lowering.zeros(*wanted)
             with precision(self._signature.wide):
                 step = functools.partial(executable.call, executable.parameters())
-                made = step(inputs) if carry is None else carry.run(step, inputs, wanted.rows, ())
+                made = (
+                    step(inputs)
+                    if carry is None
+                    else carry.run(step, inputs, rows_argument(self._signature, wanted.rows, ()))
+                )
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:

@@ -22,7 +22,6 @@ from tensord.workers.tensors.signature import Signature
 if TYPE_CHECKING:
     from tensord.workers.processor.small_programs import SmallPrograms
     from tensord.workers.programs.executable import Content, Executable, Wanted
-    from tensord.workers.requests.request import Request
 
 #: Name, dtype and shape of an argument.
 Argument = tuple[str, np.dtype[Any], tuple[int, ...]]
@@ -67,10 +66,6 @@ class ExecutionDevice(ABC):
     @abstractmethod
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
         """Returns the object through which a version's small programs run on one thread; None: they run like large programs."""
-
-    @abstractmethod
-    def keeps(self, request: Request) -> bool:
-        """Returns whether a request's outputs stay on the device, because another model or a client may need them there."""
 
     @abstractmethod
     def beside(self) -> ExecutionDevice:

@@ -14,8 +14,8 @@ import numpy as np
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array
 from tensord.workers.devices.late_tensor import LateTensor
-from tensord.workers.requests.request import Request
 from tensord.workers.tensors.ragged import flat
+from tensord.workers.tensors.request_tensors import RequestTensors
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -72,7 +72,7 @@ class GatherBuffer:
         self._slot_byte_size = self._slots.nbytes // slots
         self._bytes = self._slots.reshape(-1).view(np.uint8).data
 
-    def fill(self, requests: Sequence[Request]) -> int:
+    def fill(self, requests: Sequence[RequestTensors]) -> int:
         """Copies the requests' tensors for this input into the slots, one for each row, and zeros the rest.
 
         Returns the bytes copied.
@@ -110,7 +110,7 @@ class RaggedBuffer:
         #: The program's argument.
         self.array = aligned(shape, dtype)
 
-    def fill(self, requests: Sequence[Request]) -> int:
+    def fill(self, requests: Sequence[RequestTensors]) -> int:
         """Copies each request's elements for this input into the buffer, one request after the other, and zeros the rest.
 
         Returns the bytes copied.

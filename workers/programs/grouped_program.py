@@ -37,9 +37,8 @@ from tensord.workers.programs.execution_device import Inputs
 from tensord.workers.programs.gather_buffer import copy_into
 from tensord.workers.programs.placement import CompiledProgram
 from tensord.workers.programs.run_errors import memory_needed
-from tensord.workers.requests.answer_plan import BatchOutputs, Output, OutputLayout, uncut
-from tensord.workers.requests.request import Request
-from tensord.workers.requests.result import Result
+from tensord.workers.tensors.output_layout import BatchOutputs, Output, OutputLayout, uncut
+from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature
 
 #: Requests that a program has room for.
@@ -224,7 +223,7 @@ class GroupedProgram:
             found.append((name, at, step))
         return found
 
-    def gather(self, requests: Sequence[Request]) -> int:
+    def gather(self, requests: Sequence[RequestTensors]) -> int:
         """Copies the inputs of at most ``rows`` requests into the memory. Returns the bytes copied.
 
         Raises: ValueError: there are more requests than ``rows``.
@@ -260,7 +259,7 @@ class GroupedProgram:
         """Returns the results of ``run`` as bytes, from which each answer copies its part; None: they are too large for that."""
         return uncut(self._layout, stacks)
 
-    def split(self, stacks: Sequence[Content]) -> list[Result]:
+    def split(self, stacks: Sequence[Content]) -> list[dict[str, Array]]:
         """Splits the results of ``run`` into the outputs of each of the ``rows`` requests."""
         arrays = [
             np.frombuffer(stack, dtype).reshape(self._room, size) if isinstance(stack, bytes) else stack

@@ -21,8 +21,8 @@ from tensord.workers.programs.executable import Content, Executable
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.gather_buffer import GatherBuffer
 from tensord.workers.programs.weight import work_of
-from tensord.workers.requests.answer_plan import OutputLayout
-from tensord.workers.requests.request import Request
+from tensord.workers.tensors.output_layout import OutputLayout
+from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature
 
 #: Bound of floating-point operations and bytes of all programs together, which take a core some ten milliseconds. Larger
@@ -97,12 +97,12 @@ class PipelineProgram:
             for spec in self._specs
         }
 
-    def takes(self, requests: Sequence[Request]) -> bool:
+    def takes(self, requests: Sequence[RequestTensors]) -> bool:
         """Returns whether the host should gather these requests.
 
         On a GPU only if their inputs are small and no output has to stay on the GPU; on a processor always.
         """
-        return not self._device.remote or all(request.small and not self._device.keeps(request) for request in requests)
+        return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
@@ -111,7 +111,7 @@ class PipelineProgram:
             (name, address_of(buffer.array), buffer.array.nbytes // self.rows) for name, buffer in self._buffers.items()
         ]
 
-    def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
+    def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
         """Gathers the inputs of a batch. Returns the arguments for ``compute``, and how many bytes were copied."""
         lying: dict[str, Any] = {}
         copied = 0

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from tensord.shm.errors import Internal, ServingError, Unavailable
-from tensord.workers.requests.request import Request
+from tensord.workers.tensors.request_tensors import RequestTensors
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def memory_needed(program: Any) -> int | None:
         return None
 
 
-def out_of_memory(error: BaseException, requests: Sequence[Request], program: int | None) -> Unavailable:
+def out_of_memory(error: BaseException, requests: Sequence[RequestTensors], program: int | None) -> Unavailable:
     """Makes the error for requests for which the device has no memory: says what they needed, and quotes XLA's message.
 
     ``program``: the bytes that their program needs besides its parameters; None: not known.
@@ -60,7 +60,7 @@ def out_of_memory(error: BaseException, requests: Sequence[Request], program: in
     )
 
 
-def compile_error(error: Exception, requests: Sequence[Request], version: int) -> ServingError:
+def compile_error(error: Exception, requests: Sequence[RequestTensors], version: int) -> ServingError:
     """Makes the error for requests whose program could not be compiled: Unavailable if memory ran out, otherwise Internal.
 
     If ``error`` is a ServingError it is returned as it is. The cause of an Internal error is logged.
@@ -74,3 +74,8 @@ def compile_error(error: Exception, requests: Sequence[Request], version: int) -
     name = requests[0].prepared.model
     _log.error("compiling model '%s' version %d failed", name, version, exc_info=error)
     return Internal(f"model '{name}' cannot be compiled for these shapes: {type(error).__name__}")
+
+
+def describe_failure(model: str, version: int, error: BaseException) -> str:
+    """Returns the sentence for clients when a model version failed: it has the error's type, and nothing of its message."""
+    return f"model '{model}' version {version} failed with {type(error).__name__}"

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
-from tensord.shm.arrays import DTYPES, Array
+from tensord.shm.arrays import Array
+from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.messages import TIMING, AnswerRecord, Parameter, PreparedRequest, RequestedOutput, RequestRecord
 from tensord.shm.prepared import memory_of
 from tensord.workers.devices.late_tensor import LateTensor
@@ -21,39 +21,34 @@ from tensord.workers.requests.response_cache import Question
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.requests.timeline import RequestTimeline, begun, trace_id_of
-from tensord.workers.scheduling.sequence import Controls, Sequenced
+from tensord.workers.scheduling.sequence import Controls
+from tensord.workers.tensors.request_tensors import NOTHING, RequestTensors, label
 
 if TYPE_CHECKING:
     from tensord.workers.models.model_version import ModelVersion
     from tensord.workers.parameters.parameter_set import ParameterSet
-    from tensord.workers.requests.prepared import Preparation
+    from tensord.workers.requests.preparation import Preparation
 
 #: When a run began, had its inputs, had computed; in ns.
 Moments = tuple[int, int, int]
 #: Takes what becomes of a request, on the worker's loop: a response (without moments where it never ran), and whether it is the
 #: last; None with the last: there is no further one.
 Sink = Callable[["Request", "Result | None", "Moments | None", bool], None]
-_NONE: Mapping[str, Array] = {}
 #: Bytes of a request without what its record has, and of a string in an array without its text.
 _REQUEST, _STRING = 2 << 10, 56
 _UNTOLD: Mapping[str, Parameter] = {}
 
 
-class Request(Sequenced):
+class Request(RequestTensors):
     """A request of a client that was found valid, with its inputs, from its arrival in the worker to its last answer."""
 
     __slots__ = (
-        "_added",
-        "_arrays",
         "asked",
         "cancelled",
         "chosen",
-        "contents",
-        "copied_byte_size",
         "outputs",
         "own",
         "preparation",
-        "prepared",
         "ran",
         "regions",
         "request_id",
@@ -122,13 +117,10 @@ class Request(Sequenced):
         self.prepared = prepared
         self.preparation = preparation
         self._arrays = arrays
-        #: Inputs that are not of the client.
-        self._added: Mapping[str, Array] = _NONE
-        #: Input name -> its bytes, where they say it all.
+        self._added = NOTHING
         self.contents = contents
         self.outputs = outputs
         self.regions = regions
-        #: Bytes of its tensors that were copied for it alone: before they are gathered, and when the outputs are placed.
         self.copied_byte_size = copied_byte_size
         #: The submitter no longer waits.
         self.cancelled = False
@@ -142,36 +134,6 @@ class Request(Sequenced):
         if own.trace & ~TIMING:
             self.timeline = begun(own, submitter.context, now_ns)
             self.timeline.attaches = submitter.segments is None
-
-    @property
-    def arrays(self) -> dict[str, Array]:
-        """The input arrays by name, in the model's shapes (after a configured reshape).
-
-        An input in GPU memory or in a snapshot region (one that is not mapped) is a ``LateTensor``, read later; any other is,
-        where possible, a view of the submitter's arena or of a client's region. Nobody writes to them.
-        """
-        if self._arrays is None:
-            # Made only for who asks: what is gathered into a batch goes there as bytes.
-            assert self.contents is not None
-            self._arrays = {
-                tensor.name: _array(self.contents[tensor.name], tensor.datatype, tensor.shape)
-                for tensor in self.prepared.inputs
-            }
-            self._arrays.update(self._added)
-        return self._arrays
-
-    def keep(self, arrays: dict[str, Array]) -> None:
-        """Replaces the request's input tensors by these arrays (input name -> array, in the model's shapes)."""
-        self._arrays, self.contents = arrays, None
-
-    def add(self, inputs: Mapping[str, Array]) -> None:
-        """Adds inputs that the server makes (name -> array), such as sequence controls, to those that the client sent."""
-        if self.contents is None or any(array.dtype == np.object_ for array in inputs.values()):
-            self._arrays, self.contents = {**self.arrays, **inputs}, None
-            return
-        # What is gathered goes as bytes; the arrays are made if somebody asks for them.
-        self._arrays, self._added = None, {**self._added, **inputs}
-        self.contents = {**self.contents, **{name: array.tobytes() for name, array in inputs.items()}}
 
     @property
     def kept_byte_size(self) -> int:
@@ -195,14 +157,8 @@ class Request(Sequenced):
         return self.submitter.in_flight.get(self.request_id) is self
 
     @property
-    def small(self) -> bool:
-        """True if all input tensors came inside the request's record (message), and none in shared memory."""
-        return self.contents is not None and not [one for one in self.contents.values() if type(one) is not bytes]
-
-    @property
-    def label(self) -> str:
-        """The beginning of Triton's error messages, which names the request by the client's id."""
-        return label(self.client_id)
+    def stays(self) -> bool:
+        return self.sink is not None or any(isinstance(region, CudaRegion) for region in self.regions)
 
     def ran_in(self, began_ns: int, computed_ns: int, gathered: int) -> None:
         """Notes the times of the request's run, which ``timed`` reports; called only if the client asked for these times.
@@ -245,12 +201,6 @@ def controls_of(own: RequestRecord) -> Controls:
     return Controls(own.sequence_id, own.sequence_start, own.sequence_end)
 
 
-def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple[int, ...]) -> Array:
-    if isinstance(content, (bytes, memoryview)):
-        return np.frombuffer(content, DTYPES[datatype]).reshape(shape)
-    return cast(Array, content)
-
-
 def named(client_id: str) -> str:
     """Returns the beginning of a log line about a request: its label, or "" if the client gave it no id."""
     return label(client_id) if client_id else ""
@@ -259,8 +209,3 @@ def named(client_id: str) -> str:
 def traced(requests: Iterable[Request]) -> dict[str, str]:
     """Returns the ``extra`` argument for a log line about these requests: the ids of the traces that they belong to."""
     return {"trace_id": trace_id_of(request.timeline for request in requests)}
-
-
-def label(client_id: str) -> str:
-    """Returns ``[request id: X] `` with the client's id of the request, as Triton begins its error messages."""
-    return f"[request id: {client_id or '<id_unknown>'}] "

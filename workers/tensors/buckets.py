@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from tensord.workers.tensors.ragged import MOST, elements, unit, whole_shape
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
 if TYPE_CHECKING:
-    from tensord.workers.requests.request import Request
+    from tensord.workers.tensors.request_tensors import RequestTensors
 
 #: Model-side shape of each input in signature order, without the batch dimension; None for an optional one that is absent.
 Shapes = tuple[tuple[int, ...] | None, ...]
@@ -71,7 +71,7 @@ class Buckets:
             -1 not in spec.model_dims and not spec.optional for spec in self.signature.inputs.values()
         )
 
-    def fitting(self, requests: Sequence[Request]) -> int:
+    def fitting(self, requests: Sequence[RequestTensors]) -> int:
         """Returns how many of these requests, counted from the first, fit together into the largest bucket of each ragged input.
 
         In a ragged input the requests of a batch lie one behind the other, whatever their lengths. The first request always
@@ -87,7 +87,7 @@ class Buckets:
                     break
         return len(requests)
 
-    def settled(self, key: Shapes, requests: Sequence[Request]) -> tuple[int, Shapes]:
+    def settled(self, key: Shapes, requests: Sequence[RequestTensors]) -> tuple[int, Shapes]:
         """Returns the rows and input shapes of the program that runs these requests, which have ragged inputs (of any length).
 
         ``key``: the shapes that the requests have in common (``RequestShapes.key``).
@@ -198,6 +198,15 @@ def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int])
     return tuple(
         slice(None, lengths[axis]) if axis is not None and lengths.get(axis, size) < size else slice(None)
         for axis, size in zip(spec.axes, shape, strict=True)
+    )
+
+
+def shapes_key(arrays: Mapping[str, Array], signature: Signature) -> Hashable:
+    """Returns the batching key of a request to a model that is not jitted: requests with equal keys may run in one batch."""
+    batches, inputs = signature.batches, signature.inputs
+    return tuple(
+        (name, None if name in inputs and inputs[name].ragged else array.shape[1:] if batches else array.shape)
+        for name, array in sorted(arrays.items())
     )
 
 

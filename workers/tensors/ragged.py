@@ -26,7 +26,7 @@ from tensord.shm.errors import InvalidArgument
 from tensord.workers.tensors.signature import BatchInput, Signature, TensorSpec
 
 if TYPE_CHECKING:
-    from tensord.workers.requests.request import Request
+    from tensord.workers.tensors.request_tensors import RequestTensors
 
 #: A kind that Triton lacks: for each element of the source (of its dims that vary), the number of its row of the batch. Padding
 #: has the number behind the last row.
@@ -41,7 +41,7 @@ MOST = "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE"
 _ITEM_SHAPE, _ITEM_SHAPE_FLATTEN = "BATCH_ITEM_SHAPE", "BATCH_ITEM_SHAPE_FLATTEN"
 
 
-def elements(request: Request, name: str) -> int:
+def elements(request: RequestTensors, name: str) -> int:
     """Returns how many elements a request has in the input ``name``; 0 if the request leaves the input out."""
     array = request.arrays.get(name)
     return 0 if array is None else math.prod(array.shape)
@@ -79,7 +79,7 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
 
 
 def batch_input(
-    spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[Request]
+    spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[RequestTensors]
 ) -> Array:
     """Computes a batch input: an array that describes the requests of a batch, such as how many elements each has.
 
@@ -115,7 +115,7 @@ def batch_input(
     return made
 
 
-def cut(output: Array, source: TensorSpec, requests: Sequence[Request]) -> list[Array]:
+def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -> list[Array]:
     """Splits a batch's output among its requests: each gets a part in the shape of its own ragged input ``source``."""
     content = np.asarray(output).reshape(-1)
     parts: list[Array] = []

@@ -22,16 +22,11 @@ from tensord.shm.errors import Internal, InvalidArgument
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice, RequestedOutput, Slice
 from tensord.shm.prepared import Numbers
 from tensord.shm.regions import Region
-from tensord.workers.dispatch.answers import complete
+from tensord.workers.dispatch.answers import complete, complete_planned, plan_answer
 from tensord.workers.programs.grouped_program import Packing, layout_of_rows
-from tensord.workers.requests.answer_plan import (
-    AnswerPlan,
-    BatchOutputs,
-    layout_of,
-    plan_answer,
-    uncut,
-)
+from tensord.workers.requests.answer_plan import AnswerPlan
 from tensord.workers.requests.request import Request
+from tensord.workers.tensors.output_layout import BatchOutputs, layout_of, uncut
 from tensord.workers.tensors.signature import Signature, signature
 from tests.generated import examples
 from tests.records import WholeAnswer, whole_answer
@@ -262,7 +257,7 @@ def test_a_planned_answer_is_the_one_that_is_placed(
         expected = whole_of(placed)
         written = bytes(region.view(0, SHM))
         region.view(0, SHM)[:] = bytes(SHM)
-        formed = plan.write(short, run_, row)
+        formed = complete_planned(plan, short, run_, row)
         assert formed is not None
         assert formed.prepared == plan.numbered.number
         assert formed.request_id == short.request_id
@@ -290,7 +285,7 @@ def planned_into(place: RegionSlice, *regions: Any) -> tuple[Request, AnswerReco
     assert made is not None
     request = request_of({}, 1, version=VERSION, outputs={"y": RequestedOutput("y", place)})
     request.regions = list(regions)
-    return request, planned(request, made).write(request, made, 0)
+    return request, complete_planned(planned(request, made), request, made, 0)
 
 
 def test_a_region_that_is_a_gpu_s_now_is_not_written_by_a_plan(region: Region) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from tensord.shm.arrays import DTYPES
 from tensord.shm.errors import InvalidArgument, Unavailable
-from tensord.workers.models.execution import Execution
 from tensord.workers.models.free_state import FreeState, Unfit, program_signature
 from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.sequence import Controls, LiveSequence
@@ -47,10 +46,7 @@ def made(size: int, more: int) -> dict[str, np.ndarray]:
 
 
 def run(state: FreeState, request: Request, result: Any, *live: LiveSequence[Any]) -> Any:
-    execution = Execution([request], 0)
-    execution.results = [result]
-    state.keep(execution, lambda: live)
-    return execution.results[0]
+    return state.keep([request], [result], lambda: live)[0]
 
 
 def test_where_a_sequence_begins_and_goes_on() -> None:

@@ -11,7 +11,8 @@ from tensord.config.model_config import parse_pbtxt
 from tensord.shm.errors import Internal
 from tensord.workers.calls.caller import ModelPort
 from tensord.workers.models.execution import Execution
-from tensord.workers.models.host_model import HostModel, shapes_key
+from tensord.workers.models.host_model import HostModel
+from tensord.workers.tensors.buckets import shapes_key
 from tensord.workers.tensors.signature import signature
 from tests.workers.made_requests import request_of
 from tests.workers.parameters.made_sets import loaded

@@ -26,6 +26,7 @@ from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Executables
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.placed_sets import placed_sets
+from tensord.workers.programs.state_program import rows_argument
 from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.sequence import Controls, Slot
 from tensord.workers.tensors.buckets import Buckets
@@ -193,7 +194,8 @@ def test_a_run_is_given_to_the_device_before_the_one_before_it_was_read() -> Non
         assert executable is not None
         inputs, _ = executable.gather(requests)
         program = functools.partial(executable.call, executable.parameters())
-        outputs.append(carry.run(program, {name: array.copy() for name, array in inputs.items()}, 1, requests))
+        rows = rows_argument(model._signature, 1, [(2, step == 0)])
+        outputs.append(carry.run(program, {name: array.copy() for name, array in inputs.items()}, rows))
     assert [np.asarray(each["y"]).ravel()[0] for each in outputs] == [101, 102, 103, 104, 105]
 
 

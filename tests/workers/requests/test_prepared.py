@@ -20,12 +20,13 @@ from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import RegionSlice, RequestedOutput, Slice
 from tensord.shm.operations import RegisterSystemRegion
-from tensord.workers.models.host_model import shapes_key
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
-from tensord.workers.requests.prepared import Checked, CheckedInputs, Preparation, validate
+from tensord.workers.requests.preparation import Checked, CheckedInputs, Preparation
+from tensord.workers.requests.prepared import validate
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import SubmitterLink
+from tensord.workers.tensors.buckets import shapes_key
 from tensord.workers.tensors.signature import signature
 from tests.generated import examples
 from tests.records import Tensor, WholeRequest

@@ -9,7 +9,7 @@ import numpy as np
 from tensord.config.model_config import parse_pbtxt
 from tensord.shm.arrays import Array
 from tensord.workers.programs.grouped_program import Packing, layout_of_rows
-from tensord.workers.requests.answer_plan import BatchOutputs, layout_of, uncut
+from tensord.workers.tensors.output_layout import BatchOutputs, layout_of, uncut
 from tensord.workers.tensors.signature import Signature, signature
 
 TENSORS = """output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "n" data_type: TYPE_INT8 dims: [ -1 ] }

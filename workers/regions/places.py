@@ -1,4 +1,4 @@
-"""Chooses where each output of an answer is written to, before anything is written.
+"""Says where each output of a request is written to: chosen before anything is written, by ``workers/dispatch/answers.py``.
 
 requested region   the client's memory, after all of them are known to fit
 small              inside the record
@@ -7,19 +7,14 @@ the rest           one lease in the lane's response arena, each tensor at a mult
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tensord.shm.arena import ALIGNMENT, Lease, LeaseKey
+from tensord.shm.arena import Lease, LeaseKey
 from tensord.shm.cuda_regions import CudaRegion
-from tensord.shm.errors import Internal
 from tensord.shm.messages import RegionSlice, Slice
-from tensord.shm.regions import Region, check_range
+from tensord.shm.regions import Region
 from tensord.workers.regions.region_table import AnyRegion
-from tensord.workers.requests.request import Request
-
-#: All inline tensors of an answer together, in units of the limit for one: more would burst the datagram.
-_INLINE_TENSORS = 8
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -33,38 +28,14 @@ class Places:
     offsets: dict[str, int]
     #: Until ``take_lease``.
     lease: Lease | None
+    #: Where the request's inputs are that lie in regions, if outputs go to regions: the region, offset and bytes of each.
+    read: Sequence[tuple[AnyRegion, int, int]] = ()
     #: Output -> the memory that the program may write to by itself.
     offered: dict[str, memoryview] = field(default_factory=dict)
     #: Output -> where that begins.
     addresses: dict[str, int] = field(default_factory=dict)
     #: The outputs it has written there.
     written: Collection[str] = ()
-
-    @classmethod
-    def find(cls, request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
-        """Chooses places for outputs of these sizes in bytes, and reserves memory of the response arena if needed.
-
-        None: the arena is full now.
-
-        Args:
-          inline_byte_size: the most bytes of an output that goes into the answer's record.
-        Raises: Internal: an output does not fit into the region that the client wants it in.  InvalidArgument: the outputs are
-        larger than the whole arena.
-        """
-        in_regions = _fit(request, sizes)
-        inline_left = inline_byte_size * _INLINE_TENSORS
-        offsets: dict[str, int] = {}
-        needed = 0
-        for name, size in sizes.items():
-            if name in in_regions:
-                continue
-            if size <= inline_byte_size and size <= inline_left:
-                inline_left -= size
-            else:
-                offsets[name] = needed
-                needed += -(-size // ALIGNMENT) * ALIGNMENT
-        lease = request.submitter.lane.loan(needed) if needed else None
-        return None if needed and lease is None else cls(sizes, in_regions, offsets, lease)
 
     def in_arena(self, name: str) -> Slice | None:
         """Returns an output's place in the response arena; None: it goes into the record or a region."""
@@ -117,25 +88,3 @@ class Places:
 
     def __repr__(self) -> str:
         return f"<Places of {len(self.sizes)} outputs: {len(self.in_regions)} in regions, {len(self.offsets)} in {self.lease}>"
-
-
-def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSlice, AnyRegion]]:
-    """Returns, for each output that goes to a region, its place there and the region (by output name); checks that all fit.
-
-    Raises: Internal: an output is larger than its place.  InvalidArgument: a place is not inside its region.
-    """
-    places: dict[str, tuple[RegionSlice, AnyRegion]] = {}
-    for name, wanted in request.outputs.items():
-        if wanted.region is None or name not in sizes:
-            continue
-        size = sizes[name]
-        if size > wanted.region.byte_size:
-            raise Internal(
-                f"shared memory size specified with the request for output '{name}' ({wanted.region.byte_size} bytes) "
-                f"should be at least {size} bytes to hold the results"
-            )
-        region = request.leased(wanted.region.region)
-        if size:
-            check_range(wanted.region.offset, size, region.byte_size, region.name)
-        places[name] = (wanted.region, region)
-    return places

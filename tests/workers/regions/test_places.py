@@ -22,6 +22,7 @@ from tensord.shm.errors import Internal, InvalidArgument
 from tensord.shm.messages import RegionSlice, RequestedOutput
 from tensord.shm.regions import Region, open_object
 from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.workers.dispatch.answers import find_places
 from tensord.workers.native.extensions import available
 from tensord.workers.processor import output_memory
 from tensord.workers.processor.host_executable import HostExecutable
@@ -29,8 +30,8 @@ from tensord.workers.processor.output_memory import OutputMemory
 from tensord.workers.processor.processor import Processor
 from tensord.workers.programs.executable import Wanted
 from tensord.workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.regions.places import Places
 from tensord.workers.regions.region_table import AnyRegion
-from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.signature import Signature, signature
 from tests.generated import examples
@@ -155,7 +156,7 @@ def executable_of(program: Any, sizes: Mapping[str, int], unknown: tuple[str, ..
 
 
 def found(request: Request, sizes: Mapping[str, int]) -> Places:
-    places = Places.find(request, sizes, INLINE)
+    places = find_places(request, sizes, INLINE)
     assert places is not None
     return places
 
@@ -205,14 +206,14 @@ def test_whatever_the_sizes_no_two_places_meet(sizes: list[int]) -> None:
 
 def test_a_full_arena(lane: ALane) -> None:
     held = [found(request_for(lane), {"y": MIB // 4}) for _ in range(4)]
-    assert Places.find(request_for(lane), {"y": MIB // 4}, INLINE) is None
+    assert find_places(request_for(lane), {"y": MIB // 4}, INLINE) is None
     assert lane.leases == 4
     # What needs no room there finds its place all the same.
     assert found(request_for(lane), {"y": INLINE}).lease is None
     held.pop().release()
     held.append(found(request_for(lane), {"y": MIB // 4}))
     with pytest.raises(InvalidArgument, match="cannot fit"):
-        Places.find(request_for(lane), {"y": 2 * MIB}, INLINE)
+        find_places(request_for(lane), {"y": 2 * MIB}, INLINE)
     assert lane.leases == 4
     for places in held:
         places.release()
@@ -224,11 +225,11 @@ def test_all_regions_fit_or_nothing_is_taken(lane: ALane, objects: Objects) -> N
         lane, {"a": None, "y": RegionSlice("whole", 0, 99), "z": RegionSlice("other", 0, 9)}, (), objects.regions
     )
     with pytest.raises(Internal, match=r"output 'z' \(9 bytes\) should be at least 10 bytes"):
-        Places.find(short, {"a": LARGE, "y": 99, "z": 10}, INLINE)
+        find_places(short, {"a": LARGE, "y": 99, "z": 10}, INLINE)
     for place in (RegionSlice("other", MIB - 9, 10), RegionSlice("other", -1, 10), RegionSlice("other", MIB, 10)):
         beyond = request_for(lane, {"a": None, "z": place}, (), objects.regions)
         with pytest.raises(InvalidArgument, match="'other'"):
-            Places.find(beyond, {"a": LARGE, "z": 10}, INLINE)
+            find_places(beyond, {"a": LARGE, "z": 10}, INLINE)
     assert lane.leases == 0
 
 
@@ -265,7 +266,7 @@ def test_the_region_that_was_checked_and_no_other_of_its_name(lane: ALane, objec
 def offered(request: Request, executable: HostExecutable, sizes: Mapping[str, int]) -> dict[str, int]:
     """Returns which outputs the program may write by itself: name -> bytes; all offers are withdrawn."""
     places = found(request, sizes)
-    executable.offer(request, places)
+    executable.offer(places)
     made = {name: len(memory) for name, memory in places.offered.items()}
     for name, address in places.addresses.items():
         assert address % ALIGNMENT == 0
@@ -430,7 +431,7 @@ def test_an_output_that_is_kept(lane: ALane, monkeypatch: pytest.MonkeyPatch) ->
     x = np.frombuffer(mmap.mmap(-1, LARGE), np.float32)
     executable.computed({}, {"x": x}, {})
     places = found(request_for(lane), {"y": LARGE})
-    executable.offer(request_for(lane), places)
+    executable.offer(places)
     kept = np.asarray(executable.computed({}, {"x": x}, places.addresses)["y"])
     assert output_memory.address_of(kept) == places.addresses["y"]
     assert executable.written({"y": kept}, places.addresses) == ["y"]

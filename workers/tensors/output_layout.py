@@ -1,0 +1,69 @@
+"""Describes where each output of a program is in the buffers that a run returns.
+
+outputs of a run for all of its requests   | row 0 | row 1 | ... |      of one output, or of several side by side
+where each output is in them: OutputLayout, the same for every run of a program
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tensord.shm.arrays import Array
+from tensord.workers.tensors.signature import Signature
+
+#: Bytes of all outputs of a run; larger ones are cut as arrays, so that nothing large is copied twice.
+UNCUT_BYTE_SIZE = 1 << 18
+
+#: One output of all requests: name, datatype, which of the contents, start, step, byte size and shape of a row. Row n begins at
+#: ``start + n * step``; if others lie between its rows, each request has one. An ordinary tuple, because every answer
+#: unpacks it.
+Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
+
+
+class OutputLayout:
+    """Describes where each output of a program is in the buffers that a run returns. Layouts are compared by identity."""
+
+    __slots__ = ("batches", "outputs", "row_byte_size")
+
+    def __init__(self, outputs: Sequence[Output], batches: bool) -> None:
+        #: Outputs in the model's order.
+        self.outputs = tuple(outputs)
+        #: Bytes of one row of all outputs.
+        self.row_byte_size = sum([size for _, _, _, _, _, size, _ in outputs])
+        #: Whether an answer's shape begins with its number of rows: the model has a batch dimension.
+        self.batches = batches
+
+    def __repr__(self) -> str:
+        return f"<OutputLayout {len(self.outputs)} outputs, {self.row_byte_size} bytes a row>"
+
+
+class BatchOutputs(NamedTuple):
+    """The outputs of a run as bytes, with the layout that says where each output is in them."""
+
+    layout: OutputLayout
+    contents: list[bytes]
+
+
+def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
+    """Returns the layout of a program's outputs, each of which is in a buffer of its own.
+
+    ``slots``: whether the first dimension of each array counts rows; otherwise each array is one row.
+    """
+    outputs: list[Output] = []
+    for number, (name, array) in enumerate(arrays.items()):
+        size = array.nbytes // len(array) if slots else array.nbytes
+        shape = array.shape[1:] if slots else array.shape
+        outputs.append((name, signature.outputs[name].datatype, number, 0, size, size, shape))
+    return OutputLayout(outputs, signature.batches)
+
+
+def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
+    """Returns a run's outputs as bytes with their layout, so that answers can be cut out of these bytes.
+
+    None: the outputs have more than ``UNCUT_BYTE_SIZE`` bytes. They are to be cut as arrays, so that nothing large is copied
+    twice.
+    """
+    if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > UNCUT_BYTE_SIZE:
+        return None
+    return BatchOutputs(layout, [content if isinstance(content, bytes) else content.tobytes() for content in contents])

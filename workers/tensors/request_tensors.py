@@ -1,0 +1,90 @@
+"""The tensors of one request, as a program of its batch sees them: arrays or bytes by input name, and a number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from tensord.shm.arrays import DTYPES, Array
+from tensord.shm.messages import PreparedRequest
+from tensord.workers.scheduling.sequence import Sequenced
+
+if TYPE_CHECKING:
+    from tensord.workers.devices.late_tensor import LateTensor
+
+#: No inputs.
+NOTHING: Mapping[str, Array] = {}
+
+
+class RequestTensors(Sequenced):
+    """What programs read of a request; ``tensord.workers.requests.request.Request`` adds the rest, and sets all of it."""
+
+    __slots__ = ("_added", "_arrays", "contents", "copied_byte_size", "prepared")
+
+    #: What the request has in common with others, such as the names of its model and inputs.
+    prepared: PreparedRequest
+    _arrays: dict[str, Array] | None
+    #: Inputs that are not of the client.
+    _added: Mapping[str, Array]
+    #: Input name -> its bytes, where they say it all.
+    contents: Mapping[str, bytes | memoryview | LateTensor] | None
+    #: Bytes of its tensors that were copied for it alone: before they are gathered, and when the outputs are placed.
+    copied_byte_size: int
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """The input arrays by name, in the model's shapes (after a configured reshape).
+
+        An input in GPU memory or in a snapshot region (one that is not mapped) is a ``LateTensor``, read later; any other is,
+        where possible, a view of the submitter's arena or of a client's region. Nobody writes to them.
+        """
+        if self._arrays is None:
+            # Made only for who asks: what is gathered into a batch goes there as bytes.
+            assert self.contents is not None
+            self._arrays = {
+                tensor.name: _array(self.contents[tensor.name], tensor.datatype, tensor.shape)
+                for tensor in self.prepared.inputs
+            }
+            self._arrays.update(self._added)
+        return self._arrays
+
+    def keep(self, arrays: dict[str, Array]) -> None:
+        """Replaces the request's input tensors by these arrays (input name -> array, in the model's shapes)."""
+        self._arrays, self.contents = arrays, None
+
+    def add(self, inputs: Mapping[str, Array]) -> None:
+        """Adds inputs that the server makes (name -> array), such as sequence controls, to those that the client sent."""
+        if self.contents is None or any(array.dtype == np.object_ for array in inputs.values()):
+            self._arrays, self.contents = {**self.arrays, **inputs}, None
+            return
+        # What is gathered goes as bytes; the arrays are made if somebody asks for them.
+        self._arrays, self._added = None, {**self._added, **inputs}
+        self.contents = {**self.contents, **{name: array.tobytes() for name, array in inputs.items()}}
+
+    @property
+    def small(self) -> bool:
+        """True if all input tensors came inside the request's record (message), and none in shared memory."""
+        return self.contents is not None and not [one for one in self.contents.values() if type(one) is not bytes]
+
+    @property
+    def label(self) -> str:
+        """The beginning of Triton's error messages, which names the request by the client's id."""
+        return label(self.client_id)
+
+    @property
+    def stays(self) -> bool:
+        """True if outputs may be wanted on the GPU: by another model, or in a client's memory there."""
+        return False
+
+
+def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple[int, ...]) -> Array:
+    if isinstance(content, (bytes, memoryview)):
+        return np.frombuffer(content, DTYPES[datatype]).reshape(shape)
+    return cast(Array, content)
+
+
+def label(client_id: str) -> str:
+    """Returns ``[request id: X] `` with the client's id of the request, as Triton begins its error messages."""
+    return f"[request id: {client_id or '<id_unknown>'}] "
