@@ -23,68 +23,12 @@ from typing import Any
 
 import numpy as np
 
+from tensord_client.common import dlpack
 from tensord_client.common.results import Array
 from tensord_client.errors import CLOSED, InvalidArgument, ServingError, Unavailable
 
-#: DLPack's numbers of the device type CUDA, and of the legacy default stream, on which this module copies.
-_CUDA, _DEFAULT_STREAM = 2, 1
-#: Kinds of DLPack data types by numpy's kinds.
-_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
-_CODE_BFLOAT = 4
-_NAME = b"dltensor"
-
-
-class _Device(ctypes.Structure):
-    _fields_ = (("kind", ctypes.c_int), ("number", ctypes.c_int))
-
-
-class _DataType(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", _Device),
-        ("ndim", ctypes.c_int),
-        ("dtype", _DataType),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _Managed(ctypes.Structure):
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
-
-
-_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
-    ("PyCapsule_New", ctypes.pythonapi)
-)
-_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
-_pointer_of_dying = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-#: Objects that keep exported tensors alive, by the address of each tensor, until its consumer lets go.
-_exported: dict[int, tuple[Any, ...]] = {}
-
-
-def _let_go(address: int) -> None:
-    """Drops this module's reference to a DLPack tensor that its consumer has released. ``address``: of its DLManagedTensor."""
-    _exported.pop(address, None)
-
-
-def _never_consumed(capsule: int) -> None:
-    """Drops this module's reference to a DLPack tensor whose capsule (at address ``capsule``) dies before a consumer took it."""
-    if _is_valid(capsule, _NAME):
-        _exported.pop(_pointer_of_dying(capsule, _NAME), None)
-
-
-_DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_let_go)
-_DESTRUCTOR = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_never_consumed)
+#: DLPack's number of the legacy default stream, on which this module copies.
+_DEFAULT_STREAM = 1
 
 
 class Driver:
@@ -183,7 +127,7 @@ class DeviceArray:
         """
         kind, number = value.__dlpack_device__() if hasattr(value, "__dlpack_device__") else (1, 0)
         with self.memory.driver.on(self._ordinal):
-            if int(kind) != _CUDA:
+            if int(kind) != dlpack.CUDA:
                 made = np.ascontiguousarray(np.asarray(value))
                 self._check(made.shape, made.dtype == self.dtype, made.dtype)
                 self.memory.driver.to_device(self._address, made.ctypes.data, self.nbytes)
@@ -191,12 +135,11 @@ class DeviceArray:
             if number != self._ordinal:
                 raise InvalidArgument(f"an array on CUDA device {number} cannot be copied to {self.device} here")
             capsule = value.__dlpack__(stream=_DEFAULT_STREAM)
-            tensor = _Managed.from_address(_pointer(capsule, _NAME)).tensor
-            shape = tuple(tensor.shape[at] for at in range(tensor.ndim))
-            own = _data_type(self.dtype)
-            alike = (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes) == (own.code, own.bits, own.lanes)
-            self._check(shape, alike, f"kind {tensor.dtype.code} of {tensor.dtype.bits} bits")
-            if tensor.strides and not _is_contiguous(shape, [tensor.strides[at] for at in range(tensor.ndim)]):
+            tensor = dlpack.content(capsule)
+            shape = tuple(tensor.shape[: tensor.ndim])
+            alike = (tensor.code, tensor.bits, tensor.lanes) == (dlpack.code_of(self.dtype), 8 * self.dtype.itemsize, 1)
+            self._check(shape, alike, f"kind {tensor.code} of {tensor.bits} bits")
+            if tensor.strides and not _is_contiguous(shape, tensor.strides[: tensor.ndim]):
                 raise InvalidArgument("an array on a device is copied in where its elements lie one behind the other")
             self.memory.driver.within(self._address, (tensor.data or 0) + tensor.byte_offset, self.nbytes)
 
@@ -212,21 +155,14 @@ class DeviceArray:
         return made
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _CUDA, self._ordinal
+        return dlpack.CUDA, self._ordinal
 
     def __dlpack__(self, **_: Any) -> Any:
         """Exports a view of the array by DLPack; the GPU's memory lives as long as the view.
 
         The arguments are ignored, and no stream is synchronized, since no work on the array is under way between two requests.
         """
-        shape = (ctypes.c_int64 * max(1, len(self.shape)))(*self.shape)
-        tensor = _Tensor(
-            self._address, _Device(_CUDA, self._ordinal), len(self.shape), _data_type(self.dtype), shape, None, 0
-        )
-        managed = _Managed(tensor, None, ctypes.cast(_DELETER, ctypes.c_void_p))
-        address = ctypes.addressof(managed)
-        _exported[address] = managed, shape, self
-        return _new(address, _NAME, ctypes.cast(_DESTRUCTOR, ctypes.c_void_p))
+        return dlpack.DeviceView(self._address, self.dtype, self.shape, self.__dlpack_device__(), self).__dlpack__()
 
     def __repr__(self) -> str:
         return f"<DeviceArray {self.dtype}{list(self.shape)} on {self.device}>"
@@ -276,7 +212,8 @@ class DeviceMemory:
         byte_size = math.prod(wanted) * dtype.itemsize
         if byte_size <= 0:
             raise InvalidArgument(f"an array of {byte_size} bytes has no memory on a GPU")
-        _data_type(dtype)
+        if dlpack.code_of(dtype) is None:
+            raise InvalidArgument(f"an array of {dtype} cannot lie on a GPU")
         with self._lock:
             if self._is_closed:
                 raise Unavailable(CLOSED)
@@ -314,14 +251,6 @@ class DeviceMemory:
             self._is_closed = True
             if self._driver is not None and self._pid == os.getpid():
                 self._collect()
-
-
-def _data_type(dtype: np.dtype) -> _DataType:
-    """Returns a dtype as DLPack's DLDataType. Raises InvalidArgument: DLPack has no such type."""
-    code = _CODE_BFLOAT if dtype.name == "bfloat16" else _CODES.get(dtype.kind)
-    if code is None:
-        raise InvalidArgument(f"an array of {dtype} cannot lie on a GPU")
-    return _DataType(code, 8 * dtype.itemsize, 1)
 
 
 def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:

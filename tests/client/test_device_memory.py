@@ -15,10 +15,9 @@ from tests.repositories import scale_model
 
 #: Asks the daemon whose socket and address it is told.
 SCRIPT = """
-import gc, json, sys, urllib.request
+import gc, json, sys, urllib.request, weakref
 import numpy as np
 import tensord_client
-from tensord_client.device_memory import _exported
 
 def regions():
     with urllib.request.urlopen(f"http://{sys.argv[2]}/v2/cudasharedmemory/status") as answer:
@@ -42,13 +41,13 @@ with tensord_client.connect(sys.argv[1]) as client:
     np.testing.assert_array_equal(other.numpy(), y.numpy())
     np.testing.assert_array_equal(model({"x": other})["y"], 3 * y.numpy() + 1)
     assert other.__dlpack_device__() == (2, 0)
-    capsule = other.__dlpack__()
+    capsule, exported = other.__dlpack__(), weakref.ref(other)
     del other
     gc.collect()
-    assert len(_exported) == 1
+    assert exported() is not None
     del capsule
     gc.collect()
-    assert not _exported
+    assert exported() is None
     for wrong in (values.astype(np.float64), values[:1], client.empty((2, 2), np.float32, device="cuda:0")):
         try:
             x.copy_from(wrong)

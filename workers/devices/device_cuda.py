@@ -27,9 +27,9 @@ import numpy as np
 
 from tensord.config.options import Workers
 from tensord.shm.arrays import Array, address_of
+from tensord.shm.common.dlpack import DeviceView
 from tensord.shm.cuda_regions import Context, CudaError, CudaRegion, DeviceLost
 from tensord.shm.errors import Unavailable
-from tensord.workers.devices import dlpack
 from tensord.workers.devices.client_memory import may_be_written, standing
 from tensord.workers.devices.device_array import DeviceArray
 from tensord.workers.devices.host_staging import TOGETHER, HostStaging, StagingPool
@@ -73,7 +73,7 @@ class CudaDevice:
         self._device = device
         self._pieces = pieces
         #: The device's DLDeviceType and number in XLA.
-        self._dlpack_device = dlpack.device_of(device)
+        self._dlpack_device = _dlpack_device_of(device)
         self._order = StreamOrder(context)
         self._staging = 0
         self._staging_byte_size = 0
@@ -250,7 +250,7 @@ class CudaDevice:
         if found is not None:
             self._views.move_to_end(key)
             return found
-        made: jax.Array = jax.dlpack.from_dlpack(dlpack.DeviceView(pointer, dtype, shape, self._dlpack_device))
+        made: jax.Array = jax.dlpack.from_dlpack(DeviceView(pointer, dtype, shape, self._dlpack_device))
         if made.unsafe_buffer_pointer() != pointer:
             # JAX has made a copy, which must not be cached: it would not follow the memory's content.
             return made
@@ -362,6 +362,12 @@ class CudaDevice:
 def room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     """Returns how many bytes an input takes in the staging buffer: its size, rounded up to ``ALIGNMENT``."""
     return -(-_byte_size(dtype, shape) // ALIGNMENT) * ALIGNMENT
+
+
+def _dlpack_device_of(device: jax.Device) -> tuple[int, int]:
+    """Returns a JAX device as DLPack names it: DLDeviceType and device number."""
+    kind, number = jax.device_put(np.zeros(1, np.float32), device).__dlpack_device__()
+    return int(kind), int(number)
 
 
 def _lies_there(array: object) -> TypeGuard[CudaTensor | DeviceArray]:

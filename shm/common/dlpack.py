@@ -1,6 +1,6 @@
-"""Passes device memory that JAX did not allocate to JAX by DLPack: address, shape and datatype, and no copy.
+"""Passes memory to and from other libraries by DLPack: address, shape and datatype, and no copy.
 
-    PyCapsule "dltensor" ─▶ DLManagedTensor ─▶ shape; manager_ctx ─▶ the view, alive until XLA calls the deleter
+    PyCapsule "dltensor" ─▶ DLManagedTensor ─▶ shape; manager_ctx ─▶ the view, alive until the consumer calls the deleter
 
 Written here because the libraries that make such capsules refuse bfloat16. Source: dlpack.h, version 0 of the struct.
 """
@@ -11,17 +11,19 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 #: DLDeviceType.
 CPU, CUDA = 1, 2
 _CAPSULE = b"dltensor"
-#: DLDataTypeCode by numpy's kind; bfloat16, which numpy does not know, is of kind V.
-_CODES = {"i": 0, "u": 1, "f": 2, "V": 4, "c": 5, "b": 6}
+#: DLDataTypeCode by numpy's kind.
+_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
+_CODE_BFLOAT = 4
 
 
-class _Tensor(ctypes.Structure):
+class ManagedTensor(ctypes.Structure):
+    """DLPack's struct of a tensor that whoever gets it gives back by a call of ``deleter``."""
+
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -30,8 +32,8 @@ class _Tensor(ctypes.Structure):
         ("code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
         ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
         # DLManagedTensor goes on:
         ("manager_ctx", ctypes.c_void_p),
@@ -51,8 +53,10 @@ _drop = ctypes.pythonapi.Py_DecRef
 _drop.argtypes = [ctypes.c_void_p]
 
 
-def _delete(managed: int, at: Callable[[int], Any] = _Tensor.from_address, drop: Callable[[Any], Any] = _drop) -> None:
-    """Drops XLA's reference to a ``DeviceView``; any thread may call this, and ctypes takes the GIL.
+def _delete(
+    managed: int, at: Callable[[int], Any] = ManagedTensor.from_address, drop: Callable[[Any], Any] = _drop
+) -> None:
+    """Drops a consumer's reference to a ``DeviceView``; any thread may call this, and ctypes takes the GIL.
 
     Args:
       managed: address of the view's DLManagedTensor.
@@ -71,33 +75,48 @@ def _capsule_gone(capsule: int) -> None:
 
 
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-#: C functions, kept as long as the process: XLA may call them late.
+#: C functions, kept as long as the process: consumers may call them late.
 _deleter, _destructor = _Callback(_delete), _Callback(_capsule_gone)
 
 
-def device_of(device: jax.Device) -> tuple[int, int]:
-    """Returns a JAX device as DLPack names it: DLDeviceType and device number."""
-    kind, number = jax.device_put(np.zeros(1, np.float32), device).__dlpack_device__()
-    return int(kind), int(number)
+def code_of(dtype: np.dtype[Any]) -> int | None:
+    """Returns the DLDataTypeCode of a dtype; None: DLPack has no such type."""
+    return _CODE_BFLOAT if dtype.name == "bfloat16" else _CODES.get(dtype.kind)
+
+
+def content(capsule: Any) -> ManagedTensor:
+    """Returns what a capsule holds, for as long as the capsule lives."""
+    return ManagedTensor.from_address(_pointer_of(id(capsule), _CAPSULE) or 0)
 
 
 class DeviceView:
-    """A view of device memory for ``jax.dlpack.from_dlpack``. The memory must outlive every array made from the view."""
+    """A view of device memory, which other libraries take by DLPack.
 
-    __slots__ = ("_shape", "_tensor")
+    It keeps ``owner`` alive as long as anybody uses the memory.
+    """
 
-    def __init__(self, pointer: int, dtype: np.dtype[Any], shape: Sequence[int], device: tuple[int, int]) -> None:
+    __slots__ = ("_owner", "_shape", "_tensor")
+
+    def __init__(
+        self,
+        pointer: int,
+        dtype: np.dtype[Any],
+        shape: Sequence[int],
+        device: tuple[int, int],
+        owner: object = None,
+    ) -> None:
         """``pointer``: address on the device. ``device``: DLDeviceType and device number."""
+        self._owner = owner
         self._shape = (ctypes.c_int64 * max(len(shape), 1))(*shape)
-        self._tensor = _Tensor(
+        self._tensor = ManagedTensor(
             data=pointer,
             device_type=device[0],
             device_id=device[1],
             ndim=len(shape),
-            code=_CODES[dtype.kind],
+            code=code_of(dtype),
             bits=8 * dtype.itemsize,
             lanes=1,
-            shape=ctypes.addressof(self._shape),
+            shape=self._shape,
             manager_ctx=id(self),
             deleter=ctypes.cast(_deleter, ctypes.c_void_p).value,
         )

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tensord.workers.devices.dlpack import CPU, DeviceView
+from tensord.shm.common.dlpack import CPU, DeviceView
 from tensord.workers.programs.gather_buffer import aligned
 
 
