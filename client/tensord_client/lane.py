@@ -28,6 +28,7 @@ from tensord_client.common.call import MAX_WAITING, Call
 from tensord_client.common.forks import forgotten_by_children
 from tensord_client.common.pending import WaitEnded
 from tensord_client.common.results import Array, Description
+from tensord_client.common.submission import UNKNOWN_MODEL, lost_sequence
 from tensord_client.errors import (
     CLOSED,
     Cancelled,
@@ -55,8 +56,6 @@ _PATIENCE = 30.0
 _WAIT, _PAUSE = 0.5, 0.05
 #: Seconds between two questions about a model whose worker refuses requests, and about workers that are to come.
 _REFUSED_AFTER, _COMING_AFTER = 0.25, 1.0
-#: A worker that has unloaded the model, as one that stops does, refuses a request with an error that begins so.
-_GONE = "Request for unknown model: "
 
 
 class LaneConnection(Sender):
@@ -384,13 +383,11 @@ class LaneConnection(Sender):
             if lane is None:
                 return False
             pending.lane = lane
-            pending.sent += 1
             try:
                 said = placed.prepared, placed.contents, pending.own, placed.segments
                 pending.request_id = lane.submit(pending, *said, loop, max_waiting, call.traceparent)
             except LaneEnded:
                 pending.lane = None
-                pending.sent -= 1
                 continue
             except ServingError:
                 pending.lane = None
@@ -406,16 +403,14 @@ class LaneConnection(Sender):
         Args:
           last: the lane that the caller used last, which is chosen again if nothing is in flight on it; None: there is none.
 
-        Raises: Internal: the request belongs to a sequence whose worker has ended.
+        Raises: Unavailable: the request belongs to a sequence whose worker has ended.
         """
         if call.sequence_id and not call.sequence_start:
             lane = self._sequences.get((call.model, call.sequence_id))
             if lane is not None:
                 if not lane.usable:
                     self._sequences.pop((call.model, call.sequence_id), None)
-                    raise Internal(
-                        f"sequence {call.sequence_id!r} of model '{call.model}' was lost: its worker process ended"
-                    )
+                    raise lost_sequence(call.model, call.sequence_id)
                 return lane
         known = self.models.get((call.model, call.version))
         if known is None:
@@ -481,7 +476,7 @@ class LaneConnection(Sender):
 
     @staticmethod
     def _is_due(known: OpenedModel, refusal: ServingError) -> bool:
-        return refusal.message.startswith(_GONE) or time.monotonic() - known.opened_at > _REFUSED_AFTER
+        return refusal.message.startswith(UNKNOWN_MODEL) or time.monotonic() - known.opened_at > _REFUSED_AFTER
 
     def look_again(self, call: Call, ended: WorkerLane, until: float | None) -> None:
         """Asks the daemon which workers are alive, because the lane to one has ended, unless it was asked since.
@@ -533,7 +528,7 @@ class LaneConnection(Sender):
         lane = pending.lane
         if refusal is not None and not self.find_again(pending.call, until, refusal, lane):
             raise refusal
-        if refusal is None and pending.sent and lane is not None:
+        if refusal is None and pending.strikes and lane is not None:
             self.look_again(pending.call, lane, until)
         while not (pending.done() or self._send(pending)):
             self.find_lanes(pending.call, until, False, pending.astray_at)

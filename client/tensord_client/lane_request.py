@@ -18,12 +18,12 @@ from tensord_client.answer_memory import HeldResults, Lease
 from tensord_client.common.call import Call
 from tensord_client.common.pending import Deadlines, Pending, WaitEnded
 from tensord_client.common.results import Answer
+from tensord_client.common.submission import Submission
 from tensord_client.errors import (
     CLOSED,
     Cancelled,
     DeadlineExceeded,
     Internal,
-    NotFound,
     ServingError,
     Unavailable,
 )
@@ -34,13 +34,11 @@ from tensord_client.worker_lane import WorkerLane
 
 #: Bytes of responses that are read before the worker is told; it lets a model be at least four times as far ahead.
 _ACKNOWLEDGED = 1024
-#: The most times that a request is sent, if its workers end while they have it.
-_SENDINGS = 2
 #: Seconds between two looks at a request that another thread sends again.
 _ASIDE = 0.005
 
 
-class LaneRequest(Pending[Answer]):
+class LaneRequest(Submission, Pending[Answer]):
     """A request over a lane. If its lane ends or its worker refuses it, it may be sent again, and is *astray* until then."""
 
     lane: WorkerLane | None = None
@@ -50,11 +48,10 @@ class LaneRequest(Pending[Answer]):
     refusal: ServingError | None = None
     #: When it went astray, in seconds of ``time.monotonic()``.
     astray_at = 0.0
-    #: True until a worker has refused it once.
-    _may_be_elsewhere = True
-    #: How often the request was sent.
-    sent = 0
-    _had_response = False
+    #: True: a worker has refused it once.
+    _was_refused = False
+    strikes = 0
+    answered = False
     #: Bytes of responses that were read and not acknowledged to the worker yet.
     _read = 0
 
@@ -77,20 +74,15 @@ class LaneRequest(Pending[Answer]):
         arrived: tuple[AnswerRecord, Lease | None] | ServingError = (answer, None)
         if answer.code or answer.lease is not None:
             arrived = lane.answers.judged(answer)
-            if (
-                prepared.final
-                and self._may_be_elsewhere
-                and isinstance(arrived, (NotFound, Unavailable))
-                and self._asks_again(arrived)
-            ):
+            if prepared.final and isinstance(arrived, ServingError) and self._asks_again(arrived):
                 # It was not executed. Perhaps the model is elsewhere by now.
-                self._may_be_elsewhere = False
+                self._was_refused = True
                 self.refusal = arrived
                 self._stray()
                 return
         # What has come is there before its end is seen.
         if not self._given_up and (not prepared.is_mark or answer.code):
-            self._had_response = True
+            self.answered = True
             self._arrived.append(arrived)
         if prepared.final:
             self.end()
@@ -111,39 +103,31 @@ class LaneRequest(Pending[Answer]):
 
     # --------------------------------------------------------------------------------------------- sent once more
 
+    @property
+    def cancelled(self) -> bool:
+        return self._given_up
+
     def _asks_again(self, refusal: ServingError) -> bool:
-        return not (self._had_response or self._given_up) and self._connection.may_ask_again(self, refusal)
+        return (
+            not self._was_refused
+            and self.may_be_elsewhere(refusal.code, refusal.message, False)
+            and self._connection.may_ask_again(self, refusal)
+        )
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
         """Arranges to send the request again, or fails it, because its lane ended before the last answer.
 
         ``left``: whether the request had been sent. ``error``: why the lane ended.
         """
-        reason = self._why_not_again(left, error)
+        reason: ServingError | None = error
+        if self._connection.is_closed:
+            reason = Cancelled(CLOSED)
+        elif not self._given_up:
+            reason = self.after_end(error.message, left, self._connection.is_pure(self.call))
         if reason is None:
             self._stray()
         else:
             self.fail(reason)
-
-    def _why_not_again(self, left: bool, error: ServingError) -> ServingError | None:
-        """Returns why the request may not be sent again after its lane ended, as an error; None: it may be.
-
-        ``left``: whether the request had been sent. ``error``: why the lane ended.
-        """
-        if self._connection.is_closed:
-            return Cancelled(CLOSED)
-        if self._given_up:
-            return error
-        if not left:
-            self.sent -= 1
-            return None
-        if self._had_response:
-            return Internal(f"{error.message} before the last response of the request")
-        if not self._connection.is_pure(self.call):
-            return Internal(f"{error.message} while it had the request, which may not be run twice")
-        if self.sent >= _SENDINGS:
-            return Internal(f"the request was given up: {self.sent} worker processes ended while they had it")
-        return None
 
     def _stray(self) -> None:
         """Arranges that the thread that waits for the answer sends the request again, or else a thread of the connection's."""

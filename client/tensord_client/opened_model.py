@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tensord_client.common.results import Description
+from tensord_client.common.submission import least_busy
 from tensord_client.worker_lane import WorkerLane
 
 
@@ -43,8 +44,4 @@ class OpenedModel:
         lanes = self.lanes
         if len(lanes) == 1:
             return lanes[0] if lanes[0].usable else None
-        best = None
-        for lane in lanes:
-            if lane.usable and (best is None or len(lane.in_flight) < len(best.in_flight)):
-                best = lane
-        return best
+        return least_busy([lane for lane in lanes if lane.usable])

@@ -27,7 +27,7 @@ A front, and a client that has lanes, tell a request what has happened to it, an
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .errors import Internal, NotFound, ServingError, Unavailable
 
@@ -43,10 +43,16 @@ class Submission:
     # It has no slots, so that a subclass can be a msgspec.Struct.
     __slots__ = ()
 
-    #: Nobody waits for its answer any more.
-    cancelled: bool
-    #: It has had a response, which was not its last.
-    answered: bool
+    if TYPE_CHECKING:
+
+        @property
+        def cancelled(self) -> bool:
+            """Returns whether nobody waits for its answer any more."""
+
+        @property
+        def answered(self) -> bool:
+            """Returns whether it has had a response, which was not its last."""
+
     #: The number of workers that ended and may have begun it.
     strikes: int
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensord_client
-from tensord_client import lane
+from tensord_client import lane_request
 from tensord_client.asynchronous import AsyncModel
 from tensord_client.common.model import Model
 from tensord_client.common.results import Description
@@ -256,7 +256,7 @@ def test_a_future_has_whatever_its_answer_raises(service: FakeService, monkeypat
             raise MemoryError("no memory for the answer")
 
         with monkeypatch.context() as patched:
-            patched.setattr(lane, "made_answer", fails)
+            patched.setattr(lane_request, "made_answer", fails)
             with pytest.raises(MemoryError, match="no memory for the answer"):
                 model.submit(X).result(PATIENCE)
         assert model.submit(X).result(PATIENCE)["y"].tolist() == [7]
