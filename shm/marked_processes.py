@@ -1,7 +1,7 @@
 """Finds and kills the processes that models have started, by a variable in their environment, which child processes inherit.
 
-    _TENSORD_MARK    of a worker: what any of its models started, whatever became of parents, groups and sessions
-    _TENSORD_MODEL   of one load of a model there
+    _TENSORD_MARK=WORKER         of a worker, and of what its models have forked
+    _TENSORD_MARK=WORKER.LOAD    of a program that one load of a model there has started, whatever became of parents and sessions
 
 A worker ends those of a model, the supervisor those of a dead worker. Where both are killed, the service's control group or the
 container ends them.
@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 #: The variable in the environment of a worker and of all that its models start.
 MARK = "_TENSORD_MARK"
-#: The variable in the environment of what one load of a model starts.
-MODEL_MARK = "_TENSORD_MODEL"
 #: Each look may miss processes that were started meanwhile, so there are several.
 _MAX_LOOKS = 20
 _INTERVAL = 0.02
@@ -49,11 +47,12 @@ def everybody() -> list[Found]:
     return [found for name in os.listdir("/proc") if name.isdigit() and (found := look(int(name))) is not None]
 
 
-def has(found: Found, variable: bytes) -> bool:
-    """Returns whether the process was started with this variable (NAME=value); False if its environment cannot be read."""
+def has(found: Found, mark: str) -> bool:
+    """Returns whether the process was started with this mark, of a worker or a load; False if its environment cannot be read."""
+    entry = f"{MARK}={mark}".encode()
     try:
         with open(f"/proc/{found.pid}/environ", "rb") as file:
-            return variable in file.read().split(b"\0")
+            return any(each == entry or each.startswith(entry + b".") for each in file.read().split(b"\0"))
     except OSError:
         return False  # it is gone, or somebody else's
 
@@ -78,14 +77,14 @@ def send(found: Found, number: int) -> bool:
         os.close(held)
 
 
-def kill_all(variable: bytes) -> int:
-    """Kills all processes that have this variable (NAME=value) in their environment. Returns how many were killed.
+def kill_all(mark: str) -> int:
+    """Kills all processes that have this mark in their environment. Returns how many were killed.
 
     It looks for them again after each round until none is left, up to 20 times.
     """
     killed: set[int] = set()
     for _ in range(_MAX_LOOKS):
-        found = [each for each in everybody() if has(each, variable) and send(each, signal.SIGKILL)]
+        found = [each for each in everybody() if has(each, mark) and send(each, signal.SIGKILL)]
         if not found:
             break
         killed.update(each.pid for each in found)

@@ -22,7 +22,6 @@ from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.shm import child_process, descriptors, device_names, marked_processes
 from tensord.shm.control_records import ChildReady, ControlCall, LaneClosed, Loaded, Reply, TracesEnded, Unloaded
 from tensord.shm.errors import InvalidArgument, Unavailable
-from tensord.shm.marked_processes import MARK
 from tensord.shm.progress import Loading
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
@@ -280,7 +279,7 @@ class Leftovers:
         await asyncio.gather(*self._looks)
 
     async def _end(self, worker: str, mark: str) -> None:
-        if count := await asyncio.to_thread(marked_processes.kill_all, f"{MARK}={mark}".encode()):
+        if count := await asyncio.to_thread(marked_processes.kill_all, mark):
             _log.warning("%s left %d processes behind that its models had started: they are killed", worker, count)
 
     def __repr__(self) -> str:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tensord.shm import marked_processes
-from tensord.shm.marked_processes import MARK, MODEL_MARK, Found
+from tensord.shm.marked_processes import MARK, Found
 from tensord.workers.calls.caller import ModelPort, caller
 
 _log = logging.getLogger(__name__)
@@ -65,15 +65,14 @@ class OwnProcesses:
         """True once ``close`` was called and all of the model's processes have ended."""
         return self._ending is not None and not self._ending.is_alive()
 
-    def environment(self) -> dict[str, str]:
-        """Returns the environment variables that mark a program as executed by the model's code.
+    def mark(self) -> str:
+        """Returns the mark of programs that the model's code executes, which stands in their environment.
 
         Raises OSError: the model has ended, and its code that still runs (a pool's thread, say) must not start processes.
         """
         if self._closed:
             raise OSError(errno.ECANCELED, f"model '{self._name}' is unloaded, and starts no more processes")
-        worker = os.environ.get(MARK)
-        return {MODEL_MARK: self._mark} | ({} if worker is None else {MARK: worker})
+        return self._mark
 
     def forked(self, pid: int) -> None:
         """Records a process that the model's code has forked, so that ``close`` ends it: only executed programs are marked."""
@@ -132,7 +131,6 @@ class OwnProcesses:
 
     def _found(self) -> list[Found]:
         """Returns the model's processes that still run, and all their descendants."""
-        variable = f"{MODEL_MARK}={self._mark}".encode()
         everybody = marked_processes.everybody()
         with self._lock:
             forked = dict(self._forked)
@@ -140,7 +138,7 @@ class OwnProcesses:
             each.pid: each
             for each in everybody
             if (forked.get(each.pid) or each)._replace(parent=each.parent) == each
-            and (each.pid in forked or marked_processes.has(each, variable))
+            and (each.pid in forked or marked_processes.has(each, self._mark))
         }
         while children := [each for each in everybody if each.parent in own and each.pid not in own]:
             own |= {each.pid: each for each in children}
@@ -206,9 +204,8 @@ def _fork_exec_for(usual: Callable[..., int]) -> Callable[..., int]:
         given: Iterable[bytes] | None = arguments[_ENVIRONMENT]
         if given is None:
             given = [name + b"=" + value for name, value in os.environb.items()]
-        marks = {f"{name}=".encode(): value.encode() for name, value in owner.environment().items()}
-        environment = [entry for entry in given if not entry.startswith(tuple(marks))]
-        environment += [name + value for name, value in marks.items()]
+        name = f"{MARK}=".encode()
+        environment = [*(each for each in given if not each.startswith(name)), name + owner.mark().encode()]
         return usual(*arguments[:_ENVIRONMENT], environment, *arguments[_ENVIRONMENT + 1 :])
 
     return fork_exec
@@ -220,7 +217,7 @@ def _posix_spawn_for(usual: Callable[..., int]) -> Callable[..., int]:
         owner = _owner()
         if owner is not None:
             # None means this process's environment, from Python 3.13 on.
-            env = {**(os.environ if env is None else env), **owner.environment()}
+            env = {**(os.environ if env is None else env), MARK: owner.mark()}
         return usual(path, argv, env, **more)
 
     return posix_spawn
@@ -230,14 +227,14 @@ def _fork_for(usual: Callable[[], Any], pid_of: Callable[[Any], int]) -> Callabl
     @functools.wraps(usual)
     def fork() -> Any:
         owner = _owner()
-        marks = {} if owner is None else owner.environment()
+        mark = "" if owner is None else owner.mark()
         made = usual()
         if owner is not None:
             if pid := pid_of(made):
                 owner.forked(pid)
             else:
                 # Marks the programs that the forked process executes.
-                os.environ.update(marks)
+                os.environ[MARK] = mark
         return made
 
     return fork
@@ -249,8 +246,7 @@ def _system_for(usual: Callable[[Any], int]) -> Callable[[Any], int]:
         owner = _owner()
         if owner is None:
             return usual(command)
-        marks = " ".join(f"{name}={value}" for name, value in owner.environment().items())
-        return usual(f"export {marks}\n".encode() + os.fsencode(command))
+        return usual(f"export {MARK}={owner.mark()}\n".encode() + os.fsencode(command))
 
     return system
 
@@ -260,7 +256,7 @@ def _start_for(usual: Callable[[Any], None]) -> Callable[[Any], None]:
     def start(self: multiprocessing.process.BaseProcess) -> None:
         owner = _owner()
         if owner is not None:
-            owner.environment()
+            owner.mark()
         usual(self)
         if owner is not None and self.pid is not None:
             # A process of the fork server has no mark.
