@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -65,8 +66,8 @@ from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
 from tensord.shm.channel import pair
 from tensord.shm.control_records import (
+    ChildReady,
     ControlCall,
-    EndedTrace,
     LaneClosed,
     LaneOpened,
     Loaded,
@@ -76,11 +77,13 @@ from tensord.shm.control_records import (
     RequestsRefused,
     TraceChanged,
     TraceCleared,
+    TracesEnded,
     Unloaded,
     WorkerFenced,
 )
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.progress import Loading, Readiness
+from tensord.shm.record import Record
 
 _log = logging.getLogger(__name__)
 #: Seconds that workers get at least to exit once the fronts are done.
@@ -128,16 +131,32 @@ class Supervisor:
         self._tasks = Tasks(self._shutdown.fail)
         self._environment = environment
         self._first_signals = first_signals or FirstSignals()
-        self._next_incarnation = 1
+        #: Returns a new incarnation: the number that identifies one child process for as long as the daemon runs.
+        self.next_incarnation = itertools.count(1).__next__
         self._spawned = spawned
-        self._slots = ProcessSlots(options.expert, self)
+        self._slots = ProcessSlots(options.expert, self._needs, self._gives_up)
         self._leftovers = Leftovers()
         self._orphans = Orphans(lambda: (*self.fronts, *self.workers))
         self._notifier = Notifier(environment)
         self._bar = ProgressBar()
         devices = [device.name for device, _ in spawned]
-        self.fronts = Fronts({"http": programs.http, "grpc": programs.grpc}, devices, self)
-        self.workers = WorkerPool(programs.worker, self)
+        self.fronts = Fronts(
+            {"http": programs.http, "grpc": programs.grpc},
+            devices,
+            lambda: self.options,
+            self.next_incarnation,
+            self._tell,
+            self._front_said,
+            self._front_died,
+        )
+        self.workers = WorkerPool(
+            programs.worker,
+            lambda: self.options,
+            self.next_incarnation,
+            self._worker_said,
+            self._worker_died,
+            lambda worker: self.models.worker_dismissed(worker.incarnation),
+        )
         self.models = Models(
             options, self, runtime_directory.of_service(environment), runtime_directory.state_of_service(environment)
         )
@@ -256,7 +275,7 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------------------------- starting
 
-    def tell(self, front: FrontProcess) -> None:
+    def _tell(self, front: FrontProcess) -> None:
         """Sends a new front everything that it needs: lanes to the workers, regions, model states and trace settings.
 
         Lanes come before the model states, which name the lanes' workers.
@@ -365,47 +384,41 @@ class Supervisor:
 
     # ---------------------------------------------------------------------------------------------------------- records
 
-    def front_asked(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
-        """Starts a task that carries out the operation which a front calls, replies to it, and closes the call's descriptors."""
-        self._tasks.spawn(self._answer(front, call, fds))
+    def _front_said(self, front: FrontProcess, record: Record, fds: list[int]) -> None:
+        """Acts on a record of a front that concerns other parts of the daemon. Owns the descriptors in it."""
+        if isinstance(record, ControlCall):
+            self._tasks.spawn(self._answer(front, record, fds))
+        else:
+            self._child_said(record)
 
-    def traces_ended(self, traces: Sequence[EndedTrace]) -> None:
-        """Sends ended traces that a front or a worker has handed over to the OpenTelemetry collector, if one is configured."""
-        if self._spans is not None:
-            self._spans.export(traces)
-
-    def worker_joined(self, worker: WorkerProcess) -> None:
-        """Starts a task that sends a worker, which has just become ready, its regions, lanes and models."""
-        self.child_ready()
-        self._tasks.spawn(self._join(worker))
-
-    def child_ready(self) -> None:
-        """Notes that a child process has come up, so that what is installed is of this daemon's version."""
-        self.models.outdated("")
-
-    def worker_asked(self, worker: WorkerProcess, call: ControlCall) -> None:
-        """Starts a task that carries out an operation which a model in ``worker`` asks for, such as a load, and replies."""
-        self._tasks.spawn(self._answer_worker(worker, call))
-
-    def worker_dismissed(self, worker: WorkerProcess) -> None:
-        """Removes a worker from those that serve models, because its isolated model needs it no more; its process ends later."""
-        self.models.worker_dismissed(worker.incarnation)
-
-    def worker_answered(self, worker: WorkerProcess, record: Loading | Loaded | Unloaded) -> None:
-        """Passes a worker's report about loading or unloading a version on to ``Models``.
+    def _worker_said(self, worker: WorkerProcess, record: Record) -> None:
+        """Acts on a record of a worker that concerns other parts of the daemon.
 
         A ``Loaded`` goes through ``Parameters``, which first sends the worker pushed parameters and then passes the report on.
         """
-        if isinstance(record, Loading):
-            self.models.loading(worker.incarnation, record)
-        elif isinstance(record, Loaded):
-            self.parameters.loaded(worker, record)
-        else:
-            self.models.unloaded(worker.incarnation, record.name, record.version)
+        match record:
+            case Loading():
+                self.models.loading(worker.incarnation, record)
+            case Loaded():
+                self.parameters.loaded(worker, record)
+            case Unloaded(name, version):
+                self.models.unloaded(worker.incarnation, name, version)
+            case ControlCall():
+                self._tasks.spawn(self._answer_worker(worker, record))
+            case LaneClosed():
+                self.lanes.lane_ended(worker, record.peer)
+            case _:
+                self._child_said(record)
+                if isinstance(record, ChildReady):
+                    self._tasks.spawn(self._join(worker))
 
-    def worker_ended_lane(self, worker: WorkerProcess, lane: LaneClosed) -> None:
-        """Tells ``ClientLanes`` that a worker has released everything of a client's lane."""
-        self.lanes.lane_ended(worker, lane.peer)
+    def _child_said(self, record: Record) -> None:
+        """Sends ended traces to the OpenTelemetry collector, if one is configured; notes that a child process has come up."""
+        if isinstance(record, TracesEnded) and self._spans is not None:
+            self._spans.export(record.traces)
+        elif isinstance(record, ChildReady):
+            # So what is installed is of this daemon's version.
+            self.models.outdated("")
 
     async def _answer(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
         try:
@@ -436,7 +449,7 @@ class Supervisor:
 
     # ----------------------------------------------------------------------------------------------------------- deaths
 
-    def worker_died(self, worker: WorkerProcess, device: Device) -> None:
+    def _worker_died(self, worker: WorkerProcess, device: Device) -> None:
         """Tells the fronts, and the parts for models, regions, lanes and parameters, that a worker died.
 
         Also arranges for the worker to be replaced.
@@ -472,13 +485,13 @@ class Supervisor:
         for name in before - self.workers.slots.keys():
             self._slots.forget(name)
 
-    def front_died(self, front: FrontProcess) -> None:
+    def _front_died(self, front: FrontProcess) -> None:
         """Arranges for a front that has died to be replaced, unless the daemon stops."""
         self._look(front)
         self._slots.died(front, lambda: self.fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
 
-    def needs(self, child: Child) -> bool:
+    def _needs(self, child: Child) -> bool:
         """Returns whether a dead child process is to be replaced now.
 
         A front is replaced until the daemon begins to stop; a worker until the fronts have finished their requests, but not if it
@@ -488,7 +501,7 @@ class Supervisor:
             return self.phase is not DaemonPhase.STOPPING and not child.stopping and self.workers.is_vacant(child.name)
         return self.phase not in (DaemonPhase.STOPPING, DaemonPhase.DRAINING)
 
-    def gives_up(self, child: Child) -> bool:
+    def _gives_up(self, child: Child) -> bool:
         """Stops the daemon if it is still starting and cannot do without ``child``, a dead process that will not be replaced.
 
         A child is not replaced after too many deaths, or after one that would recur. Returns whether the daemon stops. False: it
@@ -628,11 +641,6 @@ class Supervisor:
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Starts a task on the event loop. An exception in the task stops the daemon."""
         self._tasks.spawn(work)
-
-    def next_incarnation(self) -> int:
-        """Returns a new incarnation: the number that identifies one child process for as long as the daemon runs."""
-        incarnation, self._next_incarnation = self._next_incarnation, self._next_incarnation + 1
-        return incarnation
 
 
 def _raise_open_files(options: Options) -> None:

@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -28,9 +28,6 @@ from tensord.shm import descriptors
 from tensord.shm.control_records import ChildReady, ControlCall, Reply, Serve, StateAcknowledged, TracesEnded
 from tensord.shm.record import Record
 
-if TYPE_CHECKING:
-    from tensord.daemon.supervisor import Supervisor
-
 _log = logging.getLogger(__name__)
 #: Seconds until a front is tried again that there was no room for.
 _AGAIN_SECONDS = 1.0
@@ -41,17 +38,32 @@ _MOST_AUTOMATIC = 8
 class Fronts:
     """Owns the listening sockets and the front processes, and publishes the daemon's state to them."""
 
-    def __init__(self, programs: Mapping[str, str], devices: Sequence[str], supervisor: Supervisor) -> None:
+    def __init__(
+        self,
+        programs: Mapping[str, str],
+        devices: Sequence[str],
+        options: Callable[[], Options],
+        next_incarnation: Callable[[], int],
+        started: Callable[[FrontProcess], None],
+        said: Callable[[FrontProcess, Record, list[int]], None],
+        died: Callable[[FrontProcess], None],
+    ) -> None:
         """Stores which programs to run, and starts nothing yet.
 
-        ``programs``: protocol -> Python module. ``devices``: the first workers' devices, by which the
-        number of fronts of a protocol is chosen (``automatic``).
+        Args:
+          programs: protocol -> Python module.
+          devices: the first workers' devices, by which the number of fronts of a protocol is chosen (``automatic``).
+          options: returns the options in force.
+          started: sends a new front what it needs.
+          said: acts on a record of a front that is not about the front itself, and closes its descriptors.
         """
+        self._options = options
+        self._next_incarnation = next_incarnation
+        self._started, self._said, self._died = started, said, died
         #: The number of fronts of a protocol that is to have as many as suit the host.
         self._automatic = automatic(len(os.sched_getaffinity(0)), devices)
         self.by_incarnation: dict[int, FrontProcess] = {}
         self._programs = programs
-        self._supervisor = supervisor
         #: The listening sockets of each protocol.
         self._listeners: dict[str, list[Listener]] = {}
         self._counters: dict[str, SharedCounters] = {}
@@ -71,7 +83,7 @@ class Fronts:
 
         Raises ListenError: a socket cannot be bound or taken over; OSError: there is no memory for the fronts' shared counters.
         """
-        options = self._supervisor.options
+        options = self._options()
         try:
             self._listeners = listening.inherited(environment)
             listening.bind_each(
@@ -101,9 +113,7 @@ class Fronts:
         if address in self.urls("http"):
             return
         try:
-            self._listeners["http"].append(
-                listening.listen(address, 0, "http", self._supervisor.options.http.socket_mode)
-            )
+            self._listeners["http"].append(listening.listen(address, 0, "http", self._options().http.socket_mode))
         except ListenError as error:
             _log.warning("clients find no HTTP beside their socket: %s", error)
 
@@ -133,7 +143,7 @@ class Fronts:
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._go_on)
 
     def _rows(self, protocol: str) -> int:
-        options = self._supervisor.options
+        options = self._options()
         asked = options.http.processes if protocol == "http" else options.grpc.processes
         return self._automatic if asked == "auto" else asked
 
@@ -143,18 +153,18 @@ class Fronts:
         Raises OSError: no memory, process slot or file descriptor is free.
         """
         front = FrontProcess(
-            self._programs[protocol], protocol, row, self._supervisor.next_incarnation(), self._received, self._exited
+            self._programs[protocol], protocol, row, self._next_incarnation(), self._received, self._exited
         )
         counters = self._counters[protocol].fd
         sockets = [listener.socket.fileno() for listener in self._listeners[protocol]]
         front.spawn(
-            msgspec.msgpack.encode(of_one(self._supervisor.options, self._rows(protocol))),
+            msgspec.msgpack.encode(of_one(self._options(), self._rows(protocol))),
             ["--listen-fds", ",".join(map(str, sockets)), "--counters-fd", str(counters), "--row", str(row)],
             {},
             [*sockets, counters],
         )
         self.by_incarnation[front.incarnation] = front
-        self._supervisor.tell(front)
+        self._started(front)
         front.ask(self._edition)
 
     # ---------------------------------------------------------------------------------------------------------- telling
@@ -193,7 +203,7 @@ class Fronts:
 
     def _received(self, front: FrontProcess, record: Any, fds: list[int]) -> None:
         if isinstance(record, ControlCall):
-            return self._supervisor.front_asked(front, record, fds)
+            return self._said(front, record, fds)
         if isinstance(record, Reply):
             return front.answered(record, fds)
         descriptors.close(fds)
@@ -207,10 +217,10 @@ class Fronts:
                 else:
                     front.serves = True
                     front.send(Serve())
-            case TracesEnded(traces):
-                self._supervisor.traces_ended(traces)
+            case TracesEnded():
+                self._said(front, record, [])
             case ChildReady(missing=missing):
-                self._supervisor.child_ready()
+                self._said(front, record, [])
                 self._missing.say(missing)
                 urls = " and ".join(self.urls(front.protocol))
                 _log.info("%s (process %d) is up, serving %s on %s", front.name, front.pid, front.protocol, urls)
@@ -222,7 +232,7 @@ class Fronts:
     def _exited(self, front: FrontProcess) -> None:
         del self.by_incarnation[front.incarnation]
         self._counters[front.protocol].clear(front.row)
-        self._supervisor.front_died(front)
+        self._died(front)
         if not front.ready:
             self._go_on()
 
@@ -258,7 +268,7 @@ class Fronts:
     def urls(self, protocol: str) -> list[str]:
         """Returns the URLs of a protocol as clients see them; empty: the protocol is not served."""
         urls = [listener.url for listener in self._listeners.get(protocol, ()) if listener.url is not None]
-        http = self._supervisor.options.http
+        http = self._options().http
         if http.use_tls or http.mutual_tls:
             urls = [url.replace("http://", "https://", 1) for url in urls]
         return urls

@@ -11,7 +11,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from tensord.config.control_groups import MemoryGroup, memory_groups
 from tensord.config.options import Expert
@@ -23,9 +22,6 @@ HEALTHY_NS = 60 * 10**9
 #: The longest wait in seconds after the death of a process that had come up.
 SERVED_MAXIMUM = 1.0
 
-
-if TYPE_CHECKING:
-    from tensord.daemon.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
 #: While the daemon starts, so many deaths in a slot that was never filled mean that it never will be.
@@ -68,9 +64,15 @@ class ProcessSlots:
     A slot ("worker-0", "http-1") is the place of one child process: the process in it may change.
     """
 
-    def __init__(self, options: Expert, supervisor: Supervisor) -> None:
+    def __init__(self, options: Expert, needs: Callable[[Child], bool], gives_up: Callable[[Child], bool]) -> None:
+        """
+        Args:
+          needs: returns whether a dead process is to be replaced now.
+          gives_up: stops the daemon, because this process will not be replaced; returns False if it goes on without the process.
+        """
         self._options = options
-        self._supervisor = supervisor
+        self._needs = needs
+        self._gives_up = gives_up
         self._chance = random.Random()
         self._histories: dict[str, Backoff] = {}
         self._restarts: Counter[str] = Counter()
@@ -109,7 +111,7 @@ class ProcessSlots:
         Must be called before ``Child.describe_exit``, which names want of memory only if it was found out here.
         """
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
-        if self._supervisor.needs(dead):
+        if self._needs(dead):
             self._deaths[dead.name, dead.cause] += 1
 
     def forget(self, name: str) -> None:
@@ -127,7 +129,7 @@ class ProcessSlots:
         if the process reports that it cannot use its device, or if 5 in a row died before any was ready.
         ``doing``: " while loading model 'm' version 1", for the log; "" if that is not known.
         """
-        if not self._supervisor.needs(dead):
+        if not self._needs(dead):
             return
         options = self._options
         history = self._histories.setdefault(
@@ -137,10 +139,10 @@ class ProcessSlots:
         if dead.ready:
             self._filled.add(dead.name)
         elif dead.name not in self._filled:
-            if dead.returncode == child_process.NO_DEVICE and self._supervisor.gives_up(dead):
+            if dead.returncode == child_process.NO_DEVICE and self._gives_up(dead):
                 _log.critical("stopping: %s cannot use its device, as it says itself", dead.name)
                 return
-            if history.deaths >= _MAX_START_DEATHS and self._supervisor.gives_up(dead):
+            if history.deaths >= _MAX_START_DEATHS and self._gives_up(dead):
                 _log.critical("stopping: %s died %d times before it was ready", dead.name, history.deaths)
                 return
         _log.error(
@@ -154,7 +156,7 @@ class ProcessSlots:
         asyncio.get_running_loop().call_later(delay, self._fill, dead, start, doing)
 
     def _fill(self, dead: Child, start: Callable[[], None], doing: str) -> None:
-        if not self._supervisor.needs(dead):
+        if not self._needs(dead):
             return
         try:
             start()

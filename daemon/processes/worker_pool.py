@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -20,14 +20,12 @@ from tensord.daemon.processes.child import OF_JAX, MissingParts, WorkerProcess
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.shm import child_process, descriptors, device_names, marked_processes
-from tensord.shm.control_records import ChildReady, ControlCall, LaneClosed, Loaded, Reply, TracesEnded, Unloaded
+from tensord.shm.control_records import ChildReady, Loaded, Reply
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.progress import Loading
+from tensord.shm.record import Record
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
-
-if TYPE_CHECKING:
-    from tensord.daemon.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
 #: A device is broken when so many workers in a row ended by themselves before they could use it; one that says so is enough.
@@ -43,8 +41,26 @@ _LOOK_SECONDS = 0.05
 class WorkerPool:
     """Starts, replaces and stops the worker processes. Tells the supervisor when one is ready, has died, or sent a record."""
 
-    def __init__(self, program: str, supervisor: Supervisor) -> None:
-        """Creates a pool without workers. ``program``: the module that workers run (``python -m``)."""
+    def __init__(
+        self,
+        program: str,
+        options: Callable[[], Options],
+        next_incarnation: Callable[[], int],
+        said: Callable[[WorkerProcess, Record], None],
+        died: Callable[[WorkerProcess, Device], None],
+        dismissed: Callable[[WorkerProcess], None],
+    ) -> None:
+        """Creates a pool without workers.
+
+        Args:
+          program: the module that workers run (``python -m``).
+          options: returns the options in force.
+          said: acts on a record of a worker that is not about the worker alone, such as that it is ready.
+          dismissed: called with a worker that is told to end because it is not needed any more.
+        """
+        self._options = options
+        self._next_incarnation = next_incarnation
+        self._said, self._died, self._dismissed = said, died, dismissed
         self.by_incarnation: dict[int, WorkerProcess] = {}
         #: The name of every slot that models share, whether it is filled now or not -> its device.
         self._shared_slots: dict[str, Device] = {}
@@ -55,7 +71,6 @@ class WorkerPool:
         #: Device -> workers in a row that could not use it; ``_DEATHS_WITHOUT_USE`` mean that it is broken.
         self._without_use: Counter[str] = Counter()
         self._program = program
-        self._supervisor = supervisor
         self._missing = MissingParts()
         self._jax_lacks = MissingParts(OF_JAX)
 
@@ -158,13 +173,13 @@ class WorkerPool:
 
         Kills it at once if it is not ready yet, or when it still runs 2 s after ``supervisor.exit_timeout`` has passed.
         """
-        grace = self._supervisor.options.supervisor.exit_timeout
+        grace = self._options().supervisor.exit_timeout
         worker.stop(int(grace * 1e9))
         if worker.ready:
             asyncio.get_running_loop().call_later(grace + _LATE_SECONDS, worker.kill)
         else:
             worker.kill()
-        self._supervisor.worker_dismissed(worker)
+        self._dismissed(worker)
 
     def start(self, name: str, device: Device) -> None:
         """Starts a worker on ``device`` in the slot of this name.
@@ -180,18 +195,16 @@ class WorkerPool:
                 at_once = worker.returncode in (child_process.NO_DEVICE, child_process.OTHER_VERSION)
                 self._without_use[device.name] += _DEATHS_WITHOUT_USE if at_once else 1
             self.lost_sequences[name] += worker.lost_sequences
-            self._supervisor.worker_died(worker, device)
+            self._died(worker, device)
 
-        worker = WorkerProcess(
-            self._program, name, self._supervisor.next_incarnation(), device.name, self._received, exited
-        )
+        worker = WorkerProcess(self._program, name, self._next_incarnation(), device.name, self._received, exited)
         worker.memory_fraction = device.memory_fraction
         worker.adopt(spawned, msgspec.msgpack.encode(self._shared()))
         self.by_incarnation[worker.incarnation] = worker
 
     def _shared(self) -> Options:
         """Returns the options of one worker: the size of the response cache is divided among the workers."""
-        options = self._supervisor.options
+        options = self._options()
         cache = msgspec.structs.replace(
             options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self._shared_slots))
         )
@@ -218,19 +231,10 @@ class WorkerPool:
                 return worker.answered(record, fds)
             case Loaded():
                 worker.load_answered(record.name, record.version)
-                self._supervisor.worker_answered(worker, record)
             case Loading():
                 worker.load_progressed(record)
-                self._supervisor.worker_answered(worker, record)
-            case Unloaded():
-                self._supervisor.worker_answered(worker, record)
-            case ControlCall():
-                self._supervisor.worker_asked(worker, record)
-            case TracesEnded(traces):
-                self._supervisor.traces_ended(traces)
-            case LaneClosed():
-                self._supervisor.worker_ended_lane(worker, record)
-        return descriptors.close(fds)
+        descriptors.close(fds)
+        return self._said(worker, record)
 
     def _reported(self, worker: WorkerProcess, record: ChildReady, fds: list[int]) -> None:
         if len(fds) != 2:
@@ -246,7 +250,7 @@ class WorkerPool:
         self._jax_lacks.say(record.jax_lacks)
         self._without_use.pop(worker.device, None)
         _log.info("%s (process %d) is up on %s", worker.name, worker.pid, worker.device)
-        return self._supervisor.worker_joined(worker)
+        return self._said(worker, record)
 
     def __iter__(self) -> Iterator[WorkerProcess]:
         return iter(self.by_incarnation.values())

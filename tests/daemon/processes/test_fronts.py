@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,7 @@ from tensord.config.options import Grpc, Http, Options, Requests
 from tensord.daemon.processes.child import FrontProcess
 from tensord.daemon.processes.fronts import Fronts, automatic, of_one
 from tensord.daemon.processes.listening import ListenError
-from tensord.daemon.supervisor import Supervisor
-from tensord.shm.control_records import ControlCall, ModelState
+from tensord.shm.control_records import ChildReady, ModelState
 
 READY = ModelState("m", 1, "READY")
 
@@ -27,23 +27,20 @@ class Owner:
     def __init__(self, processes: int = 2) -> None:
         self.options = Options(http=Http(port=0, processes=processes), grpc=Grpc(enabled=False))
         self.died: asyncio.Queue[FrontProcess] = asyncio.Queue()
-        self.last = 0
         fake = "tests.daemon.fake_front"
-        self.front_died = self.died.put_nowait
-        self.fronts = Fronts({"http": fake, "grpc": fake}, ["cpu:0"], cast(Supervisor, self))
+        self.fronts = Fronts(
+            {"http": fake, "grpc": fake},
+            ["cpu:0"],
+            lambda: self.options,
+            itertools.count(1).__next__,
+            lambda front: front.send(READY),
+            self._said,
+            self.died.put_nowait,
+        )
 
-    def tell(self, front: FrontProcess) -> None:
-        front.send(READY)
-
-    def next_incarnation(self) -> int:
-        self.last += 1
-        return self.last
-
-    def child_ready(self) -> None:
-        pass
-
-    def front_asked(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
-        raise AssertionError("nobody asks")
+    @staticmethod
+    def _said(front: FrontProcess, record: Any, fds: list[int]) -> None:
+        assert isinstance(record, ChildReady), "nobody asks"
 
     async def all_ready(self, count: int) -> list[FrontProcess]:
         while [front.ready for front in self.fronts] != [True] * count:

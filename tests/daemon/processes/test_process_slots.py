@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -32,8 +31,7 @@ class Dead:
 
 
 def slots(needed: Callable[[Child], bool] = lambda _: True, give_up: Callable[[Child], bool] = lambda _: False) -> Any:
-    supervisor: Any = SimpleNamespace(needs=needed, gives_up=give_up)
-    return ProcessSlots(Expert(restart_delay=0.001, max_restart_delay=0.01), supervisor)
+    return ProcessSlots(Expert(restart_delay=0.001, max_restart_delay=0.01), needed, give_up)
 
 
 def dead(**fields: Any) -> Child:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,6 @@ from tensord.daemon.processes.child import WorkerProcess
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.daemon.processes.worker_pool import WorkerPool
-from tensord.daemon.supervisor import Supervisor
 from tensord.shm.control_records import ChildReady, Load, Loaded, Unload, Unloaded
 
 FAKE = "tests.daemon.fake_worker"
@@ -28,26 +28,19 @@ class Owner:
 
     def __init__(self) -> None:
         self.heard: asyncio.Queue[Any] = asyncio.Queue()
-        self.last = 0
-        self.worker_pool = WorkerPool(FAKE, cast(Supervisor, self))
+        hear = self.heard.put_nowait
+        self.worker_pool = WorkerPool(
+            FAKE,
+            lambda: self.options,
+            itertools.count(1).__next__,
+            self._said,
+            lambda worker, device: hear(("died", worker.name, device.name)),
+            lambda worker: hear(("dismissed", worker.name)),
+        )
 
-    def next_incarnation(self) -> int:
-        self.last += 1
-        return self.last
-
-    def worker_joined(self, worker: WorkerProcess) -> None:
-        self.heard.put_nowait(("joined", worker.name, worker.device))
-
-    def worker_answered(self, worker: WorkerProcess, record: Any) -> None:
-        self.heard.put_nowait((worker.name, record))
-
-    worker_asked = worker_answered
-
-    def worker_died(self, worker: WorkerProcess, device: Device) -> None:
-        self.heard.put_nowait(("died", worker.name, device.name))
-
-    def worker_dismissed(self, worker: WorkerProcess) -> None:
-        self.heard.put_nowait(("dismissed", worker.name))
+    def _said(self, worker: WorkerProcess, record: Any) -> None:
+        said = (worker.name, record)
+        self.heard.put_nowait(("joined", worker.name, worker.device) if isinstance(record, ChildReady) else said)
 
     async def hear(self, count: int) -> list[Any]:
         return sorted([await self.heard.get() for _ in range(count)], key=repr)
