@@ -16,7 +16,7 @@ _OWN = Path("/proc/self/cgroup")
 _ROOT = Path("/sys/fs/cgroup")
 
 
-class _Names(NamedTuple):
+class _FileNames(NamedTuple):
     """Names of a memory control group's files, and of the lines in ``memory.stat`` that count page cache and shared memory."""
 
     limit: str
@@ -27,8 +27,8 @@ class _Names(NamedTuple):
 
 
 _NAMES = {
-    1: _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_cache", "total_shmem"),
-    2: _Names("memory.max", "memory.current", "memory.events", "file", "shmem"),
+    1: _FileNames("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_cache", "total_shmem"),
+    2: _FileNames("memory.max", "memory.current", "memory.events", "file", "shmem"),
 }
 
 

@@ -12,7 +12,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, InvalidArgument, NotFound, ServingError, Unavailable
 
 if TYPE_CHECKING:
-    from tensord.workers.calls.asking import Asked, Pending
+    from tensord.workers.calls.asking import Asked, BegunCall
     from tensord.workers.calls.own_metrics import Counter, Gauge, Histogram
 
 __all__ = [
@@ -85,7 +85,7 @@ def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **o
     return begin(model, inputs, outputs, **own).result()
 
 
-def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
+def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> BegunCall:
     """Begins a call of another model and returns at once; ``result()`` of the returned object waits for the outputs.
 
     Calls that are under way together may share a batch of the called model. ``outputs``: names; none: all. ``own``: further

@@ -31,7 +31,7 @@ from tensord_client.errors import CLOSED, InvalidArgument, ServingError, Unavail
 _DEFAULT_STREAM = 1
 
 
-class Driver:
+class CudaLibrary:
     """The CUDA driver library, called by ctypes, with each device's primary context, which frameworks use as well."""
 
     def __init__(self) -> None:
@@ -180,20 +180,20 @@ class DeviceMemory:
         """Allocates nothing yet. ``post``: posts JSON to a path of the daemon, to register arrays."""
         self._post = post
         self._lock = threading.Lock()
-        self._driver: Driver | None = None
+        self._driver: CudaLibrary | None = None
         self._pid = os.getpid()
         #: Arrays that were collected: region, device, address.
         self.returned: deque[tuple[str, int, int]] = deque()
         self._is_closed = False
 
     @property
-    def driver(self) -> Driver:
+    def driver(self) -> CudaLibrary:
         """Returns the CUDA driver, loading it at the first use in this process.
 
         Raises: Unavailable: this process has no CUDA driver, or no CUDA device.
         """
         if self._driver is None or self._pid != os.getpid():
-            self._pid, self._driver = os.getpid(), Driver()
+            self._pid, self._driver = os.getpid(), CudaLibrary()
             self.returned = deque()
         return self._driver
 

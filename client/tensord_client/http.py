@@ -36,8 +36,8 @@ from tensord_client.errors import (
     from_code,
     from_status,
 )
-from tensord_client.http_channel import Address, Buffer, Response
-from tensord_client.http_request import Exchange, HttpRequest, Pool, Unreached, Waiter
+from tensord_client.http_channel import Address, Buffer, HttpResponse
+from tensord_client.http_request import HttpExchange, HttpRequest, Pool, Unreached, Waiter
 from tensord_client.parameters import ModelParameters
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class HttpConnection:
             pending.keep()
         return pending
 
-    def _send(self, exchange: Exchange, patience: float | None = None) -> HttpRequest:
+    def _send(self, exchange: HttpExchange, patience: float | None = None) -> HttpRequest:
         return HttpRequest(self._pool, exchange, self._waiter, self._patience if patience is None else patience)
 
     def prepare(self, call: Call) -> RepeatedCall:
@@ -352,16 +352,16 @@ class HttpConnection:
         return f"<HttpConnection to {self.address}>"
 
 
-class _Get(Exchange):
+class _Get(HttpExchange):
     """A request, by GET or any other method, whose answer is JSON or empty (None), and its header fields by lower-case names."""
 
-    def read(self, response: Response) -> tuple[Any, dict[bytes, bytes]]:
+    def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
         if response.status != 200:
             raise _error(response)
         return _json(response, response.text) if response.text else None, response.fields
 
 
-class _Infer(Exchange):
+class _Infer(HttpExchange):
     """An inference request, whose answer is JSON, followed by the bytes of the output tensors."""
 
     def __init__(self, pieces: list[Buffer], call: Call) -> None:
@@ -369,7 +369,7 @@ class _Infer(Exchange):
         self.streams = call.streams
         self._places = call.places
 
-    def read(self, response: Response) -> Answer:
+    def read(self, response: HttpResponse) -> Answer:
         if response.status != 200:
             raise _error(response)
         tail = np.empty(0, np.uint8) if response.tail is None else response.tail
@@ -377,7 +377,7 @@ class _Infer(Exchange):
         answer.times = _timing(response.fields.get(b"tensord-timing"))
         return answer
 
-    def read_next(self, response: Response) -> Answer | None:
+    def read_next(self, response: HttpResponse) -> Answer | None:
         stream = response.stream
         kind = response.fields.get(b"content-type", _BINARY).partition(b";")[0].lower()
         if (stream or response.whole) and (kind != _BINARY or b"content-encoding" in response.fields):
@@ -460,7 +460,7 @@ def _timing(field: bytes | None) -> Timing | None:
         return None
 
 
-def _json(response: Response, text: bytes | bytearray) -> Any:
+def _json(response: HttpResponse, text: bytes | bytearray) -> Any:
     """Parses JSON of an answer. Raises Internal: it is something else, which the message says."""
     try:
         return json.loads(text)
@@ -468,14 +468,14 @@ def _json(response: Response, text: bytes | bytearray) -> Any:
         raise _unexpected(response, bytes(text), "JSON") from None
 
 
-def _unexpected(response: Response, content: bytes, expected: str) -> ServingError:
+def _unexpected(response: HttpResponse, content: bytes, expected: str) -> ServingError:
     """Makes the error of an answer that is something else, as that of a proxy may be, than what is ``expected``."""
     fields = [response.fields.get(name, b"").decode("latin-1") for name in (b"content-type", b"content-encoding")]
     kind = ", ".join(filter(None, fields)) or "no content type"
     return Internal(f"the server answered with {kind}, {reprlib.repr(content)}, where {expected} are expected")
 
 
-def _error(response: Response) -> ServingError:
+def _error(response: HttpResponse) -> ServingError:
     try:
         message = str(json.loads(response.text)["error"])
     except (ValueError, KeyError, TypeError):

@@ -47,11 +47,11 @@ class Address(NamedTuple):
         return "localhost" if self.path else str(self)[len("http://") :]
 
 
-class Malformed(OSError):
+class MalformedResponse(OSError):
     """The server's answer is not valid HTTP."""
 
 
-class Response:
+class HttpResponse:
     """Parses an HTTP answer from bytes as they arrive, and holds what has arrived of it. Does no input or output.
 
     A body is in chunks, of a length that the head says, or all until the end of the connection.
@@ -99,19 +99,19 @@ class Response:
             self.whole = not self._places
 
     def feed(self, data: Buffer) -> None:
-        """Parses received bytes. Raises Malformed: they are not valid HTTP."""
+        """Parses received bytes. Raises MalformedResponse: they are not valid HTTP."""
         if not self.status:
             self._head += data
             if not self._head.startswith(b"HTTP/1."[: len(self._head)]):
                 # HTTP/2 begins with a frame of settings, whose kind is the fourth byte.
                 is_grpc = self._head[3:4] == b"\x04"
-                raise Malformed(
+                raise MalformedResponse(
                     f"the answer is no HTTP/1.1{', it is HTTP/2: gRPC has a port of its own' if is_grpc else ''}"
                 )
             end = self._head.find(b"\r\n\r\n")
             if end < 0:
                 if len(self._head) > _MAX_HEAD:
-                    raise Malformed(f"the head of an answer has more than {_MAX_HEAD} bytes")
+                    raise MalformedResponse(f"the head of an answer has more than {_MAX_HEAD} bytes")
                 return
             data = bytes(self._head[end + 4 :])
             self._read_head(bytes(self._head[:end]))
@@ -124,7 +124,7 @@ class Response:
         first, *lines = head.split(b"\r\n")
         words = first.split(b" ", 2)
         if len(words) < 2 or not words[1].isdigit():
-            raise Malformed("the answer is no HTTP/1.1")
+            raise MalformedResponse("the answer is no HTTP/1.1")
         self._head = bytearray()
         if words[1][:1] == b"1":
             return
@@ -146,9 +146,9 @@ class Response:
             size = int(length)
             text_size = size if json_size is None else int(json_size)
         except ValueError:
-            raise Malformed("a length in an answer's head is no number") from None
+            raise MalformedResponse("a length in an answer's head is no number") from None
         if not 0 <= text_size <= size:
-            raise Malformed(f"an answer of {size} bytes cannot begin with {text_size} bytes of JSON")
+            raise MalformedResponse(f"an answer of {size} bytes cannot begin with {text_size} bytes of JSON")
         if self._streams:
             self._left, self.whole = size, not size
             return
@@ -179,7 +179,7 @@ class Response:
             self.filled(len(part))
             data = data[len(part) :]
         if len(data):
-            raise Malformed("bytes follow an answer that nobody asked for")
+            raise MalformedResponse("bytes follow an answer that nobody asked for")
 
     def _collect(self, data: memoryview) -> None:
         """Stores bytes of a body whose length is not known, or that is read while it arrives."""
@@ -195,7 +195,9 @@ class Response:
         if json_size is None or self._streams:
             return
         if not json_size.isdigit() or int(json_size) > len(self.text):
-            raise Malformed(f"an answer of {len(self.text)} bytes cannot begin with {json_size!r} bytes of JSON")
+            raise MalformedResponse(
+                f"an answer of {len(self.text)} bytes cannot begin with {json_size!r} bytes of JSON"
+            )
         rest = memoryview(self.text)[int(json_size) :]
         self.tail = np.empty(len(rest), np.uint8)
         self.tail.data[:] = rest
@@ -219,7 +221,7 @@ class Response:
             self._line += data if end < 0 else data[: end + 1]
             data = data[len(data) if end < 0 else end + 1 :]
             if len(self._line) > _MAX_LINE:
-                raise Malformed("a line between the chunks of an answer is too long")
+                raise MalformedResponse("a line between the chunks of an answer is too long")
             if end >= 0:
                 self._read_line(bytes(self._line).strip())
                 self._line = bytearray()
@@ -232,7 +234,7 @@ class Response:
         try:
             size = int(line.partition(b";")[0], 16)
         except ValueError:
-            raise Malformed("the size of a chunk is no number") from None
+            raise MalformedResponse("the size of a chunk is no number") from None
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
@@ -245,14 +247,14 @@ class Response:
         self._complete()
 
 
-class Channel:
+class HttpChannel:
     """An HTTP connection to a server, for one request at a time.
 
     It must not be used after one of its methods raised an OSError.
     """
 
     def __init__(self, address: Address) -> None:
-        self.response = Response()
+        self.response = HttpResponse()
         #: True once all bytes of the request are sent: the server may have it.
         self.sent = False
         self._out: list[Buffer] = []
@@ -296,8 +298,8 @@ class Channel:
         return self.response.whole and self.response.keep_alive and not self._cut
 
     def send(self, pieces: Sequence[Buffer], streams: bool = False) -> None:
-        """Begins a new request with the bytes ``pieces``; ``advance`` sends them. ``streams``: as of ``Response``."""
-        self.response = Response(streams)
+        """Begins a new request with the bytes ``pieces``; ``advance`` sends them. ``streams``: as of ``HttpResponse``."""
+        self.response = HttpResponse(streams)
         self.sent = False
         self._out = [piece for piece in pieces if len(piece)]
 
@@ -312,7 +314,7 @@ class Channel:
         Returns 0 once the answer is complete, else the poll events to wait for.
 
         What has arrived so far of a body that is read while it arrives is in ``response.stream`` after each call. Raises OSError:
-        the connection failed, or the answer is not valid HTTP (Malformed).
+        the connection failed, or the answer is not valid HTTP (MalformedResponse).
         """
         if self._connecting:
             poll = select.poll()

@@ -1,6 +1,6 @@
 """Sends one HTTP request and waits for its answer: in the calling thread, on an event loop, or in a thread of the client's.
 
-    HttpRequest() ─▶ Pool.take ─▶ Channel ─▶ wait │ attach │ watch ─▶ Waiter
+    HttpRequest() ─▶ Pool.take ─▶ HttpChannel ─▶ wait │ attach │ watch ─▶ Waiter
                         ╰─ all channels are in use: wait in line       each calls _step() until the request has ended
 
 A request is sent again as long as ``patience`` lasts if it did not leave completely, or if the server says that it is stopping. A
@@ -30,7 +30,7 @@ from tensord_client.errors import (
     Unavailable,
     too_many_waiting,
 )
-from tensord_client.http_channel import Address, Buffer, Channel, Malformed, Response
+from tensord_client.http_channel import Address, Buffer, HttpChannel, HttpResponse, MalformedResponse
 
 #: A server closes connections that are idle for 75 seconds where nothing else is configured.
 _IDLE = 60.0
@@ -55,7 +55,7 @@ class Pool:
         self._max_waiting = max_waiting
         # The garbage collector may end a stream, and so give its channel back, in a thread that has the lock.
         self._lock = threading.RLock()
-        self._idle: list[tuple[Channel, float]] = []
+        self._idle: list[tuple[HttpChannel, float]] = []
         #: How many requests have a channel, or may open one.
         self._in_use = 0
         self._line: collections.deque[HttpRequest] = collections.deque()
@@ -89,7 +89,7 @@ class Pool:
             self._granted.add(pending)
             pending.grant(channel)
 
-    def _usable(self) -> Channel | None:
+    def _usable(self) -> HttpChannel | None:
         """Removes a usable idle channel from the pool and returns it; None: there is none. Closes idle ones that are unusable."""
         while self._idle:
             channel, since = self._idle.pop()
@@ -98,7 +98,7 @@ class Pool:
             channel.close()
         return None
 
-    def give(self, pending: HttpRequest, channel: Channel | None) -> None:
+    def give(self, pending: HttpRequest, channel: HttpChannel | None) -> None:
         """Puts a request's channel (connection) back into the pool, for the first queued request; it is idle if none is queued.
 
         ``channel`` None: the channel was closed; the first queued request may then open another one in its place.
@@ -148,7 +148,7 @@ class Pool:
             pending.forget()
 
 
-class Exchange:
+class HttpExchange:
     """Base class of requests over HTTP: holds the bytes to send (``pieces``), and parses the answer.
 
     ``deadline``: seconds of ``time.monotonic()``; None: none; ``pure``: whether running the request twice does no harm;
@@ -164,11 +164,11 @@ class Exchange:
         self.pure = pure
         self.model = model
 
-    def read(self, response: Response) -> Any:
+    def read(self, response: HttpResponse) -> Any:
         """Returns the result of a complete answer, or raises it if it is an error (ServingError)."""
         raise NotImplementedError
 
-    def read_next(self, response: Response) -> Any:
+    def read_next(self, response: HttpResponse) -> Any:
         """Returns the next result of a stream, or raises it if it is an error (ServingError); None: not all of it has arrived."""
         raise NotImplementedError
 
@@ -180,7 +180,7 @@ class HttpRequest(Pending[Any]):
     thread ``Waiter``.
     """
 
-    _channel: Channel | None = None
+    _channel: HttpChannel | None = None
     #: Whether it has a channel, or may open one.
     _granted = False
     _asked = False
@@ -196,7 +196,7 @@ class HttpRequest(Pending[Any]):
     #: Of that loop, to try again.
     _timer: Any = None
 
-    def __init__(self, pool: Pool, exchange: Exchange, waiter: Callable[[], Waiter], patience: float) -> None:
+    def __init__(self, pool: Pool, exchange: HttpExchange, waiter: Callable[[], Waiter], patience: float) -> None:
         """Sends the request as far as that is possible at once. Raises Unavailable: the pool takes no further request."""
         super().__init__(exchange.model, exchange.deadline, pool.deadlines)
         self._pool = pool
@@ -220,7 +220,7 @@ class HttpRequest(Pending[Any]):
 
     # ---------------------------------------------------------------------------------------------------------- progress
 
-    def grant(self, channel: Channel | None) -> None:
+    def grant(self, channel: HttpChannel | None) -> None:
         """Gives this request a channel (connection) of the pool to be sent on; None: the request may open a new one."""
         self._channel, self._granted = channel, True
         self._wake()
@@ -254,7 +254,7 @@ class HttpRequest(Pending[Any]):
         try:
             if self._channel is None:
                 self._again_at, self._asked = 0.0, False
-                self._channel = Channel(self._pool.address)
+                self._channel = HttpChannel(self._pool.address)
                 if self._pool.is_closed:  # since the look above: nobody has shut this channel down
                     self._end_early(Cancelled(CLOSED))
                     return 0
@@ -264,7 +264,7 @@ class HttpRequest(Pending[Any]):
             mask = self._channel.advance()
             self._look(self._channel.response)
             return 0 if self._arrived or self.done() else mask
-        except Malformed as error:
+        except MalformedResponse as error:
             self._end_early(Unreached(f"{self._pool.address}: {error}"))
         except OSError as error:
             self._broke(error)
@@ -274,7 +274,7 @@ class HttpRequest(Pending[Any]):
             self._end_early(Internal(f"the server's answer cannot be read: {error!r}"))
         return 0
 
-    def _look(self, response: Response) -> None:
+    def _look(self, response: HttpResponse) -> None:
         """Parses what has arrived of the answer, and ends this request if the answer is complete.
 
         If the answer says that the server is stopping, the request is sent again instead.

@@ -23,7 +23,7 @@ import msgspec
 from tensord.config import restrictions
 from tensord.config.options import Options
 from tensord.daemon.clients.client_messages import MAX_ANSWER, LaneEntry, OpenAnswer, OpenLanes
-from tensord.daemon.submit.model_states import ModelStates
+from tensord.daemon.submit.model_states import ModelStates, configured
 from tensord.shm import descriptors
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneClient, LaneClosed, LaneLimits, LaneOpened, ModelGone, ModelState
@@ -51,7 +51,7 @@ class ClientConnection:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _OpenLane:
     """A lane: a direct socket from a client to a worker. It exists until the worker reports it completely closed."""
 
     worker: WorkerProcess
@@ -80,7 +80,7 @@ class ClientLanes:
             clients.max_owner_request_byte_size,
         )
         self._connections: set[ClientConnection] = set()
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, _OpenLane] = {}
         #: Owner -> lanes of which something is left.
         self._owned: Counter[str] = Counter()
         #: Set, and replaced, with every change of a model, a worker or a lane.
@@ -220,7 +220,7 @@ class ClientLanes:
                         number = self._supervisor.next_incarnation()
                         client = LaneClient(connection.peer, self._limits)
                         worker.send(LaneOpened(number, client=client), theirs.fileno())
-                self._lanes[number] = _Lane(worker, owner, connection)
+                self._lanes[number] = _OpenLane(worker, owner, connection)
                 self._owned[owner] += 1
                 connection.lanes[worker.incarnation] = number
                 opened.append(number)
@@ -246,7 +246,7 @@ class ClientLanes:
             state.name,
             state.version,
             msgspec.Raw(msgspec.json.encode(described)),
-            msgspec.json.decode(state.config, type=_Batching).max_batch_size,
+            configured(state).max_batch_size,
             state.streams,
             state.sticky,
             state.pure,
@@ -276,7 +276,7 @@ class ClientLanes:
         lane.worker.send(LaneClosed(number))
 
     @staticmethod
-    def _take(lane: _Lane) -> None:
+    def _take(lane: _OpenLane) -> None:
         if lane.connection is not None:
             del lane.connection.lanes[lane.worker.incarnation]
             lane.connection = None
@@ -354,9 +354,3 @@ class ClientLanes:
 
     def __repr__(self) -> str:
         return f"<ClientLanes {len(self._connections)} clients, {len(self._lanes)} lanes>"
-
-
-class _Batching(msgspec.Struct):
-    """Reads one field of a model's configuration in JSON: the largest batch; 0: the model has no batch dimension."""
-
-    max_batch_size: int = 0

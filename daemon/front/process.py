@@ -71,7 +71,7 @@ _MAX_CONNECTIONS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FrontPlace:
     """Holds a front's listening sockets, the counters that it shares with other fronts, and its index among them (``row``)."""
 
     listeners: tuple[socket.socket, ...]
@@ -92,7 +92,7 @@ class Front(ABC):
     #: Modules written in C -> what the front does without them.
     parts: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, control: socket.socket, place: Place) -> None:
+    def __init__(self, control: socket.socket, place: FrontPlace) -> None:
         self.place = place
         self._connection = ControlChannel(Channel(control, decoder(ToFront)), self._record, self._orphaned)
         self._started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
@@ -224,7 +224,7 @@ class Front(ABC):
         os._exit(1)
 
 
-def main(program: str, description: str, make: Callable[[socket.socket, Place], Front]) -> None:
+def main(program: str, description: str, make: Callable[[socket.socket, FrontPlace], Front]) -> None:
     """Runs the process of a front until it stops. ``make``: creates the front from its control channel and its place.
 
     ``program`` and ``description``: for the help of its command line, which has the numbers of its file descriptors.
@@ -242,7 +242,7 @@ def main(program: str, description: str, make: Callable[[socket.socket, Place], 
 
     async def run() -> None:
         listeners = tuple(socket.socket(fileno=int(fd)) for fd in arguments.listen_fds.split(","))
-        place = Place(listeners, SharedCounters(arguments.counters_fd), arguments.row)
+        place = FrontPlace(listeners, SharedCounters(arguments.counters_fd), arguments.row)
         await make(socket.socket(fileno=arguments.control_fd), place).run()
 
     uvloop.run(run())

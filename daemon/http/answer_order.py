@@ -16,7 +16,7 @@ from tensord.daemon.front.each import call_each
 from tensord.daemon.front.lingering_close import is_quiet
 from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.body_reader import BodyReader
-from tensord.daemon.http.deadlines import Deadlines
+from tensord.daemon.http.deadlines import ClientDeadlines
 from tensord.daemon.http.exchange import Exchange
 from tensord.daemon.http.generate import Generation
 from tensord.daemon.http.response_codec import CLOSE, Buffer, error_response
@@ -39,7 +39,7 @@ class AnswerOrder:
         self.transport = transport
         self.account = account
         self.flow = Flow(transport)
-        self.times = Deadlines(monotonic())
+        self.times = ClientDeadlines(monotonic())
         #: The requests that are not answered yet, oldest first.
         self.requests: deque[HttpRequest] = deque()
         #: The request whose body is arriving; it may be answered already.

@@ -23,7 +23,7 @@ class Late(enum.Enum):
     IDLE = "idle"
 
 
-class Deadlines:
+class ClientDeadlines:
     """Tracks since when a connection waits for its client to send or read something, and finds missed deadlines.
 
     ``..._since``: when the connection began to wait for that, in monotonic seconds; 0: it does not wait for that.

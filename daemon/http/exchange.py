@@ -31,7 +31,7 @@ from tensord.daemon.http.compression import Deflation
 from tensord.daemon.http.conversions import Job
 from tensord.daemon.http.json_array import PIECE_BYTE_SIZE
 from tensord.daemon.http.message_head import InferHead
-from tensord.daemon.http.prepared import ParsedRequest, Prepared
+from tensord.daemon.http.prepared import ParsedRequest, PreparedKind
 from tensord.daemon.http.raw_request import decode_raw
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.serving import HttpServing
@@ -81,7 +81,7 @@ class Exchange(InFlight):
     _order: AnswerOrder
     keep_alive: bool
     #: The kind of this request, with the fields that all requests of the kind share; None until the JSON is parsed.
-    _asked: Prepared | None = None
+    _asked: PreparedKind | None = None
     phase: ExchangePhase = ExchangePhase.RECEIVING
     #: The request's id: the client's, or one that was made here; "": it has none.
     _client_id: str = ""
@@ -388,7 +388,7 @@ class Exchange(InFlight):
         self._job = self._serving.conversions.run(filling, filled, self._not_converted)
 
     def _send(self, scheduling: Scheduling, contents: tuple[Content, ...]) -> None:
-        asked: Prepared = self._asked  # type: ignore[assignment]
+        asked: PreparedKind = self._asked  # type: ignore[assignment]
         reception, self._reception = self._reception, None
         leases = self._leases
         if leases:
@@ -419,7 +419,7 @@ class Exchange(InFlight):
             return
         if own.timing is not None:
             self._timing_line = response_codec.timing_line(own.timing)
-        asked: Prepared = self._asked  # type: ignore[assignment]
+        asked: PreparedKind = self._asked  # type: ignore[assignment]
         text, lease = asked.last_answer, own.lease
         pieces: list[response_codec.Buffer] | None = None
         if lease is None:

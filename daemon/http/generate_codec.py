@@ -130,7 +130,7 @@ def _nesting(values: Any, max_rank: int) -> list[int]:
     return lengths
 
 
-class _Joined:
+class _JoinedOutput:
     """Collects the parts of one output tensor from several responses."""
 
     def __init__(self, datatype: str, shape: tuple[int, ...]) -> None:
@@ -157,7 +157,7 @@ class JoinedAnswers:
         self._byte_size = 0
         self._parameters: dict[str, Parameter] = {}
         outputs = msgspec.json.decode(state.metadata)["outputs"]
-        self._outputs = {each["name"]: _Joined(each["datatype"], tuple(each["shape"])) for each in outputs}
+        self._outputs = {each["name"]: _JoinedOutput(each["datatype"], tuple(each["shape"])) for each in outputs}
 
     def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
         """Adds the next response. Raises InvalidArgument: the responses together exceed ``max_byte_size``.

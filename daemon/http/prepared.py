@@ -5,7 +5,7 @@
          │                                       ╰▶ checked (request_codec) ─▶
          ╰▶ exact: what the quick parser does not understand ────────────────▶
 
-    Prepared ─▶ prepared ─▶ Numbered (tensord.shm.prepared)     what workers are told once
+    PreparedKind ─▶ prepared ─▶ Numbered (tensord.shm.prepared)     what workers are told once
              ├▶ sources                                         where its tensors are: in the body, a region, the JSON
              ╰▶ AnswerText, a few                               what the answers say but for their ids and tensors
 
@@ -63,7 +63,7 @@ class PreparedRequests:
         """
         self._inline_byte_size = inline_byte_size
         #: The fields that all requests of a kind share -> the kind.
-        self._known: BoundedCache[Any, Prepared] = BoundedCache(count)
+        self._known: BoundedCache[Any, PreparedKind] = BoundedCache(count)
         #: (Model, version, bytes of tensors behind the JSON), JSON -> the parsed request. Holds texts that came more than once.
         self.texts: BoundedCache[tuple[TextKey, bytes], ParsedRequest] = BoundedCache(count)
         #: The parameters of a request as text -> its scheduling, and the other parameters as text ("": none).
@@ -155,13 +155,15 @@ class PreparedRequests:
         It neither looks in the cache for requests that differ only in id, scheduling and values, nor stores anything there.
         """
         sources = [source for _, _, _, source in decoded.inputs]
-        return ParsedRequest(Prepared(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling)
+        return ParsedRequest(
+            PreparedKind(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling
+        )
 
     def __repr__(self) -> str:
         return f"<PreparedRequests {len(self._known)}, texts {len(self.texts)}>"
 
 
-def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[Source]:
+def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> list[Source]:
     """Returns the data sources of a request whose constant part is known, with the tensors in its JSON converted to bytes.
 
     Args:
@@ -179,7 +181,7 @@ def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[So
     return sources
 
 
-class Prepared:
+class PreparedKind:
     """Holds the constant part of inference requests that differ only in id, scheduling and tensor values.
 
     Also caches the JSON heads of answers to these requests. All connections of the front share it.
@@ -265,13 +267,13 @@ class Prepared:
         return known
 
     def __repr__(self) -> str:
-        return f"<Prepared for {self.model!r}>"
+        return f"<PreparedKind for {self.model!r}>"
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
     """A parsed inference request: the constant part (``prepared``) that many share, its id, data sources and scheduling."""
 
-    prepared: Prepared
+    prepared: PreparedKind
     id: str
     #: Where the data of each input is: in the body, in a region, or the values themselves.
     sources: list[Source]
@@ -281,7 +283,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 class AnswerText:
     """Encodes answers that differ only in id and tensor values, with one cached JSON head.
 
-    They answer requests of one ``Prepared``.
+    They answer requests of one ``PreparedKind``.
     """
 
     __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "prepared")

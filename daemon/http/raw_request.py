@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest, Source
+from tensord.daemon.submit.model_states import configured
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import ELEMENT_SIZES, element_count
 from tensord.shm.errors import InvalidArgument
@@ -36,7 +37,7 @@ def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
             f"'{state.name}' model configuration"
         )
     name, datatype, shape = inputs[0]["name"], inputs[0]["datatype"], list(inputs[0]["shape"])
-    if msgspec.json.decode(state.config).get("max_batch_size", 0) > 0:
+    if configured(state).max_batch_size > 0:
         shape[0] = 1
     if shape.count(-1) > 1:
         raise InvalidArgument(

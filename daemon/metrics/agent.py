@@ -120,7 +120,7 @@ class Agent:
         if self._listener is None:
             return
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Answer(self.line), sock=self._listener.socket)
+        self._server = await loop.create_server(lambda: _AgentAnswer(self.line), sock=self._listener.socket)
         self._looking = loop.create_task(self._look_on())
         _log.info("answering agent checks on %s:%d", self._options.address, self._options.agent_port)
 
@@ -143,7 +143,7 @@ class Agent:
             self._listener.close()
 
 
-class _Answer(asyncio.Protocol):
+class _AgentAnswer(asyncio.Protocol):
     """Sends a client the line that answers HAProxy's agent-check, and closes the connection when the client does or after 2 s."""
 
     def __init__(self, line: Callable[[], bytes]) -> None:

@@ -20,7 +20,7 @@ from prometheus_client import exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from tensord import __version__
-from tensord.daemon.metrics.family import Counter, Family, Gauge, Histogram, Unknown, escaped
+from tensord.daemon.metrics.family import Counters, Family, Gauges, Histograms, Unknowns, escaped
 from tensord.daemon.metrics.own_metrics import OwnFamily
 from tensord.daemon.metrics.snapshot import Exemplars, MetricsSnapshot
 from tensord.daemon.models.versions import IndexState
@@ -209,15 +209,15 @@ def _families(snapshot: MetricsSnapshot) -> Iterator[Family]:
     yield _memory(snapshot.processes)
     for own in snapshot.own:
         yield _own(own)
-    yield Gauge("tensord_build_info", "Always 1", labels=["version"]).fill([((__version__,), 1)])
+    yield Gauges("tensord_build_info", "Always 1", labels=["version"]).fill([((__version__,), 1)])
 
 
 def _readiness(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    yield Gauge("tensord_ready", "Whether the daemon is ready, as /v2/health/ready says", snapshot.ready)
-    served = Gauge("tensord_model_served", "Whether a version is served of a model that should be", labels=["model"])
+    yield Gauges("tensord_ready", "Whether the daemon is ready, as /v2/health/ready says", snapshot.ready)
+    served = Gauges("tensord_model_served", "Whether a version is served of a model that should be", labels=["model"])
     yield served.fill([((name,), served_now) for name, served_now in snapshot.wanted.items()])
 
-    state = Gauge(
+    state = Gauges(
         "tensord_model_state",
         "1 for the state that a version is in, of the repository index's",
         labels=[*_MODEL, "state"],
@@ -229,12 +229,12 @@ def _readiness(snapshot: MetricsSnapshot) -> Iterator[Family]:
 
 
 def _configuration(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    yield Gauge(
+    yield Gauges(
         "tensord_config_last_reload_successful",
         "Whether the last reload of the configuration, or else the start, was successful",
         snapshot.reloaded,
     )
-    yield Gauge(
+    yield Gauges(
         "tensord_config_last_reload_success_timestamp_seconds",
         "When the configuration was last read with success",
         snapshot.reloaded_at,
@@ -243,18 +243,18 @@ def _configuration(snapshot: MetricsSnapshot) -> Iterator[Family]:
 
 def _models(snapshot: MetricsSnapshot) -> Iterator[Family]:
     models = [((total.name, str(total.version)), total) for total in snapshot.models]
-    failure = Unknown(
+    failure = Unknowns(
         "nv_inference_request_failure",
         "Failed inference requests: rejected by the queue, cancelled, replaced there, refused by the model, or otherwise",
         labels=[*_MODEL, "reason"],
     )
     yield failure.fill([((*labels, why), of(total.counts)) for labels, total in models for why, of in _FAILURES])
-    refused = Counter(
+    refused = Counters(
         "tensord_model_refused_total", "Requests that a worker answered 503, by reason", labels=[*_MODEL, "reason"]
     )
     rows = [((*labels, why.value), of(total.counts)) for labels, total in models for why, of in _REFUSALS]
     yield refused.fill(rows)
-    slow = Counter(
+    slow = Counters(
         "tensord_model_python_requests_total",
         "Requests that workers answered in Python and not in C, by reason",
         labels=[*_MODEL, "reason"],
@@ -266,9 +266,9 @@ def _models(snapshot: MetricsSnapshot) -> Iterator[Family]:
     cached = [(labels, total) for labels, total in models if total.cached]
     for counters, counted in ((_COUNTERS, models), (_CACHE_COUNTERS, cached)):
         for name, text, of in counters:
-            family = Unknown(name, text, labels=_MODEL)
+            family = Unknowns(name, text, labels=_MODEL)
             yield family.fill([(labels, of(total.counts)) for labels, total in counted])
-    first = Histogram(
+    first = Histograms(
         "nv_inference_first_response_histogram_ms", "Time from arrival to the first response, of models with several"
     )
     for labels, total in models:
@@ -279,37 +279,37 @@ def _models(snapshot: MetricsSnapshot) -> Iterator[Family]:
             buckets = [*zip(bounds, within, strict=True), ("+Inf", counts.first)]
             first.observe(_MODEL, labels, buckets, counts.first_ns / 1e6)
     yield first
-    pending = Gauge("nv_inference_pending_request_count", "Inference requests that wait in queues now", labels=_MODEL)
+    pending = Gauges("nv_inference_pending_request_count", "Inference requests that wait in queues now", labels=_MODEL)
     yield pending.fill([(labels, total.pending) for labels, total in models])
     stateful = [(labels, total, total.sequences) for labels, total in models if total.sequences is not None]
-    live = Gauge(
+    live = Gauges(
         "tensord_model_sequences", "Sequences that have a slot, or wait for one, now", labels=[*_MODEL, "state"]
     )
     rows = [((*labels, state), count) for labels, _, of in stateful for state, count in zip(_STATES, of, strict=True)]
     yield live.fill(rows)
-    lost = Counter(
+    lost = Counters(
         "tensord_model_sequences_lost_total",
         "Sequences whose state went with an execution that failed",
         labels=_MODEL,
     )
     yield lost.fill([(labels, total.counts.lost_sequences) for labels, total, _ in stateful])
-    copied = Counter(
+    copied = Counters(
         "tensord_copied_bytes_total",
         "Bytes of tensors that workers have copied for requests, in and out",
         labels=_MODEL,
     )
     yield copied.fill([(labels, total.counts.copied_byte_size) for labels, total in models])
-    busy = Counter(
+    busy = Counters(
         "tensord_model_busy_seconds_total",
         "Time of all runs of it, each once however many requests it was for; an ensemble's are its steps'",
         labels=_MODEL,
     )
     yield busy.fill([(labels, total.counts.busy_ns / 1e9) for labels, total in models])
-    rows_of_nobody = Counter(
+    rows_of_nobody = Counters(
         "tensord_padded_rows_total", "Rows of batches that padded a bucket and belonged to no request", labels=_MODEL
     )
     yield rows_of_nobody.fill([(labels, total.counts.padded_rows) for labels, total in models])
-    padded = Counter(
+    padded = Counters(
         "tensord_padded_elements_total",
         "Elements of inputs that padded buckets, in rows and in axes",
         labels=_MODEL,
@@ -320,10 +320,10 @@ def _models(snapshot: MetricsSnapshot) -> Iterator[Family]:
 def _gpus(snapshot: MetricsSnapshot) -> Iterator[Family]:
     for name, text, of in _GPU:
         rows = [((gpu.uuid,), value) for gpu in snapshot.gpus if (value := of(gpu)) is not None]
-        yield Gauge(name, text, labels=["gpu_uuid"]).fill(rows)
-    energy = Unknown("nv_energy_consumption", "Energy in joules since the driver was loaded", labels=["gpu_uuid"])
+        yield Gauges(name, text, labels=["gpu_uuid"]).fill(rows)
+    energy = Unknowns("nv_energy_consumption", "Energy in joules since the driver was loaded", labels=["gpu_uuid"])
     yield energy.fill([((gpu.uuid,), gpu.energy) for gpu in snapshot.gpus if gpu.energy is not None])
-    errors = Counter(
+    errors = Counters(
         "tensord_gpu_errors_total",
         "Errors of a GPU: XIDs of the driver, and memory errors",
         labels=["gpu_uuid", "kind"],
@@ -334,49 +334,49 @@ def _gpus(snapshot: MetricsSnapshot) -> Iterator[Family]:
 def _footprints(snapshot: MetricsSnapshot) -> Iterator[Family]:
     for name, text, of in _FOOTPRINT:
         rows = [((model, str(version)), of(taken)) for (model, version), taken in snapshot.footprints.items()]
-        yield Gauge(name, text, labels=_MODEL).fill(rows)
+        yield Gauges(name, text, labels=_MODEL).fill(rows)
 
 
 def _regions(snapshot: MetricsSnapshot) -> Iterator[Family]:
     kinds = [((regions.kind,), regions) for regions in snapshot.regions]
-    count = Gauge("tensord_regions", "Regions that clients have registered", labels=["kind"])
+    count = Gauges("tensord_regions", "Regions that clients have registered", labels=["kind"])
     yield count.fill([(kind, regions.count) for kind, regions in kinds])
-    size = Gauge("tensord_region_bytes", "Bytes of registered regions", labels=["kind"])
+    size = Gauges("tensord_region_bytes", "Bytes of registered regions", labels=["kind"])
     yield size.fill([(kind, regions.byte_size) for kind, regions in kinds])
-    leases = Gauge("tensord_region_leases", "Tensors of requests in regions now", labels=["kind"])
+    leases = Gauges("tensord_region_leases", "Tensors of requests in regions now", labels=["kind"])
     yield leases.fill([(kind, regions.leases) for kind, regions in kinds])
-    yield Gauge("tensord_regions_max", "Regions that may be registered", snapshot.max_regions)
-    yield Gauge("tensord_region_bytes_max", "Bytes that all regions together may have", snapshot.max_region_byte_size)
+    yield Gauges("tensord_regions_max", "Regions that may be registered", snapshot.max_regions)
+    yield Gauges("tensord_region_bytes_max", "Bytes that all regions together may have", snapshot.max_region_byte_size)
 
 
 def _workers(snapshot: MetricsSnapshot) -> Iterator[Family]:
     workers = [((slot.name, slot.device), slot) for slot in snapshot.workers]
     labels = ("worker", "device")
-    up = Gauge("tensord_worker_up", "Whether the worker's process is up", labels=labels)
+    up = Gauges("tensord_worker_up", "Whether the worker's process is up", labels=labels)
     yield up.fill([(of, slot.up) for of, slot in workers])
-    answered = Gauge(
+    answered = Gauges(
         "tensord_worker_answered",
         "Whether it answered this scrape; if not, its last figures are shown",
         labels=labels,
     )
     yield answered.fill([(of, slot.answered) for of, slot in workers])
-    restarts = Counter("tensord_worker_restarts_total", "How often it died and was replaced", labels=labels)
+    restarts = Counters("tensord_worker_restarts_total", "How often it died and was replaced", labels=labels)
     yield restarts.fill([(of, slot.restarts) for of, slot in workers])
-    deaths = Counter(
+    deaths = Counters(
         "tensord_process_deaths_total",
         "Processes that died and were to be replaced, by cause: memory, hung, version, the signal, or exit",
         labels=["process", "cause"],
     )
     yield deaths.fill(list(snapshot.deaths.items()))
-    compiles = Counter("tensord_worker_compiles_total", "Programs that were compiled, or could not be", labels=labels)
+    compiles = Counters("tensord_worker_compiles_total", "Programs that were compiled, or could not be", labels=labels)
     yield compiles.fill([(of, slot.compiles.count) for of, slot in workers])
-    seconds = Counter("tensord_worker_compile_seconds_total", "Time of all compilations together", labels=labels)
+    seconds = Counters("tensord_worker_compile_seconds_total", "Time of all compilations together", labels=labels)
     yield seconds.fill([(of, slot.compiles.ns / 1e9) for of, slot in workers])
-    hits = Counter("tensord_worker_compile_cache_hits_total", "Programs that were found in the cache", labels=labels)
+    hits = Counters("tensord_worker_compile_cache_hits_total", "Programs that were found in the cache", labels=labels)
     yield hits.fill([(of, slot.compiles.cache_hits) for of, slot in workers])
-    lost = Counter("tensord_worker_sequences_lost_total", "Sequences that had begun on it when it died", labels=labels)
+    lost = Counters("tensord_worker_sequences_lost_total", "Sequences that had begun on it when it died", labels=labels)
     yield lost.fill([(of, slot.lost_sequences) for of, slot in workers])
-    programs = Gauge(
+    programs = Gauges(
         "tensord_worker_load_programs",
         "Of the model that it loads now: the programs that are made, and all that are to be",
         labels=(*labels, *_MODEL, "state"),
@@ -391,13 +391,13 @@ def _workers(snapshot: MetricsSnapshot) -> Iterator[Family]:
 def _parameters(snapshot: MetricsSnapshot) -> Iterator[Family]:
     pushed = snapshot.parameters
     labels = {key: (key[0], str(key[1])) for key in pushed.versions}
-    sets = Gauge("tensord_parameter_sets", "Parameter sets that were pushed and are in force", labels=_MODEL)
+    sets = Gauges("tensord_parameter_sets", "Parameter sets that were pushed and are in force", labels=_MODEL)
     yield sets.fill([(labels[key], count) for key, (count, _) in pushed.versions.items()])
-    number = Gauge(
+    number = Gauges(
         "tensord_parameter_version", "Number of the parameters of the set main; 0: the repository's", labels=_MODEL
     )
     yield number.fill([(labels[key], main) for key, (_, main) in pushed.versions.items()])
-    yield Gauge(
+    yield Gauges(
         "tensord_parameter_kept_bytes",
         "Pushed parameters that are kept for workers that are replaced",
         pushed.byte_size,
@@ -405,21 +405,21 @@ def _parameters(snapshot: MetricsSnapshot) -> Iterator[Family]:
     moved = [
         ((total.name, str(total.version)), total) for total in snapshot.models if total.set_byte_size or total.misses
     ]
-    size = Gauge(
+    size = Gauges(
         "tensord_parameter_device_bytes", "Parameter sets that lie on devices now, of all workers", labels=_MODEL
     )
     yield size.fill([(of, total.set_byte_size) for of, total in moved])
-    evictions = Counter(
+    evictions = Counters(
         "tensord_parameter_evictions_total", "Parameter sets that left a device to make room for others", labels=_MODEL
     )
     yield evictions.fill([(of, total.evictions) for of, total in moved])
-    misses = Counter(
+    misses = Counters(
         "tensord_parameter_misses_total",
         "Runs whose parameter set had to be brought to the device first",
         labels=_MODEL,
     )
     yield misses.fill([(of, total.misses) for of, total in moved])
-    outcomes = Counter(
+    outcomes = Counters(
         "tensord_parameter_changes_total",
         "Changes of parameter sets, by what came of them",
         labels=["model", "outcome"],
@@ -428,35 +428,35 @@ def _parameters(snapshot: MetricsSnapshot) -> Iterator[Family]:
 
 
 def _clients(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    yield Gauge("tensord_clients", "Clients that are connected to the clients' socket now", snapshot.clients)
-    yield Counter("tensord_client_lanes_refused_total", "Requests for lanes that were refused", snapshot.refused_lanes)
+    yield Gauges("tensord_clients", "Clients that are connected to the clients' socket now", snapshot.clients)
+    yield Counters("tensord_client_lanes_refused_total", "Requests for lanes that were refused", snapshot.refused_lanes)
     workers = [((slot.name, slot.device), slot) for slot in snapshot.workers]
     labels = ("worker", "device")
-    lanes = Gauge("tensord_client_lanes", "Lanes that clients have to the worker now", labels=labels)
+    lanes = Gauges("tensord_client_lanes", "Lanes that clients have to the worker now", labels=labels)
     yield lanes.fill([(of, slot.lanes) for of, slot in workers])
-    requests = Counter(
+    requests = Counters(
         "tensord_client_lane_requests_total", "Inference requests that came on clients' lanes", labels=labels
     )
     yield requests.fill([(of, slot.lane_requests) for of, slot in workers])
-    answers = Counter(
+    answers = Counters(
         "tensord_client_lane_answers_total",
         "Final answers to requests on clients' lanes, by code; OK: good ones",
         labels=(*labels, "code"),
     )
     rows = [((*of, code), count) for of, slot in workers for code, count in slot.lane_answers.items()]
     yield answers.fill(rows)
-    size = Gauge("tensord_client_segment_bytes", "Bytes of clients' segments that lanes have open now", labels=labels)
+    size = Gauges("tensord_client_segment_bytes", "Bytes of clients' segments that lanes have open now", labels=labels)
     yield size.fill([(of, slot.lane_byte_size) for of, slot in workers])
 
 
 def _fronts(snapshot: MetricsSnapshot) -> Iterator[Family]:
     fronts = [((slot.name, slot.protocol), slot) for slot in snapshot.fronts]
     labels = ("front", "protocol")
-    up = Gauge("tensord_front_up", "Whether the front's process is up", labels=labels)
+    up = Gauges("tensord_front_up", "Whether the front's process is up", labels=labels)
     yield up.fill([(of, slot.up) for of, slot in fronts])
-    connections = Gauge("tensord_front_connections", "Connections of clients now", labels=labels)
+    connections = Gauges("tensord_front_connections", "Connections of clients now", labels=labels)
     yield connections.fill([(of, slot.connections) for of, slot in fronts])
-    refused = Counter(
+    refused = Counters(
         "tensord_front_refused_total", "Requests that the front answered 503, by reason", labels=(*labels, "reason")
     )
     rows = [((*of, why.value), count) for of, slot in fronts for why, count in slot.refused.items()]
@@ -465,34 +465,34 @@ def _fronts(snapshot: MetricsSnapshot) -> Iterator[Family]:
     for slot in snapshot.fronts:
         for code, count in slot.answers.items():
             answers[slot.protocol, code] += count
-    requests = Counter(
+    requests = Counters(
         "tensord_front_requests_total",
         "Requests that fronts have answered, of any kind, by code of the protocol",
         labels=["protocol", "code"],
     )
     yield requests.fill(list(answers.items()))
-    known = Gauge(
+    known = Gauges(
         "tensord_front_prepared_requests", "Prepared requests that have a number on the lanes now", labels=labels
     )
     yield known.fill([(of, slot.prepared_requests) for of, slot in fronts])
-    numbered = Counter(
+    numbered = Counters(
         "tensord_front_prepared_requests_numbered_total", "Prepared requests that were given a number", labels=labels
     )
     yield numbered.fill([(of, slot.prepared_numbered) for of, slot in fronts])
-    evicted = Counter(
+    evicted = Counters(
         "tensord_front_prepared_requests_evicted_total",
         "Prepared requests that were forgotten because others took their numbers",
         labels=labels,
     )
     yield evicted.fill([(of, slot.prepared_evicted) for of, slot in fronts])
-    restarts = Counter("tensord_front_restarts_total", "How often it died and was replaced", labels=labels)
+    restarts = Counters("tensord_front_restarts_total", "How often it died and was replaced", labels=labels)
     yield restarts.fill([(of, slot.restarts) for of, slot in fronts])
     if snapshot.spans:
-        spans = Counter(
+        spans = Counters(
             "tensord_trace_spans_total", "Spans for the collector of traces, by what became of them", labels=["outcome"]
         )
         yield spans.fill([((outcome,), count) for outcome, count in snapshot.spans.items()])
-        dropped = Counter(
+        dropped = Counters(
             "tensord_front_dropped_traces_total",
             "Traces that the front dropped because the supervisor did not take them",
             labels=labels,
@@ -501,7 +501,7 @@ def _fronts(snapshot: MetricsSnapshot) -> Iterator[Family]:
 
 
 def _memory(processes: Mapping[str, int]) -> Family:
-    family = Gauge(
+    family = Gauges(
         "tensord_process_resident_memory_bytes", "Resident memory, shared pages included", labels=["process"]
     )
     for name, pid in processes.items():
@@ -512,8 +512,8 @@ def _memory(processes: Mapping[str, int]) -> Family:
 
 def _own(own: OwnFamily) -> Family:
     """Returns the samples of a metric that models define (not tensord), with the names that the model chose."""
-    histogram = Histogram(own.name, own.description) if own.kind == "histogram" else None
-    family = histogram or (Unknown if own.kind == "counter" else Gauge)(own.name, own.description)
+    histogram = Histograms(own.name, own.description) if own.kind == "histogram" else None
+    family = histogram or (Unknowns if own.kind == "counter" else Gauges)(own.name, own.description)
     for labels, metric in own.metrics.items():
         names, values = [name for name, _ in labels], [value for _, value in labels]
         if histogram is None:

@@ -1,6 +1,6 @@
 """A family of metrics as text: the samples of one name, as lines that are the same in the Prometheus and OpenMetrics formats.
 
-    Gauge(name, text, labels=...) ─▶ fill(rows) ─▶ lines ─▶ text(format): HELP, TYPE, lines
+    Gauges(name, text, labels=...) ─▶ fill(rows) ─▶ lines ─▶ text(format): HELP, TYPE, lines
 
 prometheus_client creates objects for each sample and each of its labels; with a hundred models that was most of a scrape's time.
 The text is the same to the byte. Source: the Prometheus exposition format 0.0.4 and OpenMetrics 1.0.
@@ -77,28 +77,28 @@ class Family:
         return f"<{type(self).__name__} {self.name}: {len(self.lines)} samples>"
 
 
-class Gauge(Family):
+class Gauges(Family):
     """A metric family of values that go up and down."""
 
     __slots__ = ()
     kind = "gauge"
 
 
-class Counter(Family):
+class Counters(Family):
     """A metric family of values that only grow, with a name that ends in ``_total``."""
 
     __slots__ = ()
     kind = "counter"
 
 
-class Unknown(Family):
+class Unknowns(Family):
     """A metric family of counters whose names OpenMetrics does not allow for counters, such as Triton's."""
 
     __slots__ = ()
     kind = "unknown"
 
 
-class Histogram(Family):
+class Histograms(Family):
     """A metric family of histograms, each with its buckets, count and sum."""
 
     __slots__ = ()

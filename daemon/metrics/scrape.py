@@ -36,7 +36,7 @@ TakeSnapshot = Callable[[bool], Awaitable[MetricsSnapshot]]
 Describe = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
-class _Answer(NamedTuple):
+class _ScrapeAnswer(NamedTuple):
     status: int
     body: bytes
     #: Those besides Content-Length and Connection.
@@ -135,7 +135,9 @@ async def serve(
         left -= len(data)
 
 
-async def _answer(request: _Request, snapshot: TakeSnapshot, thread: Executor, describe: Describe | None) -> _Answer:
+async def _answer(
+    request: _Request, snapshot: TakeSnapshot, thread: Executor, describe: Describe | None
+) -> _ScrapeAnswer:
     if request.refusal:
         return _refused(request.refusal, "Bad Request")
     if request.path != _PATH and not (request.path == _PAGE and describe is not None):
@@ -146,7 +148,7 @@ async def _answer(request: _Request, snapshot: TakeSnapshot, thread: Executor, d
     try:
         if request.path == _PAGE and describe is not None:
             text = await loop.run_in_executor(thread, page.render, await describe())
-            return _Answer(200, text, page.HEADERS)
+            return _ScrapeAnswer(200, text, page.HEADERS)
         accept = b",".join(request.values(b"accept")).decode("latin-1")
         taken = await snapshot(exposition.wants_openmetrics(accept))
         body, content_type = await loop.run_in_executor(thread, _rendered, taken, accept, request.takes_gzip)
@@ -154,11 +156,13 @@ async def _answer(request: _Request, snapshot: TakeSnapshot, thread: Executor, d
         _log.exception("a scrape of the metrics failed")
         return _refused(500, DEFECT)
     coding = (("Content-Encoding", "gzip"),) if request.takes_gzip else ()
-    return _Answer(200, body, (("Content-Type", content_type), *coding, ("Vary", "Accept, Accept-Encoding")))
+    return _ScrapeAnswer(200, body, (("Content-Type", content_type), *coding, ("Vary", "Accept, Accept-Encoding")))
 
 
-def _refused(status: int, reason: str, *headers: tuple[str, str]) -> _Answer:
-    return _Answer(status, msgspec.json.encode({"error": reason}), (("Content-Type", "application/json"), *headers))
+def _refused(status: int, reason: str, *headers: tuple[str, str]) -> _ScrapeAnswer:
+    return _ScrapeAnswer(
+        status, msgspec.json.encode({"error": reason}), (("Content-Type", "application/json"), *headers)
+    )
 
 
 def _rendered(taken: MetricsSnapshot, accept: str, compressed: bool) -> tuple[bytes, str]:

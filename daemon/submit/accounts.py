@@ -27,7 +27,7 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Counts the bytes of shared memory (arenas) that a connection or client holds; base class of ``Account`` and ``Client``.
+    """Counts the bytes of shared memory (arenas) that a connection or client holds; base class of both accounts.
 
     Counted apart: requests (the request arena) and answers (all response arenas). ``limit`` is the most bytes of each.
     """
@@ -40,7 +40,7 @@ class Holdings:
         self.answers = 0
 
 
-class Client(Holdings):
+class ClientAccount(Holdings):
     """Counts the shared memory that all connections of one client hold, and remembers which requests get large answers."""
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
@@ -74,7 +74,7 @@ class Account(Holdings):
 
     __slots__ = ("client", "last")
 
-    def __init__(self, client: Client, limit: int) -> None:
+    def __init__(self, client: ClientAccount, limit: int) -> None:
         super().__init__(limit)
         self.client = client
         #: Bytes of the last answer that it held.
@@ -149,7 +149,7 @@ class Accounts:
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)
         self._client_limit = part(options, options.client_share)
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, ClientAccount] = {}
         #: How many are looked through for those that are gone.
         self._many = _MANY
 
@@ -161,7 +161,7 @@ class Accounts:
         client = self._clients.get(owner)
         if client is None:
             self._forget_gone()
-            client = self._clients[owner] = Client(owner, self._client_limit, self._sizes)
+            client = self._clients[owner] = ClientAccount(owner, self._client_limit, self._sizes)
         client.accounts += 1
         return Account(client, self._connection_limit)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from tensord.daemon.submit.accounts import Account, Client
+from tensord.daemon.submit.accounts import Account, ClientAccount
 from tensord.shm.arena import Arena, Lease, taken_by
 from tensord.shm.errors import ServingError, Unavailable
 
@@ -186,7 +186,7 @@ class ArenaSpace:
     def _serve_lines(self) -> None:
         for line in self._lines:
             # Each client's in their order, and the client first that holds least.
-            of_clients: dict[Client | None, deque[_Waiter]] = {}
+            of_clients: dict[ClientAccount | None, deque[_Waiter]] = {}
             for waiter in line:
                 client = None if waiter.account is None else waiter.account.client
                 of_clients.setdefault(client, deque()).append(waiter)
@@ -227,7 +227,7 @@ class ArenaSpace:
         return f"<ArenaSpace {self._arena!r}, {self._count} wait>"
 
 
-def _holds(client: Client | None) -> int:
+def _holds(client: ClientAccount | None) -> int:
     return 0 if client is None else client.requests
 
 

@@ -5,11 +5,33 @@ With this copy a front answers metadata and refuses unknown models without askin
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from tensord.shm.control_records import ModelGone, ModelState
 from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound, Unavailable
 from tensord.shm.progress import Readiness
 
 _LIMIT = (1 << 63) - 1
+
+
+class SequenceBatching(msgspec.Struct):
+    """The part of a model's configuration about sequences: after how long a silence a sequence is forgotten."""
+
+    max_sequence_idle_microseconds: Annotated[int, msgspec.Meta(ge=0)] = 1_000_000
+
+
+class BatchSettings(msgspec.Struct):
+    """What fronts and clients are to know of a model's configuration. ``max_batch_size`` 0: it has no batch dimension."""
+
+    max_batch_size: int = 0
+    sequence_batching: SequenceBatching = msgspec.field(default_factory=SequenceBatching)
+
+
+def configured(state: ModelState) -> BatchSettings:
+    """Returns what fronts and clients are to know of a model's configuration."""
+    return msgspec.json.decode(state.config or b"{}", type=BatchSettings, strict=False)
 
 
 class ModelStates:

@@ -19,11 +19,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated
-
-import msgspec
 
 from tensord.daemon.submit.in_flight import InFlight, WorkerLink
+from tensord.daemon.submit.model_states import configured
 from tensord.shm.common.submission import lost_sequence
 from tensord.shm.control_records import ModelState
 from tensord.shm.device_names import gpu_of
@@ -225,14 +223,6 @@ def _spare(worker: WorkerLink, slots: Key) -> int:
 # ------------------------------------------------------------------------------------------------------ what is known of a model
 
 
-class _Batching(msgspec.Struct):
-    max_sequence_idle_microseconds: Annotated[int, msgspec.Meta(ge=0)] = 1_000_000
-
-
-class _Config(msgspec.Struct):
-    sequence_batching: _Batching = msgspec.field(default_factory=_Batching)
-
-
 class SequencedModel:
     """Holds what the routing of a model's sequences needs: the model's state, the key generator, and the longest idle time."""
 
@@ -241,9 +231,8 @@ class SequencedModel:
     def __init__(self, state: ModelState) -> None:
         self.state = state
         self.keys = SequenceKeys(state.name, state.version)
-        config = msgspec.json.decode(state.config or b"{}", type=_Config, strict=False)
         #: After so long a silence a sequence is forgotten anyway.
-        self.idle_seconds = config.sequence_batching.max_sequence_idle_microseconds / 1e6
+        self.idle_seconds = configured(state).sequence_batching.max_sequence_idle_microseconds / 1e6
 
 
 def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Sequence[WorkerLink]:

@@ -28,7 +28,7 @@ from itertools import count, takewhile
 
 from tensord.config.options import Options
 from tensord.daemon.control.refusals import OnRefusal, Refusals, uncounted
-from tensord.daemon.submit.accounts import Account, Accounts, Client, part
+from tensord.daemon.submit.accounts import Account, Accounts, ClientAccount, part
 from tensord.daemon.submit.arena_space import ArenaSpace, OnLease
 from tensord.daemon.submit.busy_poll import BusyPoll
 from tensord.daemon.submit.in_flight import InFlight, WorkerLink
@@ -114,7 +114,7 @@ class Submitter:
         #: Leases of workers' response arenas that are outstanding, from the answer that brought one until its bytes have left:
         #: whose it is, how large, and the worker's whose it was.
         self._outstanding: dict[tuple[SubmitterLane, LeaseKey], tuple[Account, int, WorkerLink]] = {}
-        self._nobody = Account(Client("nobody", sys.maxsize, (0, 0, 0)), sys.maxsize)
+        self._nobody = Account(ClientAccount("nobody", sys.maxsize, (0, 0, 0)), sys.maxsize)
         #: A request's responses that were taken are acknowledged when they are so many bytes.
         self._acknowledged_at = options.expert.max_ahead // 4
         #: Workers to be flushed when this iteration of the loop ends; and whether anything is to be done then.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 
-from tensord.daemon.submit.accounts import Account, Client, Holdings
+from tensord.daemon.submit.accounts import Account, ClientAccount, Holdings
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.shm.errors import Unavailable
 
@@ -43,7 +43,7 @@ class Throttle:
         #: By connection; empty: nobody waits.
         self.lines: dict[Account, _Line] = {}
         #: Those that wait for what others of their client hold, in order.
-        self._barred: dict[Client, dict[Account, None]] = {}
+        self._barred: dict[ClientAccount, dict[Account, None]] = {}
 
     # ---------------------------------------------------------------------------------------------------- who holds its share
 
@@ -195,7 +195,7 @@ def _has_own_room(account: Account, line: _Line) -> bool:
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 
 
-def _has_common_room(client: Client, kind: Hashable) -> bool:
+def _has_common_room(client: ClientAccount, kind: Hashable) -> bool:
     """Returns whether a client's share of response memory has room for one more answer.
 
     Counted as used: unread answers, and those expected to throttled requests that were sent before.

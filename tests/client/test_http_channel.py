@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensord_client.http_channel import Address, Channel, Malformed, Response
+from tensord_client.http_channel import Address, HttpChannel, HttpResponse, MalformedResponse
 
 BINARY = (
     b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nInference-Header-Content-Length: 4\r\n"
@@ -27,7 +27,7 @@ CONTINUED = b"HTTP/1.1 100 Continue\r\n\r\n" + BINARY
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("answer", [BINARY, CHUNKED, EMPTY, CONTINUED], ids=["binary", "chunked", "empty", "continued"])
 def test_any_pieces(answer: bytes, size: int) -> None:
-    response = Response(answer is CHUNKED)
+    response = HttpResponse(answer is CHUNKED)
     for at in range(0, len(answer), size):
         assert not response.whole
         response.feed(answer[at : at + size])
@@ -56,7 +56,7 @@ def test_any_framing(framing: str, size: int) -> None:
         elif framing == "a length":
             head += b"Content-Length: 8\r\n"
         answer = head + b"\r\n" + body
-        response, read = Response(streams), bytearray()
+        response, read = HttpResponse(streams), bytearray()
         for at in range(0, len(answer), size):
             assert not response.whole
             response.feed(answer[at : at + size])
@@ -74,7 +74,7 @@ def test_any_framing(framing: str, size: int) -> None:
 
 
 def test_a_body_that_the_end_ends() -> None:
-    response = Response()
+    response = HttpResponse()
     response.feed(b"HTTP/1.0 200 OK\r\n\r\nall ")
     response.feed(b"of it")
     assert not response.whole
@@ -97,8 +97,8 @@ def test_a_body_that_the_end_ends() -> None:
     ],
 )
 def test_what_is_no_answer(answer: bytes) -> None:
-    with pytest.raises(Malformed):
-        Response().feed(answer)
+    with pytest.raises(MalformedResponse):
+        HttpResponse().feed(answer)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def listener(tmp_path: Path) -> Iterator[Callable[[Callable[[socket.socket], Non
             thread.join()
 
 
-def driven(channel: Channel) -> Response:
+def driven(channel: HttpChannel) -> HttpResponse:
     while mask := channel.advance():
         poll = select.poll()
         poll.register(channel, mask)
@@ -145,7 +145,7 @@ def test_a_request_and_its_answer(listener: Callable[[Callable[[socket.socket], 
         )
         connection.recv(1)
 
-    channel = Channel(listener(echo))
+    channel = HttpChannel(listener(echo))
     channel.send([b"head", sent.data])
     response = driven(channel)
     assert (response.text, channel.sent, channel.may_be_kept, channel.is_stale) == (b"head", True, True, False)
@@ -164,7 +164,7 @@ def test_a_refusal_before_the_request_is_whole(
         connection.recv(100)
         connection.sendall(b"HTTP/1.1 413 Content Too Large\r\nContent-Length: 2\r\n\r\nno")
 
-    channel = Channel(listener(refuse))
+    channel = HttpChannel(listener(refuse))
     channel.send([bytes(64 << 20)])
     response = driven(channel)
     assert (response.status, response.text, channel.sent, channel.may_be_kept) == (413, b"no", False, False)
@@ -177,7 +177,7 @@ def test_an_answer_that_breaks_off(listener: Callable[[Callable[[socket.socket],
         connection.recv(100)
         connection.sendall(BINARY[:count])
 
-    channel = Channel(listener(answer))
+    channel = HttpChannel(listener(answer))
     channel.send([b"x"])
     with pytest.raises(ConnectionResetError):
         driven(channel)
@@ -187,10 +187,10 @@ def test_an_answer_that_breaks_off(listener: Callable[[Callable[[socket.socket],
 
 def test_nobody_is_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        Channel(Address(str(tmp_path / "none")))
+        HttpChannel(Address(str(tmp_path / "none")))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        channel = Channel(Address("", *free.getsockname()))
+        channel = HttpChannel(Address("", *free.getsockname()))
         channel.send([b"x"])
         with pytest.raises(ConnectionRefusedError):
             driven(channel)

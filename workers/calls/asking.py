@@ -53,7 +53,7 @@ _TYPES: dict[str, Any] = {
 }
 
 
-class Pending:
+class BegunCall:
     """A call to another model that ``begin`` has sent; ``result`` waits for its outputs."""
 
     def __init__(self, call: ModelCall) -> None:
@@ -71,7 +71,7 @@ class Pending:
         self._call.cancel()
 
 
-def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
+def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> BegunCall:
     """Sends a request to another model and returns at once; ``result`` of the returned object waits for the outputs.
 
     ``outputs``: names of the wanted outputs; empty: all. ``own``: the version, parameters, priority, timeout, sequence.
@@ -80,7 +80,7 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
     """
     call = _call(model, inputs, outputs, own, streams=False)
     call.begin()
-    return Pending(call)
+    return BegunCall(call)
 
 
 def stream(

@@ -17,7 +17,7 @@ from tensord.shm.cuda_regions import Context
 from tensord.workers.devices.client_memory import may_be_written
 
 
-class DeviceArray:
+class GpuArray:
     """An array in contiguous device memory at address ``pointer``; the object ``owner`` keeps this memory allocated."""
 
     __slots__ = ("_context", "_owner", "dtype", "nbytes", "pointer", "shape")
@@ -37,22 +37,22 @@ class DeviceArray:
         same = isinstance(owner, jax.Array) and owner.shape == self.shape and owner.dtype == self.dtype
         return owner if same else None
 
-    def __getitem__(self, rows: slice) -> DeviceArray:
+    def __getitem__(self, rows: slice) -> GpuArray:
         """Returns a range of rows, which shares this array's memory."""
         start, stop, step = rows.indices(self.shape[0])
         assert step == 1
         row = self.nbytes // self.shape[0] if self.shape[0] else 0
         shape = (max(stop - start, 0), *self.shape[1:])
-        return DeviceArray(self._context, self._owner, self.pointer + start * row, self.dtype, shape)
+        return GpuArray(self._context, self._owner, self.pointer + start * row, self.dtype, shape)
 
-    def reshape(self, shape: Sequence[int]) -> DeviceArray:
+    def reshape(self, shape: Sequence[int]) -> GpuArray:
         """Returns an array of another shape that shares this array's memory."""
-        return DeviceArray(self._context, self._owner, self.pointer, self.dtype, shape)
+        return GpuArray(self._context, self._owner, self.pointer, self.dtype, shape)
 
-    def copy(self) -> DeviceArray:
+    def copy(self) -> GpuArray:
         """Returns a copy of this array in device memory that XLA owns. Raises DeviceLost if the GPU failed."""
         made = jax.block_until_ready(jax.device_put(np.asarray(self)))
-        return DeviceArray(self._context, made, made.unsafe_buffer_pointer(), self.dtype, self.shape)
+        return GpuArray(self._context, made, made.unsafe_buffer_pointer(), self.dtype, self.shape)
 
     def copy_into(self, memory: memoryview) -> None:
         """Copies this array to host memory of the same byte size, which may be a client's, and waits for the copy.
@@ -85,4 +85,4 @@ class DeviceArray:
         return np.asarray(self).tobytes()
 
     def __repr__(self) -> str:
-        return f"<DeviceArray {self.dtype}{list(self.shape)}>"
+        return f"<GpuArray {self.dtype}{list(self.shape)}>"

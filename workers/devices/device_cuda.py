@@ -31,7 +31,7 @@ from tensord.shm.common.dlpack import DeviceView
 from tensord.shm.cuda_regions import Context, CudaError, CudaRegion, DeviceLost
 from tensord.shm.errors import Unavailable
 from tensord.workers.devices.client_memory import may_be_written, standing
-from tensord.workers.devices.device_array import DeviceArray
+from tensord.workers.devices.device_array import GpuArray
 from tensord.workers.devices.host_staging import TOGETHER, HostStaging, StagingPool
 from tensord.workers.devices.late_tensor import CudaTensor
 from tensord.workers.jax_internals.wide import byte_size_of
@@ -101,7 +101,7 @@ class CudaDevice:
         for part in parts:
             name, dtype, shape, arrays = part
             only = arrays[0]
-            whole = only.whole if len(arrays) == 1 and isinstance(only, DeviceArray) and only.shape == shape else None
+            whole = only.whole if len(arrays) == 1 and isinstance(only, GpuArray) and only.shape == shape else None
             if whole is not None:
                 # An output of another model, such as in an ensemble, is used as it is.
                 arguments[name] = whole
@@ -178,7 +178,7 @@ class CudaDevice:
         Returns the bytes copied. ``staged``: each input and its offset in the staging buffer.
         """
         content, copied, of_host = self.host.content, 0, False
-        of_device: list[tuple[int, CudaTensor | DeviceArray]] = []
+        of_device: list[tuple[int, CudaTensor | GpuArray]] = []
         for (_, dtype, shape, arrays), at in staged:
             size = _byte_size(dtype, shape)
             part = content[at : at + size].view(dtype).reshape(shape)
@@ -236,9 +236,9 @@ class CudaDevice:
             self.context.clear(pointer + at, total - at)
         return at
 
-    def _copy_within(self, pointer: int, tensor: CudaTensor | DeviceArray) -> None:
+    def _copy_within(self, pointer: int, tensor: CudaTensor | GpuArray) -> None:
         """Queues the copy of a tensor that is on the device already to device memory at ``pointer``."""
-        if isinstance(tensor, DeviceArray):
+        if isinstance(tensor, GpuArray):
             self.context.within_device(pointer, tensor.pointer, tensor.nbytes)
             return
         with tensor.region.guarded():
@@ -261,7 +261,7 @@ class CudaDevice:
 
     # ------------------------------------------------------------------------------------------------------ outputs
 
-    def keep(self, made: jax.Array) -> DeviceArray:
+    def keep(self, made: jax.Array) -> GpuArray:
         """Returns an output as an array that stays on the device. The output must be computed already: this does not wait."""
         kept = self._seen(made)
         if self._staging <= kept.pointer < self._staging + self._staging_byte_size:
@@ -269,8 +269,8 @@ class CudaDevice:
             return kept.copy()
         return kept
 
-    def _seen(self, made: jax.Array) -> DeviceArray:
-        return DeviceArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
+    def _seen(self, made: jax.Array) -> GpuArray:
+        return GpuArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
 
     def take(self, made: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
         """Copies small outputs to host memory, with one wait for all. The outputs need not be computed yet.
@@ -298,7 +298,7 @@ class CudaDevice:
 
     def deliver(
         self, made: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
-    ) -> dict[str, DeviceArray | Array]:
+    ) -> dict[str, GpuArray | Array]:
         """Copies outputs to their places, in host memory or a region on the device, with one wait for all.
 
         The outputs need not be computed yet. Outputs without a place are copied to host memory if they are small; others stay
@@ -310,7 +310,7 @@ class CudaDevice:
         """
         left = [(name, array) for name, array in made.items() if name not in places and byte_size_of(array)]
         little = sum([byte_size_of(array) for _, array in left]) <= TOGETHER
-        found: dict[str, DeviceArray | Array] = {name: self._seen(made[name]) for name in places}
+        found: dict[str, GpuArray | Array] = {name: self._seen(made[name]) for name in places}
         kept: list[Any] = []
         brought: list[tuple[memoryview, Array]] = []
         self.context.enter()
@@ -370,12 +370,12 @@ def _dlpack_device_of(device: jax.Device) -> tuple[int, int]:
     return int(kind), int(number)
 
 
-def _lies_there(array: object) -> TypeGuard[CudaTensor | DeviceArray]:
+def _lies_there(array: object) -> TypeGuard[CudaTensor | GpuArray]:
     """Returns whether a tensor can be copied within the device.
 
     A client's BOOL tensor cannot: its bytes may have any value, and only the host turns them into 0 and 1.
     """
-    return isinstance(array, DeviceArray) or (isinstance(array, CudaTensor) and array.dtype != np.bool_)
+    return isinstance(array, GpuArray) or (isinstance(array, CudaTensor) and array.dtype != np.bool_)
 
 
 def _byte_size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:

@@ -59,7 +59,7 @@ class PinnedBudget:
         return f"<PinnedBudget {self.byte_size}/{self.limit} bytes>"
 
 
-class _Memory:
+class _PinnedMapping:
     """A mapping of host memory that was passed to ``PinnedMemory.pin``: to be page-locked, or locked already."""
 
     __slots__ = ("address", "byte_size", "hold", "locked", "unwanted", "view", "what")
@@ -86,7 +86,7 @@ class PinnedMemory:
         #: Memory that is about to be unlocked is given back already: it is unlocked before other memory is locked.
         self._budget = budget
         self._thread = thread
-        self._wanted: dict[int, _Memory] = {}
+        self._wanted: dict[int, _PinnedMapping] = {}
         #: Reasons that were logged.
         self._logged: set[str] = set()
 
@@ -97,7 +97,7 @@ class PinnedMemory:
           what: names the memory in the log.
           hold: called in the thread that locks: with True when the memory is locked, with False before it is unlocked.
         """
-        memory, budget = _Memory(view[:], what, hold), self._budget
+        memory, budget = _PinnedMapping(view[:], what, hold), self._budget
         if not budget.take(memory.byte_size):
             bound = "workers.pinned_byte_size"
             self._refuse(
@@ -133,14 +133,14 @@ class PinnedMemory:
 
     # ------------------------------------------------------------------------------------------------ in the thread
 
-    def _lock(self, memory: _Memory) -> None:
+    def _lock(self, memory: _PinnedMapping) -> None:
         if not memory.unwanted:
             self._context.pin(memory.address, memory.byte_size)
             memory.locked = True
             if memory.hold is not None:
                 memory.hold(True)
 
-    def _unlock(self, memory: _Memory) -> None:
+    def _unlock(self, memory: _PinnedMapping) -> None:
         if memory.locked:
             # An instance's thread may be copying for a front that is gone: its memory stays mapped, and now locked, as long.
             self._context.check()
@@ -150,7 +150,7 @@ class PinnedMemory:
 
     # --------------------------------------------------------------------------------------------------- on the loop
 
-    def _tried(self, memory: _Memory, outcome: Exception | None) -> None:
+    def _tried(self, memory: _PinnedMapping, outcome: Exception | None) -> None:
         # The loop finds out by itself that a device is lost.
         if not isinstance(outcome, CudaError):
             return
@@ -160,7 +160,7 @@ class PinnedMemory:
             self._budget.give_back(memory.byte_size)
             memory.view.release()
 
-    def _let_go(self, memory: _Memory, outcome: Exception | None) -> None:
+    def _let_go(self, memory: _PinnedMapping, outcome: Exception | None) -> None:
         if isinstance(outcome, CudaError):
             _log.warning("page-locked memory could not be unlocked: %s", outcome.name)
         memory.view.release()

@@ -23,7 +23,7 @@ from tensord.shm.messages import Content as SentContent
 from tensord.shm.regions import check_range
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.devices.client_memory import standing
-from tensord.workers.devices.device_array import DeviceArray
+from tensord.workers.devices.device_array import GpuArray
 from tensord.workers.dispatch.classification import classify
 from tensord.workers.models.author_error import bounded
 from tensord.workers.regions.places import Places
@@ -285,7 +285,7 @@ class _Queued:
 
     def __init__(self) -> None:
         self._regions: list[CudaRegion] = []
-        self._sources: list[Array | DeviceArray] = []
+        self._sources: list[Array | GpuArray] = []
 
     def write(self, region: CudaRegion, offset: int, content: Content) -> None:
         """Begins to copy an output into a region; ``settle`` or ``abandon`` must follow.
@@ -295,7 +295,7 @@ class _Queued:
         if not _byte_size(content):
             return
         self._regions.append(region)
-        if isinstance(content, DeviceArray):
+        if isinstance(content, GpuArray):
             self._sources.append(content)
             region.copy(offset, content.pointer, content.nbytes)
             return
@@ -335,7 +335,7 @@ def _write(view: memoryview, content: Content) -> None:
     """Copies an output into mapped memory."""
     if isinstance(content, bytes):
         view[:] = content
-    elif isinstance(content, DeviceArray):
+    elif isinstance(content, GpuArray):
         content.copy_into(view)
     elif content.nbytes:
         np.copyto(np.frombuffer(view, content.dtype).reshape(content.shape), content)

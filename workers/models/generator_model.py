@@ -36,7 +36,7 @@ class GeneratorModel(HostFunction):
         inputs, execution.copied_byte_size = fetched(request)
         execution.gathered_ns = time.monotonic_ns()
         chosen = execution.parameters = chosen_by(self._sets, [request])
-        run = _Run(self, request, execution, self._apply(chosen.on(0), inputs))
+        run = _GeneratorRun(self, request, execution, self._apply(chosen.on(0), inputs))
         with precision(self.signature.wide), calling(execution.caller(self.port)) as caller:
             run.go_on(alone=False)
         caller.close()
@@ -69,7 +69,7 @@ class GeneratorModel(HostFunction):
         return encoded_strings(spec.for_client(array, batches))
 
 
-class _Run:
+class _GeneratorRun:
     """One request's generator and its response sender, used in the instance's thread."""
 
     def __init__(

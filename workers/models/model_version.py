@@ -25,7 +25,7 @@ from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.sequence_register import RegisteredSequences, SequenceRegister
 from tensord.workers.models.statistics import VersionStatistics
 from tensord.workers.native.extensions import available
-from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets, Replaced
+from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets, Unused
 from tensord.workers.requests.preparation import CheckedInputs
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
@@ -204,7 +204,7 @@ class ModelVersion:
             sequences.restore(others, now_ns)
         return [request for request in batch if request.chosen is batch[0].chosen]
 
-    def commit(self, parameters: ParameterSet, moves: bool) -> Replaced:
+    def commit(self, parameters: ParameterSet, moves: bool) -> Unused:
         """Puts parameters that were staged (checked, and placed on the device) into use. Returns what they have replaced.
 
         ``moves``: begun sequences and begun requests of a stepped model use them too, whichever version they began with.

@@ -292,7 +292,7 @@ class ParameterSet:
         return f"<ParameterSet {self.name!r} {self.number} of {self.sets.leaves.model!r}>"
 
 
-class Replaced(NamedTuple):
+class Unused(NamedTuple):
     """Lists what has to be freed after a parameter set was replaced: its objects, and the version that must leave the device."""
 
     #: Objects that only runs that have begun still use: their memory is freed when the list is emptied.
@@ -384,7 +384,7 @@ class ParameterSets:
                 f"model '{self.leaves.model}' has {len(names)} parameter sets, workers.max_parameter_sets allows {limit}"
             )
 
-    def commit(self, parameters: ParameterSet, stays: bool = False) -> Replaced:
+    def commit(self, parameters: ParameterSet, stays: bool = False) -> Unused:
         """Puts a set into use after ``prepare``. The version of the set that was in use before is kept for a roll-back.
 
         ``stays``: whether the version before stays on the device, because requests that have begun continue with it.
@@ -403,7 +403,7 @@ class ParameterSets:
         self.staged.discard(parameters)
         self.pushes += 1
         if former is None or former is parameters:
-            return Replaced([])
+            return Unused([])
         unused: list[object] = [self._before.get(parameters.name)]
         self.forget_before(self._before.get(parameters.name))
         self._before[parameters.name] = former
@@ -411,7 +411,7 @@ class ParameterSets:
         if hosted and not stays:
             unused.append(former.leave())
         self.room.keep(former)
-        return Replaced(unused, None if stays or hosted else former)
+        return Unused(unused, None if stays or hosted else former)
 
     def drop(self, name: str) -> list[object]:
         """Forgets the set with a name, and the version before. Returns objects whose memory is freed when the caller drops them.

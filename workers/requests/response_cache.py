@@ -103,7 +103,7 @@ class Insertion(enum.Enum):
     TOO_LARGE = enum.auto()
 
 
-class _Entry(NamedTuple):
+class _CachedAnswer(NamedTuple):
     question: Question
     answer: Response
     byte_size: int
@@ -125,7 +125,7 @@ class ResponseCache:
         #: The bytes that all entries together take.
         self.byte_size = 0
         #: By digest, least recently used first.
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -156,7 +156,7 @@ class ResponseCache:
         kept = question._replace(inputs=tuple(each.copy() for each in question.inputs))
         outputs = {name: private(array) for name, array in answer.items()}
         parameters = dict(answer.parameters) if isinstance(answer, Response) else {}
-        self._entries[question.digest] = _Entry(kept, Response(outputs, parameters), byte_size)
+        self._entries[question.digest] = _CachedAnswer(kept, Response(outputs, parameters), byte_size)
         self.byte_size += byte_size
         return Insertion.KEPT
 

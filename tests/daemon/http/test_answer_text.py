@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.message_head import InferHead
-from tensord.daemon.http.prepared import Prepared
+from tensord.daemon.http.prepared import PreparedKind
 from tensord.daemon.http.response_codec import encode, response_head
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice, Slice
 from tensord.shm.prepared import Numbers
@@ -44,10 +44,10 @@ def view(place: Slice) -> memoryview:
     return ARENA[place.offset : place.offset + place.byte_size]
 
 
-def known() -> Prepared:
+def known() -> PreparedKind:
     """Returns the prepared part of a request that wants two outputs as bytes, and all others in the JSON."""
     decoded = DecodedRequest("", [], (), {"y": True, "z": True}, False, {})
-    return Prepared(InferHead("echo", 0, 10, None, True), decoded)
+    return PreparedKind(InferHead("echo", 0, 10, None, True), decoded)
 
 
 IDS = st.sampled_from(["", "id-7", "7", '"quoted" \u00e4\n', "i" * 3000]) | st.text(max_size=5)
@@ -120,6 +120,6 @@ def test_a_long_text_is_not_remembered() -> None:
     prepared = WholeAnswer(1, version=1, outputs=(Tensor("y" * 2048, "UINT8", (1,), b""),)).prepared
     asked = DecodedRequest("", [], (), {}, True, {})
     own = AnswerRecord(1, 0, (b"1",))
-    answer = Prepared(InferHead("echo", 0, 10, None, True), asked).answer(prepared, own, view)
+    answer = PreparedKind(InferHead("echo", 0, 10, None, True), asked).answer(prepared, own, view)
     assert answer.whole("", own) is None
     assert answer.pieces("", own, view) is None

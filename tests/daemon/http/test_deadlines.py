@@ -6,14 +6,14 @@ import pytest
 
 from tensord.config.options import Http
 from tensord.daemon.front.drain_rate import GRACE_SECONDS
-from tensord.daemon.http.deadlines import Deadlines, Late
+from tensord.daemon.http.deadlines import ClientDeadlines, Late
 
 HTTP = Http(head_timeout=10, body_timeout=60, write_timeout=30, keep_alive_timeout=75)
 
 
-def started(**since: float) -> Deadlines:
+def started(**since: float) -> ClientDeadlines:
     """Returns deadlines that wait for the named things since the given times, and for nothing else."""
-    made = Deadlines(0.0)
+    made = ClientDeadlines(0.0)
     for name, value in since.items():
         setattr(made, f"{name}_since", value)
     return made

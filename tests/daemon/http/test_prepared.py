@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensord.daemon.http import request_codec, request_head
 from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest
 from tensord.daemon.http.message_head import InferHead
-from tensord.daemon.http.prepared import ParsedRequest, Prepared, PreparedRequests
+from tensord.daemon.http.prepared import ParsedRequest, PreparedKind, PreparedRequests
 from tensord.daemon.http.request_head import UnusualText
 from tensord.daemon.submit.scheduling import Scheduling
 from tensord.shm.errors import ServingError
@@ -331,7 +331,7 @@ def test_sizes_of_strings_are_no_part_of_what_workers_are_told() -> None:
 
 
 def test_tensors_of_a_small_body_are_taken_out_of_it() -> None:
-    def form(*inputs: dict[str, Any], tail_size: int, inline: int = 8) -> Prepared:
+    def form(*inputs: dict[str, Any], tail_size: int, inline: int = 8) -> PreparedKind:
         return PreparedRequests(inline_byte_size=inline).read(head(), text(*inputs), tail_size).prepared
 
     both = form(PLAIN, REGION, {**PLAIN, "name": "x2"}, tail_size=8)

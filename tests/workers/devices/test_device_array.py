@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from tensord.shm.cuda_regions import Driver
-from tensord.workers.devices.device_array import DeviceArray
+from tensord.workers.devices.device_array import GpuArray
 from tests.cuda_stub.library import CudaStub
 
 
 @pytest.fixture
-def array(cuda_stub: CudaStub) -> Iterator[DeviceArray]:
+def array(cuda_stub: CudaStub) -> Iterator[GpuArray]:
     driver = Driver()
     made = jnp.arange(12, dtype=jnp.int32).reshape(6, 2).block_until_ready()
-    yield DeviceArray(driver.context(0), made, made.unsafe_buffer_pointer(), np.dtype(np.int32), (6, 2))
+    yield GpuArray(driver.context(0), made, made.unsafe_buffer_pointer(), np.dtype(np.int32), (6, 2))
     driver.close()
 
 
-def test_rows_and_shapes(array: DeviceArray) -> None:
+def test_rows_and_shapes(array: GpuArray) -> None:
     whole = np.arange(12).reshape(6, 2)
     assert np.asarray(array).tolist() == whole.tolist()
     for rows in (slice(0, 2), slice(2, 5), slice(6, 9), slice(3, 3)):
@@ -34,7 +34,7 @@ def test_rows_and_shapes(array: DeviceArray) -> None:
         array.__array__(copy=False)
 
 
-def test_a_copy_is_memory_of_its_own(array: DeviceArray) -> None:
+def test_a_copy_is_memory_of_its_own(array: GpuArray) -> None:
     copied = array[1:3].copy()
     assert not array.pointer <= copied.pointer < array.pointer + array.nbytes
     assert np.asarray(copied).tolist() == [[2, 3], [4, 5]]
