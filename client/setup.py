@@ -1,6 +1,6 @@
-"""Builds the client's optional part in C, which setup.cfg cannot declare.
+"""Builds the client's part in C, which setup.cfg cannot declare.
 
-If it cannot be compiled the package installs without it.
+If it cannot be compiled the package installs without it, and the client asks over HTTP.
 """
 
 import zlib
@@ -9,7 +9,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 #: The sources of the part in C, those that ``tensord_client.native.SOURCES`` names, in the same order.
-_NAMES = ("_exchange.c", "_records.c", "_records.h", "_spin.c", "_spin.h")
+_NAMES = ("_exchange.c", "_lane.c", "_lane.h", "_spin.c", "_spin.h", "common/tensord_wire.h")
 _SOURCES = [f"tensord_client/{name}" for name in _NAMES]
 _CHECKSUM = 0
 for _source in _SOURCES:
@@ -18,7 +18,7 @@ for _source in _SOURCES:
 setup(
     ext_modules=[
         Extension(
-            "tensord_client._exchange",
+            "tensord_client._lane",
             [name for name in _SOURCES if name.endswith(".c")],
             depends=[name for name in _SOURCES if name.endswith(".h")],
             # Whoever imports it sees whether it is of the source beside it.

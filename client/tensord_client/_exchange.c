@@ -59,8 +59,7 @@ typedef struct {
     uint64_t until;
 } exchange_t;
 
-/* Spin, which is kept for the module's life. */
-static PyObject *spin_type;
+PyObject *spin_type;
 /* Names of attributes. */
 static PyObject *closing_name, *epoch_name, *learned_name, *closures_name, *known_closures_name, *timeout_name, *times_name, *promote_name,
     *waiting_name, *request_id_name;
@@ -377,31 +376,15 @@ static PyType_Slot slots[] = {
     {Py_tp_new, make}, {Py_tp_dealloc, drop}, {Py_tp_traverse, traverse}, {Py_tp_clear, clear}, {Py_tp_methods, methods}, {0, NULL},
 };
 
-static PyType_Spec spec = {"tensord_client._exchange.Exchange", sizeof(exchange_t), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
-
-/* ------------------------------------------------------------------------------------------------------------------- module */
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "tensord_client._exchange", "One exchange of a prepared call, and records.", -1, record_functions, NULL, NULL, NULL, NULL,
-};
+PyType_Spec exchange_spec = {"tensord_client._lane.Exchange", sizeof(exchange_t), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
 
 static int intern(PyObject **name, const char *text) {
     *name = PyUnicode_InternFromString(text);
     return *name == NULL;
 }
 
-PyMODINIT_FUNC PyInit__exchange(void) {
-    if (record_names() || intern(&closing_name, "closing") || intern(&epoch_name, "epoch") || intern(&learned_name, "learned") ||
-        intern(&closures_name, "closures") || intern(&known_closures_name, "known_closures") || intern(&timeout_name, "timeout_ms") ||
-        intern(&times_name, "times") || intern(&promote_name, "promote") || intern(&waiting_name, "waiting") || intern(&request_id_name, "request_id"))
-        return NULL;
-    PyObject *module = PyModule_Create(&definition);
-    PyObject *type = module == NULL ? NULL : PyType_FromSpec(&spec);
-    spin_type = type == NULL ? NULL : PyType_FromSpec(&spin_spec);
-    int wrong = spin_type == NULL || PyObject_SetAttrString(module, "Exchange", type) || PyObject_SetAttrString(module, "Spin", spin_type) ||
-                PyModule_AddIntConstant(module, "SOURCE", SOURCE);
-    Py_XDECREF(type);
-    if (wrong)
-        Py_CLEAR(module);
-    return module;
+int exchange_names(void) {
+    return intern(&closing_name, "closing") || intern(&epoch_name, "epoch") || intern(&learned_name, "learned") || intern(&closures_name, "closures") ||
+           intern(&known_closures_name, "known_closures") || intern(&timeout_name, "timeout_ms") || intern(&times_name, "times") ||
+           intern(&promote_name, "promote") || intern(&waiting_name, "waiting") || intern(&request_id_name, "request_id");
 }

@@ -110,4 +110,4 @@ static PyMethodDef methods[] = {
 
 static PyType_Slot slots[] = {{Py_tp_new, make}, {Py_tp_dealloc, drop}, {Py_tp_methods, methods}, {0, NULL}};
 
-PyType_Spec spin_spec = {"tensord_client._exchange.Spin", sizeof(spin_t), 0, Py_TPFLAGS_DEFAULT, slots};
+PyType_Spec spin_spec = {"tensord_client._lane.Spin", sizeof(spin_t), 0, Py_TPFLAGS_DEFAULT, slots};

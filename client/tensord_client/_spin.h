@@ -3,7 +3,7 @@
 #ifndef TENSORD_CLIENT_SPIN_H
 #define TENSORD_CLIENT_SPIN_H
 
-#include "_records.h"
+#include "_lane.h"
 
 #include <stdint.h>
 
@@ -14,8 +14,6 @@ typedef struct {
     /* Whether the last wait was short enough. */
     int worth;
 } spin_t;
-
-extern PyType_Spec spin_spec;
 
 uint64_t now_ns(void);
 

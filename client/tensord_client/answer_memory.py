@@ -12,21 +12,42 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensord_client import wire
 from tensord_client.errors import DeadlineExceeded, Internal, ResultsHeld, ServingError, Unavailable, from_code
 from tensord_client.memory import mapped
-from tensord_client.msgpack import Malformed
-from tensord_client.wire import AnswerRecord
+from tensord_client.native import wire
+
+if TYPE_CHECKING:
+    from tensord_client._lane import AnswerRecord, OutputTensor
 
 #: The segment, offset and generation of a lease.
 LeaseKey = tuple[int, int, int]
 _RELEASES, _RELEASED_PART = 16, 8
 #: How a worker's error begins when its response memory had no room for an answer.
 _NO_ROOM = "no room for an answer of "
+
+
+class PreparedAnswer:
+    """The constant part of many answers, which name it by number: version, outputs, parameters, whether it is the last."""
+
+    __slots__ = ("final", "is_mark", "outputs", "own_count", "parameters", "plan", "version")
+
+    def __init__(
+        self, version: int, outputs: tuple[OutputTensor, ...], parameters: dict[str, Any], final: bool
+    ) -> None:
+        self.version = version
+        self.outputs = outputs
+        self.parameters = parameters
+        self.final = final
+        #: How many outputs have their contents in the answer's record or in leased memory.
+        self.own_count = sum([not output.placed for output in outputs])
+        #: True: a record without an error is no response, and only says that no further response comes.
+        self.is_mark = final and not (version or outputs)
+        #: (name, shape, dtype, byte size) of each output, for ``pending``; empty: they are not all numbers in the record.
+        self.plan: tuple[tuple[str, tuple[int, ...], Any, int], ...] | None = None
 
 
 class HeldResults:
@@ -102,12 +123,12 @@ class Lease:
         """Returns a read-only array on the leased memory, which keeps this lease alive as its base.
 
         Args:
-          place: ("a", segment, offset, byte size), as in the answer.
+          place: (segment, offset, byte size), as in the answer.
           name: the dtype's name in numpy's array interface.
 
         Raises: ValueError: the place is outside the segment, or not as large as the shape and dtype need.
         """
-        _, segment, offset, byte_size = place
+        segment, offset, byte_size = place
         count = 1
         for dim in shape:
             count *= dim
@@ -126,11 +147,11 @@ class Lease:
         return np.asarray(self)
 
     def content(self, place: Sequence[Any]) -> bytes:
-        """Copies the bytes at a place in the worker's memory, ("a", segment's number, offset, byte size), and returns them.
+        """Copies the bytes at a place in the worker's memory, (segment's number, offset, byte size), and returns them.
 
         Raises: ValueError: the place is outside the segment.
         """
-        return self.view(place, (place[3],), "|u1", np.dtype(np.uint8)).tobytes()
+        return self.view(place, (place[2],), "|u1", np.dtype(np.uint8)).tobytes()
 
 
 class ResponseSegment:
@@ -176,10 +197,10 @@ class AnswerMemory:
           fds: the file descriptors that came with the announcement.
           lost: whether descriptors were lost on the way, because this process has no room for them.
 
-        Raises: Malformed: there is not one descriptor.
+        Raises: ValueError: there is not one descriptor.
         """
         if len(fds) != 1 and not lost:
-            raise Malformed(f"a segment came with {len(fds)} descriptors")
+            raise ValueError(f"a segment came with {len(fds)} descriptors")
         try:
             (fd,) = fds
             self.segments[number] = ResponseSegment(number, byte_size, fd)
@@ -202,17 +223,16 @@ class AnswerMemory:
         """
         if answer.lease is None:
             return None
-        segment_number, offset, generation = answer.lease
-        key = segment_number, offset, generation
-        segment = self.segments.get(segment_number)
+        number = answer.lease[0]
+        segment = self.segments.get(number)
         if segment is None:
-            if segment_number not in self._refused:
-                raise ValueError(f"segment {segment_number} is not open")
-            self.give_back(key, 0)
+            if number not in self._refused:
+                raise ValueError(f"segment {number} is not open")
+            self.give_back(answer.lease, 0)
             raise Unavailable(
                 "an answer cannot be reached: this process has as many files open, or as much mapped, as it may"
             )
-        return Lease(self, key, segment)
+        return Lease(self, answer.lease, segment)
 
     def error(self, answer: AnswerRecord) -> ServingError:
         """Converts an answer with an error code into the exception to raise."""
@@ -239,8 +259,7 @@ class AnswerMemory:
     def drop(self, answer: AnswerRecord) -> None:
         """Gives the worker's memory back that an answer lies in, because nobody waits for the answer."""
         if answer.lease is not None:
-            segment, offset, generation = answer.lease
-            self.give_back((segment, offset, generation), 0)
+            self.give_back(answer.lease, 0)
 
     def give_back(self, key: LeaseKey, byte_size: int) -> None:
         """Queues a lease to be given back; sends the queue to the worker if it is long enough.

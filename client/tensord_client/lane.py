@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tensord_client import wire
 from tensord_client.answer_memory import HeldResults
 from tensord_client.clients_socket import ClientsSocket
 from tensord_client.common.call import MAX_WAITING, Call
@@ -42,6 +41,7 @@ from tensord_client.http_channel import Buffer
 from tensord_client.lane_request import LaneRequest, Sender
 from tensord_client.lane_socket import LaneEnded
 from tensord_client.memory import Memory
+from tensord_client.native import say_missing, wire
 from tensord_client.opened_model import OpenedModel
 from tensord_client.parameters import sealed
 from tensord_client.placement import Placement
@@ -129,7 +129,11 @@ class LaneConnection(Sender):
         except BaseException:
             connected.close()
             raise
-        self.lanes = bool(self.hello.get("lanes")) and self.hello.get("wire") == wire.WIRE_VERSION
+        self.lanes = bool(self.hello.get("lanes"))
+        if self.lanes and wire is None:
+            self.lanes = False
+            say_missing()
+        self.lanes = self.lanes and self.hello.get("wire") == wire.WIRE_VERSION
         return connected
 
     def open(self, model: str, version: int = 0, timeout: float | None = None) -> Description:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensord_client import native
 from tensord_client.answer_memory import Lease
 from tensord_client.common.arrays import decode_strings, dtype_of, typestr
 from tensord_client.common.results import Answer, Array, check_place, written
-from tensord_client.wire import AnswerRecord, OutputTensor
+from tensord_client.native import wire
+
+if TYPE_CHECKING:
+    from tensord_client._lane import AnswerRecord, OutputTensor
 
 #: Describes an output whose bytes come in the answer's record: name, shape, dtype, byte size.
 Plan = tuple[str, tuple[int, ...], np.dtype, int]
@@ -35,7 +37,7 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
     answer.times = record.timing
     if prepared.plan is None:
         prepared.plan = _plan(prepared.outputs)
-    if prepared.plan and not places and arrays(answer, prepared.plan, record.contents):
+    if prepared.plan and not places and wire.arrays(answer, prepared.plan, record.contents, np.ndarray):
         return answer
     contents = iter(record.contents)
     views: list[Array] = []
@@ -77,19 +79,3 @@ def _plan(outputs: Sequence[OutputTensor]) -> tuple[Plan, ...]:
         return ()
     planned = [(output.name, output.shape, dtype_of(output.datatype)) for output in outputs]
     return tuple([(name, shape, dtype, math.prod(shape) * dtype.itemsize) for name, shape, dtype in planned])
-
-
-def arrays(answer: Answer, outputs: tuple[Plan, ...], contents: list[Any]) -> bool:
-    """Adds an array for each output to an answer. Returns False if bytes are not in the record or do not fit; else True.
-
-    Args:
-      outputs: (name, shape, dtype, byte size) of each output.
-      contents: for each output its bytes in the answer's record, or their place in the worker's memory.
-    """
-    if native.arrays is not None:
-        return native.arrays(answer, outputs, contents, np.ndarray)
-    for (name, shape, dtype, byte_size), content in zip(outputs, contents):
-        if type(content) is not bytes or len(content) != byte_size:
-            return False
-        answer[name] = np.ndarray(shape, dtype, bytearray(content))
-    return True

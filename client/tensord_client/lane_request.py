@@ -11,9 +11,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tensord_client import wire
 from tensord_client.answer_memory import HeldResults, Lease
 from tensord_client.common.call import Call
 from tensord_client.common.pending import Deadlines, Pending, WaitEnded
@@ -28,9 +27,12 @@ from tensord_client.errors import (
     Unavailable,
 )
 from tensord_client.lane_answers import made_answer
+from tensord_client.native import wire
 from tensord_client.placement import Placed, own_fields
-from tensord_client.wire import AnswerRecord
 from tensord_client.worker_lane import WorkerLane
+
+if TYPE_CHECKING:
+    from tensord_client._lane import AnswerRecord
 
 #: Bytes of responses that are read before the worker is told; it lets a model be at least four times as far ahead.
 _ACKNOWLEDGED = 1024

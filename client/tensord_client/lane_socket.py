@@ -17,9 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tensord_client import wire
 from tensord_client.common.pending import WaitEnded
-from tensord_client.native import Spin
+from tensord_client.native import wire
 
 _ANCILLARY = socket.CMSG_SPACE(4 * 4)
 # Plain integers: the socket module's flags are enums, whose every operation is a Python call.
@@ -58,8 +57,8 @@ class LaneSocket:
         self._buffers = (self.received,)
         #: The receive timeout that the socket has, in milliseconds.
         self.timeout_ms = 0
-        #: Says when a receive polls before it sleeps; None: the part in C is missing.
-        self.spin = None if Spin is None else Spin(spin_ns)
+        #: Says when a receive polls before it sleeps.
+        self.spin = wire.Spin(spin_ns)
         #: Event loops that read the socket.
         self.loops: dict[Any, None] = {}
 

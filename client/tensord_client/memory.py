@@ -19,14 +19,15 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 
 from tensord_client.common.arrays import typestr
 from tensord_client.errors import CLOSED, InvalidArgument, Unavailable
-from tensord_client.wire import Place
 
+#: (segment, offset, byte size) in this connection's own memory; for a segment's number a region's name stands as well.
+Place = tuple[Union[int, str], int, int]
 #: Alignment in bytes that XLA on a CPU needs to use an array without copying it.
 ALIGNMENT = 64
 _PAGE = 4096

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
 
-from tensord_client import native, wire
 from tensord_client.common.arrays import datatype_of, encode_strings
 from tensord_client.common.call import Call
 from tensord_client.errors import InvalidArgument, Unavailable
-from tensord_client.memory import Memory
+from tensord_client.memory import Memory, Place
+from tensord_client.native import wire
 from tensord_client.opened_model import OpenedModel
-from tensord_client.wire import Place
 
 #: The most bytes of an array that travels inside its request, and of all such arrays of one request together.
 INLINE, _ALL_INLINE = 4096, 32 << 10
@@ -175,7 +174,7 @@ class Placement:
         """
         kind: tuple[Any, ...] | None = None
         if not (call.outputs or call.places or call.parameters):
-            small = small_inputs(call.inputs, INLINE, _ALL_INLINE)
+            small = wire.small_inputs(call.inputs, INLINE, _ALL_INLINE, np.ndarray)
             if small is not None:
                 kind, contents = small
                 prepared = model.small.get(kind)
@@ -311,32 +310,6 @@ class Placement:
         return Slot(self.slots, layout.kind, arrays, encode(call, placed, layout.outputs), tuple(segments))
 
 
-def small_inputs(inputs: Mapping[str, np.ndarray], limit: int, room: int) -> tuple[tuple[Any, ...], list[bytes]] | None:
-    """Returns (name, dtype and shape of each input in turn) and the inputs' bytes, if all of them can travel inside the request.
-
-    Returns None: an input is too large, or may lie in shared memory because it is a view of something that is no plain array.
-
-    Args:
-      limit: the most bytes of an input.
-      room: the most bytes of all together.
-    """
-    if native.small_inputs is not None and type(inputs) is dict:
-        return native.small_inputs(inputs, limit, room, np.ndarray)
-    kind: list[Any] = []
-    contents = []
-    for name, array in inputs.items():
-        if type(array) is not np.ndarray or array.nbytes > limit:
-            return None
-        base = array.base
-        if base is not None and (type(base) is not np.ndarray or base.base is not None):
-            return None
-        kind += name, array.dtype, array.shape
-        content = array.tobytes()
-        room -= len(content)
-        contents.append(content)
-    return None if room < 0 else (tuple(kind), contents)
-
-
 def _parameters(call: Call) -> tuple[Any, ...]:
     if not call.parameters:
         return ()
@@ -373,7 +346,7 @@ def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, P
     Raises: InvalidArgument: a value has no encoding.
     """
     try:
-        return wire.prepared_request(call.model, call.version, tensors, outputs, call.parameters)
+        return wire.prepared_request(call.model, call.version, tensors, outputs, dict(call.parameters))
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"the request to model '{call.model}' cannot be sent: {error}") from None
 

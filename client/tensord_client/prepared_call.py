@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 
-from tensord_client import msgpack, wire
 from tensord_client.answer_memory import Lease
 from tensord_client.common.call import Call
 from tensord_client.common.pending import WaitEnded
@@ -35,13 +34,13 @@ from tensord_client.errors import (
 from tensord_client.lane_answers import made_answer
 from tensord_client.lane_socket import Datagram, LaneEnded
 from tensord_client.memory import Memory
-from tensord_client.native import Exchange
+from tensord_client.native import wire
 from tensord_client.opened_model import OpenedModel
 from tensord_client.placement import INLINE, Tensor, encode, input_datatype, note_segment, own_fields
-from tensord_client.wire import AnswerRecord
 from tensord_client.worker_lane import WorkerLane
 
 if TYPE_CHECKING:
+    from tensord_client._lane import AnswerRecord, Exchange
     from tensord_client.lane import LaneConnection
 
 _U64 = struct.Struct(">Q")
@@ -59,7 +58,7 @@ class _Answer(Answer):
     @property
     def timing(self) -> Timing | None:
         times: Any = self.times
-        return Timing(*(msgpack.unpack(times) if isinstance(times, bytes) else times)) if times is not None else None
+        return Timing(*(wire.timing(times) if isinstance(times, bytes) else times)) if times is not None else None
 
 
 class Bound:
@@ -91,19 +90,16 @@ class Bound:
           sizes: the size in bytes of each input that travels inside the record.
           own: the request's other fields, encoded by ``wire.own_fields``.
         """
-        pieces = [wire.datagram(()), wire.REQUEST_HEAD, bytes(8), number, msgpack.array_head(len(sizes))]
-        pieces[0] = b"\x01\x91"
-        self.id_at = 2 + len(wire.REQUEST_HEAD)
-        ends = []
-        for size in sizes:
-            pieces.append(msgpack.binary_head(size))
-            pieces.append(bytes(size))
-            ends.append(sum(map(len, pieces)))
-        _, behind_id = msgpack.unpack_from(own, 0, len(own))
-        self.own_at = sum(map(len, pieces))
-        self.deadline_at = self.own_at + behind_id + 1
-        pieces.append(own)
-        self.datagram = bytearray(b"".join(pieces))
+        self.datagram = bytearray(wire.datagram((wire.request(1, number, [bytes(size) for size in sizes], own),)))
+        length = len(self.datagram)
+        self.own_at = length - len(own)
+        self.deadline_at = wire.skip(self.datagram, self.own_at, length) + 1
+        # Behind the heads of the datagram, of its record and of the id.
+        self.id_at = 2 + 5 + 1
+        at, ends = self.id_at + 8 + len(number) + (1 if len(sizes) < 16 else 3), []
+        for _ in sizes:
+            at = wire.skip(self.datagram, at, length)
+            ends.append(at)
         self.epoch = epoch
         view = memoryview(self.datagram)
         #: Where in the datagram the bytes of each input are written.
@@ -368,13 +364,13 @@ class PreparedCall:
         """Returns the C extension's object for the next calls on a lane; None: it is missing, or cannot make them."""
         call, known = self._call, self._connection.models.get((self._call.model, self._call.version))
         spin = lane.socket.spin
-        if Exchange is None or spin is None or known is None or call.sequence_id or bound.learned != lane.learned:
+        if known is None or call.sequence_id or bound.learned != lane.learned:
             return None
         now = time.monotonic()
         if bound.exchange is None or bound.model is not known or now >= bound.until:
             lasts = not known.coming and len(known.lanes) == 1
             bound.model, bound.until = known, math.inf if lasts else now + _LOOKED_AFTER
-            bound.exchange = Exchange(
+            bound.exchange = wire.Exchange(
                 datagram=bound.datagram,
                 id_at=bound.id_at,
                 deadline_at=bound.deadline_at,
@@ -532,7 +528,7 @@ class PreparedCall:
         bound.head = bytes(received[: at + 3])
         bound.tail_at = at = at + 11
         for _ in range(6):
-            _, at = msgpack.unpack_from(received, at, size)
+            at = wire.skip(received, at, size)
         bound.tail = bytes(received[bound.tail_at : at])
         bound.learned = lane.learned
 

@@ -20,16 +20,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from tensord_client import wire
-from tensord_client.answer_memory import AnswerMemory, HeldResults
+from tensord_client.answer_memory import AnswerMemory, HeldResults, PreparedAnswer
 from tensord_client.common.pending import WaitEnded
 from tensord_client.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable, too_many_waiting
 from tensord_client.lane_socket import AT_ONCE, LaneEnded, LaneSocket
 from tensord_client.memory import Memory
-from tensord_client.msgpack import Malformed, integer
-from tensord_client.wire import AnswerRecord, PreparedAnswer
+from tensord_client.native import wire
+
+if TYPE_CHECKING:
+    from tensord_client._lane import AnswerRecord
 
 # Plain integers: the socket module's flags are enums, whose every operation is a Python call.
 _TRUNCATED = int(socket.MSG_TRUNC)
@@ -248,7 +249,7 @@ class WorkerLane:
         self._flush_outgoing()
         for each in wire.datagrams(wire.prepare(count, prepared)):
             self.socket.send(each)
-        known = self._numbers[prepared] = integer(count)
+        known = self._numbers[prepared] = wire.integer(count)
         return known
 
     def _number(self, prepared: bytes) -> bytes:
@@ -427,39 +428,40 @@ class WorkerLane:
                 self.end(Unavailable("the worker process ended"))
                 return
             if flags & _TRUNCATED:
-                raise Malformed(f"a datagram has more than {wire.MAX_DATAGRAM} bytes")
+                raise ValueError(f"a datagram has more than {wire.MAX_DATAGRAM} bytes")
             for record in self._records(size):
-                if self._agreed and record[0] == "c":
-                    self._answered(AnswerRecord(record, self._prepared))
-                else:
+                if type(record) is tuple:
                     self._apply(record, fds, bool(flags & _DESCRIPTORS_LOST))
-        except (Malformed, LookupError, TypeError) as error:
+                elif self._agreed:
+                    self._answered(record)
+                else:
+                    raise ValueError("an answer came before the version of the wire")
+        except (ValueError, LookupError, TypeError) as error:
             self.end(Internal(f"the worker sent what is no record of a lane: {error}"))
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _records(self, size: int) -> list[list[Any]]:
+    def _records(self, size: int) -> list[Any]:
         received = self.socket.received
         kind = received[0]
         if kind == 1 and not self._parts:
-            return wire.records(received, 1, size)
+            return wire.records(received, 1, size, self._prepared, PreparedAnswer)
         self._parts += received[1:size]
         if kind == 2:
             return []
         if kind != 3:
-            raise Malformed(f"a datagram of kind {kind}")
+            raise ValueError(f"a datagram of kind {kind}")
         whole, self._parts = bytes(self._parts), bytearray()
-        return wire.records(whole, 0, len(whole))
+        return wire.records(whole, 0, len(whole), self._prepared, PreparedAnswer)
 
-    def _apply(self, record: list[Any], fds: list[int], lost: bool) -> None:
+    def _apply(self, record: tuple[Any, ...], fds: list[int], lost: bool) -> None:
         tag = record[0]
         if not self._agreed:
             if tag != "V" or record[1] != wire.WIRE_VERSION:
-                raise Malformed(f"the worker speaks another edition of the wire than {wire.WIRE_VERSION}")
+                raise ValueError(f"the worker speaks another edition of the wire than {wire.WIRE_VERSION}")
             self._agreed = True
         elif tag == "C+":
-            self._prepared[record[1]] = PreparedAnswer(record[2])
             self.learned += 1
         elif tag == "S+":
             if not self.answers.open(record[1], record[2], fds, lost):
@@ -469,7 +471,7 @@ class WorkerLane:
         elif tag == "S!":
             self._announced.discard(record[1])
         else:
-            raise Malformed(f"a record with the tag {tag!r}")
+            raise ValueError(f"a record with the tag {tag!r}")
 
     def _answered(self, answer: AnswerRecord) -> None:
         find = self.in_flight.pop if answer.prepared.final else self.in_flight.get

@@ -176,7 +176,7 @@ class Call:
     def __init__(
         self,
         model: str,
-        inputs: Mapping[str, Array],
+        inputs: dict[str, Array],
         *,
         version: int = 0,
         outputs: Sequence[str] = (),

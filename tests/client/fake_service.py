@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tensord_client import msgpack, wire
+import msgspec
 
+from tensord.shm.messages import WIRE_VERSION
 from tests.daemon_process import PATIENCE
 
 _LIMITS = {"in_flight": 4, "segments": 8, "segment_byte_size": 1 << 20, "response_byte_size": 1 << 20}
@@ -193,7 +194,7 @@ class FakeService:
 
     def _said(self, connection: socket.socket, asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         if "hello" in asked:
-            return {"server": "fake", "wire": wire.WIRE_VERSION, "lanes": True, "http": []}, []
+            return {"server": "fake", "wire": WIRE_VERSION, "lanes": True, "http": []}, []
         if not self._has_model:
             return {"error": "Request for unknown model: 'm' is not found", "code": "NOT_FOUND"}, []
         lanes = self._connections[connection]
@@ -203,7 +204,7 @@ class FakeService:
                 lanes.pop(number).close()
         if is_new := not lanes:
             theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.send(b"\x01" + msgpack.pack([("V", wire.WIRE_VERSION)]))
+            ours.send(b"\x01" + msgspec.msgpack.encode([("V", WIRE_VERSION)]))
             lanes[next(self._numbers)] = ours
             fds.append(theirs.detach())
         answer = {
@@ -225,7 +226,7 @@ class FakeService:
         return answer, fds
 
     def _answer_records(self, lane: socket.socket, content: bytes) -> None:
-        for record in wire.records(content, 1, len(content)):
+        for record in msgspec.msgpack.decode(content[1:]):
             if record[0] == "X":
                 self.cancelled += 1
             elif record[0] == "q":
@@ -233,4 +234,4 @@ class FakeService:
                 kind = ("A", 1, [("t", "y", "INT32", [1], None)], {}, True)
                 code, text = ("NOT_FOUND", "Request for unknown model: 'm' is not found") if self._refuses else ("", "")
                 answer = ("c", record[1], ("A",) if code else kind, [] if code else record[3], None, code, text)
-                lane.send(b"\x01" + msgpack.pack([answer]))
+                lane.send(b"\x01" + msgspec.msgpack.encode([answer]))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensord_client
-from tensord_client import lane_socket, native, placement, prepared_call
+from tensord_client import placement, prepared_call
 from tensord_client.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -52,19 +52,6 @@ def identity(values: Any, **own: Any) -> Call:
     return Call("identity", {"INPUT0": values}, **own)
 
 
-@pytest.fixture(params=["C", "Python"])
-def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Encodes requests, makes answers, and exchanges the datagrams of prepared calls once an answer was seen."""
-    if request.param == "Python":
-        monkeypatch.setattr(prepared_call, "Exchange", None)
-        monkeypatch.setattr(lane_socket, "Spin", None)
-        for name in ("arrays", "request", "small_inputs", "unpack_from"):
-            monkeypatch.setattr(native, name, None)
-    elif prepared_call.Exchange is None:
-        pytest.skip("the client's part in C is not built, or not from this source (pip install -e client)")
-    return str(request.param)
-
-
 def test_a_daemon_says_what_it_is_and_what_a_model_is(connection: LaneConnection) -> None:
     assert connection.hello["wire"] == WIRE_VERSION
     assert connection.lanes
@@ -77,7 +64,6 @@ def test_a_daemon_says_what_it_is_and_what_a_model_is(connection: LaneConnection
         connection.open("nowhere")
 
 
-@pytest.mark.usefixtures("part")
 def test_answers_are_the_requests_own(connection: LaneConnection) -> None:
     """The first travels whole, the others by number; ids, priorities and parameters change nothing."""
     for number in range(5):
@@ -90,7 +76,6 @@ def test_answers_are_the_requests_own(connection: LaneConnection) -> None:
     answer["OUTPUT0"][0, 0] = 7
 
 
-@pytest.mark.usefixtures("part")
 def test_errors_are_the_servers(connection: LaneConnection) -> None:
     with pytest.raises(InvalidArgument, match="INPUT1"):
         connection.ask(Call("addsub", {"INPUT0": np.zeros((1, 16), np.float32)})).result(_PATIENCE)
@@ -101,7 +86,6 @@ def test_errors_are_the_servers(connection: LaneConnection) -> None:
     check(connection.ask(addsub(3)).result(_PATIENCE), 3)
 
 
-@pytest.mark.usefixtures("part")
 @pytest.mark.parametrize("count", [1, 1024, 1025, 70000, 1 << 20])
 def test_arrays_of_every_size(connection: LaneConnection, count: int) -> None:
     """Inside the record, in a slot, or in memory of the connection; as they lie, backwards, and in another byte order."""
@@ -114,7 +98,6 @@ def test_arrays_of_every_size(connection: LaneConnection, count: int) -> None:
             np.testing.assert_array_equal(answer["OUTPUT0"], given.astype(np.float32))
 
 
-@pytest.mark.usefixtures("part")
 def test_strings_and_bfloat16(connection: LaneConnection) -> None:
     words = np.array([b"one", "zwölf", b""], dtype=object)
     answer = connection.ask(Call("strings", {"x": words})).result(_PATIENCE)
@@ -128,7 +111,6 @@ def test_strings_and_bfloat16(connection: LaneConnection) -> None:
         assert answer["y"].tolist() == [3.0, -4.0]
 
 
-@pytest.mark.usefixtures("part")
 def test_nothing_is_copied_where_both_ends_look_at_the_same_memory(connection: LaneConnection) -> None:
     count = 1 << 18
     given, place = connection.empty(count, np.float32), connection.empty(count, np.float32)
@@ -145,7 +127,6 @@ def test_nothing_is_copied_where_both_ends_look_at_the_same_memory(connection: L
     np.testing.assert_array_equal(viewed, given)
 
 
-@pytest.mark.usefixtures("part")
 def test_a_larger_place_is_refused_each_time(connection: LaneConnection) -> None:
     """Also where the answer's bytes are those of the answer before."""
     given, place = connection.empty(3000, np.float32), connection.empty(5000, np.float32)
@@ -225,7 +206,6 @@ def test_callbacks_may_ask(connection: LaneConnection) -> None:
     check(done.get(timeout=_PATIENCE), 2)
 
 
-@pytest.mark.usefixtures("part")
 async def test_coroutines_share_a_connection(connection: LaneConnection) -> None:
     async def ask(first: int) -> None:
         for number in range(first, first + 20):
@@ -289,7 +269,6 @@ def repeat(count: int) -> Call:
     return Call("repeat", {"base": np.zeros(16, np.float32), "count": np.array([count], np.int32)})
 
 
-@pytest.mark.usefixtures("part")
 def test_responses_come_in_their_order(connection: LaneConnection) -> None:
     connection.open("repeat")
     found = [answer["value"][0] for answer in connection.ask(repeat(3000)).responses(_PATIENCE)]
@@ -366,7 +345,6 @@ def prepared(connection: LaneConnection, lies: bool) -> tuple[Any, Any, Any]:
     return given, places, connection.prepare(call)
 
 
-@pytest.mark.usefixtures("part")
 @pytest.mark.parametrize("lies", [True, False])
 def test_a_prepared_call_sends_what_its_arrays_hold(connection: LaneConnection, lies: bool) -> None:
     given, places, call = prepared(connection, lies)
@@ -392,7 +370,7 @@ class Counted:
 
 @pytest.mark.parametrize("timeout", [None, _PATIENCE])
 def test_a_prepared_call_sends_once_and_receives_once(
-    connection: LaneConnection, timeout: float | None, part: str, monkeypatch: pytest.MonkeyPatch
+    connection: LaneConnection, timeout: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A timeout is one more system call, with the first call that has it. Nothing is left behind for the garbage collector."""
     # Where there are two lanes Python looks now and then whether they are the right ones still.
@@ -418,15 +396,13 @@ def test_a_prepared_call_sends_once_and_receives_once(
         gc.enable()
         lane.socket.sock = counted._sock
     # Where a worker is busy it may write an answer otherwise than the one before; then the part in C is told anew.
-    asked = [name for name in counted.calls if name != "fileno"]
-    assert asked == ([] if part == "C" else ["send", "recvmsg_into"] * 500)
+    assert [name for name in counted.calls if name != "fileno"] == []
 
 
 class Interrupted(Exception):
     pass
 
 
-@pytest.mark.usefixtures("part")
 def test_a_prepared_call_is_interrupted(connection: LaneConnection) -> None:
     """A handler that raises ends the wait, one that returns does not. The next call first waits for the answer of the former."""
     seconds, place = connection.empty(1, np.float32), connection.empty(1, np.float32)
@@ -491,7 +467,6 @@ def test_16_mib_are_neither_copied_nor_allocated(connection: LaneConnection, dae
     assert copied() == before
 
 
-@pytest.mark.usefixtures("part")
 def test_a_prepared_call_may_leave_outputs_to_the_server(connection: LaneConnection) -> None:
     values = np.zeros(5000, np.float32)
     call = connection.prepare(identity(values))
@@ -503,7 +478,6 @@ def test_a_prepared_call_may_leave_outputs_to_the_server(connection: LaneConnect
     assert words(_PATIENCE)["y"].tolist() == [b"bc", b"a"]
 
 
-@pytest.mark.usefixtures("part")
 def test_threads_share_a_prepared_call(connection: LaneConnection) -> None:
     given, _, call = prepared(connection, True)
     given[:] = 5
@@ -525,7 +499,6 @@ def test_threads_share_a_prepared_call(connection: LaneConnection) -> None:
     assert failed == []
 
 
-@pytest.mark.usefixtures("part")
 def test_a_prepared_call_that_was_late_ends_before_the_next(connection: LaneConnection) -> None:
     seconds, place = connection.empty(1, np.float32), connection.empty(1, np.float32)
     call = connection.prepare(Call("slow", {"x": seconds}, places={"y": place}))
@@ -538,7 +511,6 @@ def test_a_prepared_call_that_was_late_ends_before_the_next(connection: LaneConn
     assert call(_PATIENCE)["y"].tolist() == [1.0]
 
 
-@pytest.mark.usefixtures("part")
 def test_prepared_calls_outlive_their_numbers(connection: LaneConnection) -> None:
     """More kinds than a lane has numbers: the first call's number has come to stand for something else."""
     given, _, call = prepared(connection, True)

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tensord_client import wire
+from tensord_client.native import wire
 
 from tests.client.conftest import clients_socket
 from tests.daemon_process import ROOT, DaemonProcess

@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 from tensord_client.lane import Call, LaneConnection
-from tensord_client.native import Spin
+from tensord_client.native import wire
 
 from tensord.shm import spin
 
 _PATIENCE = 120.0
 _LIMIT = 300_000
-pytestmark = pytest.mark.skipif(Spin is None, reason="the client's part in C is not built (pip install -e client)")
 
 
 def test_it_polls_when_the_daemon_would() -> None:
     """One rule for both ends of a lane, in two distributions."""
     chance = random.Random(0)
-    ours, theirs = Spin(_LIMIT), spin.Spin(_LIMIT)
+    ours, theirs = wire.Spin(_LIMIT), spin.Spin(_LIMIT)
     now, ended, polled = 10**12, 0, set()
     for _ in range(1000):
         begun = ours.begin(now)
@@ -37,7 +36,7 @@ def test_it_polls_when_the_daemon_would() -> None:
 
 
 def test_without_a_limit_it_never_polls() -> None:
-    never = Spin(0)
+    never = wire.Spin(0)
     never.begin(5)
     never.end(5)
     assert never.begin(5) == 0
@@ -45,7 +44,7 @@ def test_without_a_limit_it_never_polls() -> None:
 
 def answers_quickly(limit_ns: int) -> Any:
     """Returns a Spin that has just had a short wait."""
-    made = Spin(limit_ns)
+    made = wire.Spin(limit_ns)
     now = time.monotonic_ns()
     made.begin(now)
     made.end(now)

@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tensord_client.native import SOURCES
 
 from tests.daemon_process import ROOT, DaemonProcess
 from tests.installation import Installation, client_made, needs_compiler, ran
@@ -96,11 +97,11 @@ def distributions() -> tuple[Path, Path]:
 def test_what_is_in_it(distributions: tuple[Path, Path]) -> None:
     archive, wheel = distributions
     expected = {str(path.relative_to(CLIENT)) for path in MODULES}
-    expected |= {"tensord_client/py.typed", "tensord_client/_exchange.pyi"}
+    expected |= {"tensord_client/py.typed", "tensord_client/_lane.pyi"}
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
         inside = {name for name in names if ".dist-info/" not in name}
-        assert inside == expected | {"tensord_client/_exchange.abi3.so"}
+        assert inside == expected | {"tensord_client/_lane.abi3.so"}
         (metadata,) = (email.message_from_bytes(opened.read(name)) for name in names if name.endswith("/METADATA"))
     assert "-cp39-abi3-linux_" in wheel.name
     assert (metadata["Name"], metadata["Requires-Python"]) == ("tensord-client", ">=3.9")
@@ -109,7 +110,8 @@ def test_what_is_in_it(distributions: tuple[Path, Path]) -> None:
     with tarfile.open(archive) as packed:
         assert all(member.isdir() or member.isfile() for member in packed.getmembers())
         inside = {name.partition("/")[2] for name in packed.getnames()}
-    sources = {"setup.py", "setup.cfg", "pyproject.toml", "tensord_client/_exchange.c"}
+    sources = {"setup.py", "setup.cfg", "pyproject.toml", "include/tensord_lane.h", "include/tensord_wire.h"}
+    sources |= {f"tensord_client/{name}" for name in SOURCES}
     assert expected | sources | {"LICENSE", "README.md"} <= inside
 
 
@@ -174,11 +176,11 @@ def test_every_python_reads_it(version: str, tmp_path: Path) -> None:
     ran(python, "-W", "error", "-m", "compileall", "-q", copied, cwd=tmp_path)
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
-    repository = scale_model(tmp_path_factory.mktemp("models"))
-    folder = tmp_path_factory.mktemp("daemon")
-    return DaemonProcess(folder, [repository], {"clients": {"socket": str(folder / "clients.sock")}})
+@pytest.fixture
+def daemon(tmp_path: Path) -> DaemonProcess:
+    folder = tmp_path / "daemon"
+    folder.mkdir()
+    return DaemonProcess(folder, [scale_model(tmp_path)], {"clients": {"socket": str(folder / "clients.sock")}})
 
 
 def addresses(daemon: DaemonProcess) -> tuple[str, str, str]:
@@ -218,8 +220,8 @@ def test_other_environments(
     assert tried
 
 
-def test_without_a_compiler(tmp_path: Path) -> None:
-    """It installs all the same, and does in Python what the part in C would do."""
+def test_without_a_compiler(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """It installs all the same, asks over HTTP what it would ask over lanes, and says so once."""
     source = tmp_path / "source"
     shutil.copytree(CLIENT, source, ignore=shutil.ignore_patterns("*.egg-info", "*.so", "build", "__pycache__"))
     back_end = "import setuptools.build_meta as made; made.build_wheel('..')"
@@ -229,5 +231,9 @@ def test_without_a_compiler(tmp_path: Path) -> None:
         assert not [name for name in opened.namelist() if name.endswith(".so")]
     installed = Installation(tmp_path / "venv")
     installed.install(wheel)
-    program = "import tensord_client.lane, tensord_client.native; print(tensord_client.native.Exchange)"
-    assert ran(installed.python, "-I", "-W", "error", "-c", program, cwd=tmp_path).strip() == "None"
+    with daemon:
+        daemon.wait_ready()
+        program = f"import sys; sys.stderr = sys.stdout\n{_ASK}\ntensord_client.connect(sys.argv[1]).close()"
+        said = ran(installed.python, "-I", "-W", "error", "-c", program, addresses(daemon)[2], cwd=tmp_path)
+    assert said.count("the client's part in C is missing") == 1
+    assert said.count("\n") == 2

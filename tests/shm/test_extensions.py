@@ -44,7 +44,7 @@ def test_parts_that_were_built_with_the_newest_python_are_for_older_ones() -> No
     assert [name for name, text in texts.items() if re.search(r'"[^"\n]*[esuyz]#[^"\n]*"', text)] == []
     # Each distribution includes Python's headers in one place.
     places = {name for name, text in texts.items() if "<Python.h>" in text}
-    assert places == {"client/tensord_client/_records.h", "shm/_python.h"}
+    assert places == {"client/tensord_client/_lane.h", "shm/_python.h"}
     for name in places:
         for constant in ("NONE", "TRUE", "FALSE"):
             assert f"#define Py_RETURN_{constant} return Py_INCREF(" in texts[name], name

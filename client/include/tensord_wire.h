@@ -1,0 +1,1 @@
+../../shm/common/tensord_wire.h

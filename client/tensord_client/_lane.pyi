@@ -1,0 +1,235 @@
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any, NamedTuple
+
+from tensord_client.answer_memory import PreparedAnswer
+from tensord_client.common.results import Answer, Array
+from tensord_client.memory import Place
+from tensord_client.placement import Tensor
+
+SOURCE: int
+WIRE_VERSION: int
+MAX_DATAGRAM: int
+#: The most bytes of encoded records in one datagram.
+ROOM: int
+#: Each record of a client must have fewer bytes.
+MAX_RECORD: int
+#: The most prepared requests that have a number at the same time.
+MAX_NUMBERS: int
+#: The most leases in one release record, so that it fits into a datagram however large its integers are.
+MAX_RELEASES: int
+
+# ---------------------------------------------------------------------------------------------------------------- writing
+
+def datagram(records: Iterable[bytes]) -> bytes:
+    """Puts encoded records into one datagram. The caller makes sure that they fit (``ROOM`` bytes together)."""
+
+def datagrams(record: bytes) -> list[bytes]:
+    """Splits one encoded record into as many datagrams as it needs."""
+
+def integer(value: int) -> bytes:
+    """Encodes an integer, such as a prepared request's number. Raises OverflowError: it needs more than 64 bits."""
+
+def wire_version() -> bytes:
+    """Encodes the first record on a lane, which says the version of the records."""
+
+def segment_opened(segment: int, byte_size: int, /) -> bytes:
+    """Encodes the record that announces a segment of this process to the worker; its descriptor is sent along."""
+
+def segment_closed(segment: int, /) -> bytes:
+    """Encodes the record by which this process says that it has closed a segment and will not name it again."""
+
+def segment_refused(segment: int, /) -> bytes:
+    """Encodes the record by which this process says that it could not map a segment of the worker's."""
+
+def prepared_request(
+    model: str,
+    version: int,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[tuple[str, Place | None]],
+    parameters: dict[str, Any],
+    /,
+) -> bytes:
+    """Encodes a prepared request: the constant part of many requests, which is sent once and then named by a number.
+
+    Args:
+      version: the model's version; 0: the newest.
+      inputs: (name, datatype, shape, place) of each input; place None: its bytes come with each request.
+      outputs: (name, place) of each output that is to be returned, place None: it comes with the answer; empty: all outputs.
+
+    Raises: ValueError, TypeError, OverflowError: a value has no encoding.
+    """
+
+def prepare(number: int, prepared: bytes, /) -> bytes:
+    """Encodes the record that makes ``number`` stand for ``prepared``, the encoded constant part of requests, from now on."""
+
+def request(request_id: int, prepared: bytes, contents: list[bytes], own: bytes, /) -> bytes:
+    """Encodes the record of one request.
+
+    Args:
+      request_id: an id that is unused on this connection. It takes nine bytes.
+      prepared: the encoded number of a prepared request, or the encoded prepared request itself.
+      contents: the bytes of each input without a place, in order.
+      own: the request's other fields, such as its deadline and priority, encoded by ``own_fields``.
+    """
+
+def own_fields(
+    client_id: str = "",
+    deadline_ns: int = 0,
+    priority: int = 0,
+    timeout_us: int = 0,
+    sequence_id: int | str = 0,
+    sequence_start: bool = False,
+    sequence_end: bool = False,
+    replace_key: str = "",
+    parameter_set: str = "",
+) -> bytes:
+    """Encodes the fields of a request that follow its contents. The deadline, behind the client's id, always takes nine bytes.
+
+    Args:
+      client_id: the id that the caller gave the request; "": none.
+      deadline_ns: nanoseconds of the monotonic clock; 0: none.
+      priority: 1 is the first to run; 0: the model's default.
+      timeout_us: microseconds that the request may wait in the model's queue; 0: as the model's queue policy says.
+      sequence_id: the sequence that the request belongs to; 0 or "": none.
+      replace_key: a later request with the same key replaces this one in the queue; "": none does.
+      parameter_set: the set that the answer is computed with; "": ``main``.
+
+    Raises: ValueError, TypeError, OverflowError: a value has no encoding.
+    """
+
+def trace_context(request_id: int, traceparent: str, /) -> bytes:
+    """Encodes the record that says, right before a request's, which trace the request belongs to, by its ``traceparent``."""
+
+def release(leases: list[tuple[int, int, int]], /) -> bytes:
+    """Encodes the record that gives memory of answers back to the worker: (segment, offset, generation) of each lease."""
+
+def taken(request_id: int, byte_size: int, /) -> bytes:
+    """Encodes the record that acknowledges ``byte_size`` more bytes of a request's responses, so the worker may send more."""
+
+def cancel(request_id: int, /) -> bytes:
+    """Encodes the record that tells the worker that nobody waits for a request's answer any more."""
+
+def end_sequence(model: str, sequence_id: int | str, /) -> bytes:
+    """Encodes the record that ends a sequence without a request, once its waiting requests have run."""
+
+# ---------------------------------------------------------------------------------------------------------------- reading
+
+class OutputTensor(NamedTuple):
+    """Describes one output of an answer. ``placed``: whether the worker wrote it to the place that the request named."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    placed: bool
+
+class AnswerRecord(NamedTuple):
+    """One answer: the outputs' contents, or an error (``code`` and ``message``)."""
+
+    request_id: int
+    prepared: PreparedAnswer
+    #: Of the outputs that lie in no place of the request's: bytes, or (segment, offset, byte size) of the worker's memory.
+    contents: tuple[Any, ...]
+    lease: tuple[int, int, int] | None
+    code: str
+    message: str
+    timing: tuple[int, int, int] | None
+    #: How many bytes this response counts in the worker's limit of responses that the client has not acknowledged.
+    byte_size: int
+
+def records(
+    content: bytes | bytearray,
+    at: int,
+    end: int,
+    known: dict[int, PreparedAnswer],
+    prepared: Callable[[int, tuple[OutputTensor, ...], dict[str, Any], bool], PreparedAnswer],
+    /,
+) -> list[Any]:
+    """Decodes the array of records in ``content[at:end]``.
+
+    Returns answers, and of other records tuples of the tag and the numbers in it; for a prepared answer ("C+", number).
+
+    Args:
+      known: number -> prepared answer that the worker has sent; those that come are added.
+      prepared: makes a prepared answer of version, outputs, parameters and whether it is the last.
+
+    Raises: ValueError: the bytes are no records of a worker, or an answer names a number that is not known.
+    """
+
+def timing(content: bytes, /) -> tuple[int, int, int]:
+    """Decodes the times at the end of an answer. Raises ValueError: they are none."""
+
+def skip(content: bytes | bytearray, at: int, end: int, /) -> int:
+    """Returns the position behind the value that begins at ``content[at]``. Raises ValueError: it does not end by ``end``."""
+
+# ----------------------------------------------------------------------------------------------------------------- arrays
+
+def small_inputs(
+    inputs: dict[str, Array], limit: int, room: int, ndarray: type[Array], /
+) -> tuple[tuple[Any, ...], list[bytes]] | None:
+    """Returns (name, dtype and shape of each input in turn) and the inputs' bytes, if all of them can travel inside the request.
+
+    Returns None: an input is too large, or may lie in shared memory because it is a view of something that is no plain array.
+
+    Args:
+      limit: the most bytes of an input.
+      room: the most bytes of all together.
+      ndarray: numpy's.
+    """
+
+def arrays(
+    answer: dict[str, Array],
+    outputs: tuple[tuple[str, tuple[int, ...], Any, int], ...],
+    contents: tuple[Any, ...],
+    ndarray: type[Array],
+    /,
+) -> bool:
+    """Adds an array for each output to an answer. Returns False if bytes are not in the record or do not fit; else True.
+
+    Args:
+      outputs: (name, shape, dtype, byte size) of each output.
+      contents: for each output its bytes in the answer's record, or their place in the worker's memory.
+      ndarray: numpy's.
+    """
+
+class Spin:
+    def __init__(self, limit_ns: int) -> None: ...
+    def before(self, fd: int) -> None: ...
+    def after(self) -> None: ...
+    def begin(self, now_ns: int) -> int: ...
+    def end(self, now_ns: int) -> None: ...
+
+class Exchange:
+    def __init__(
+        self,
+        *,
+        datagram: bytearray,
+        id_at: int,
+        deadline_at: int,
+        received: bytearray,
+        head: bytes,
+        tail: bytes,
+        tail_at: int,
+        outputs: Answer,
+        lane: Any,
+        socket: Any,
+        spin: Spin,
+        fd: int,
+        in_flight: dict[int, Any],
+        backlog: Sized,
+        releases: Sized,
+        followers: Sized,
+        ids: Iterator[int],
+        acquire: Callable[[bool], bool],
+        release: Callable[[], None],
+        locked: Callable[[], bool],
+        memory: Any,
+        models: dict[Any, Any],
+        model_key: Any,
+        model: Any,
+        epoch: int,
+        learned: int,
+        until: float,
+    ) -> None: ...
+    def ask(
+        self, call: Any, until: float | None
+    ) -> Answer | tuple[int, tuple[int, list[tuple[int, int, bytes]], int] | None] | None: ...
