@@ -40,7 +40,7 @@ def test_no_process_of_another_version_joins(tmp_path: Path) -> None:
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [2.0] * 4}
     # The last module that scrapes import; Python writes its code there when that is done.
     metrics_of = installation.packages / "tensord" / "daemon" / "metrics"
-    last, scraped = Path(cache_from_source(str(metrics_of / "exchange.py"))), metrics_of / "exposition.py"
+    last, scraped = Path(cache_from_source(str(metrics_of / "page.py"))), metrics_of / "exposition.py"
     last.unlink(missing_ok=True)
     daemon, control = installation.daemon(tmp_path / "served", [repository]), tmp_path / "control.sock"
     daemon.sections["supervisor"]["control_socket"] = str(control)
