@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import select
 import socket
-from typing import Any, cast
+from typing import Any
 
 from tensord.shm import descriptors
 from tensord.shm.arena import Arena, ArenaMap, Budget, Lease, LeaseKey, OnSegment
@@ -120,7 +120,80 @@ class Announcer:
             self.announced.discard(gone)
 
 
-class SubmitterLane:
+class LaneEnd:
+    """What the two ends of a lane have in common: a channel, an arena of their own, and what the other end has of its arena."""
+
+    def __init__(
+        self, channel: Channel, sock: socket.socket, arena: Arena, theirs: ArenaMap, writable: bool = False
+    ) -> None:
+        """Sends the version of the records to the other end.
+
+        Args:
+          channel: sends and receives on ``sock``, which it has taken over.
+          theirs: the map that gets the segments which the other end opens.
+          writable: whether the other end may map segments writable (``Announcer``).
+        """
+        self._channel = channel
+        channel.send(WireVersion(WIRE_VERSION))
+        #: True once the other end has said that it speaks the same version of the wire.
+        self._agreed = False
+        #: True while an answer of the lane itself to what was received waits for a flush.
+        self.unsaid = False
+        #: Its descriptor, for epoll.
+        self.fileno = sock.fileno
+        look = select.poll()
+        look.register(sock, select.POLLIN)
+        #: Polls for something to receive, for so many milliseconds: receiving in vain costs ten times as much.
+        self.ready = look.poll
+        self._arena = arena
+        self._announcer = Announcer(channel, arena, writable)
+        self._theirs = theirs
+        #: Returns bytes of the other end's arena, read-only: ``ArenaMap.view``.
+        self.view = theirs.view
+
+    def _first(self) -> tuple[list[Any], list[int]] | None:
+        """Receives the first datagram and checks the WireVersion in it. Returns its other records, and its descriptors.
+
+        If it has no other records, the next datagram is received and returned in its place. None: no datagram is waiting.
+        Raises InvalidArgument: the other end uses another version of the records.
+        """
+        received = self._channel.receive()
+        if received is None:
+            return None
+        self._agreed = _agree(*received)
+        return received if received[0] else self._channel.receive()
+
+    def _apply_segment(self, record: object, fds: list[int]) -> None:
+        """Does what a record about segments says, of this end's arena or of the other's.
+
+        Raises InvalidArgument: the record is malformed, or about something else.
+        """
+        if type(record) is SegmentRefused and not fds:
+            self._announcer.refused(record.segment)
+        elif type(record) is SegmentOpened and len(fds) == 1:
+            try:
+                self._theirs.open(record.segment, record.byte_size, fds[0])
+            except Unavailable:
+                self._refuse(record.segment)
+        elif type(record) is SegmentClosed and not fds:
+            self._theirs.close_segment(record.segment)
+        else:
+            if fds:
+                _refuse_descriptors(fds)
+            raise InvalidArgument(f"{type(record).__name__} with {len(fds)} descriptors is not expected here")
+
+    def _refuse(self, segment: int) -> None:
+        self._theirs.refuse(segment)
+        self._channel.put(SegmentRefused(segment))
+        self.unsaid = True
+
+    def close(self) -> None:
+        """Closes the socket and unmaps the other end's arena."""
+        self._channel.close()
+        self._theirs.close()
+
+
+class SubmitterLane(LaneEnd):
     """A submitter's end of a lane: a front or client sends requests on it and receives their answers.
 
     ``arena`` holds the tensors of requests; all lanes of the submitter share it, and closing a lane does not close it.
@@ -132,34 +205,17 @@ class SubmitterLane:
         ``writable``: the worker maps the arena writable, because it has a GPU and page-locks the memory
         (``tensord.shm.segment``).
         """
-        self._channel = Channel(sock, _FROM_WORKER)
-        self._channel.send(WireVersion(WIRE_VERSION))
-        #: True once the other end has said that it speaks the same version of the wire.
-        self._agreed = False
-        look = select.poll()
-        look.register(sock, select.POLLIN)
-        #: Polls for something to receive, for so many milliseconds: receiving in vain costs ten times as much.
-        self.ready = look.poll
-        self._arena = arena
-        self._announcer = Announcer(self._channel, arena, writable)
+        super().__init__(Channel(sock, _FROM_WORKER), sock, arena, ArenaMap(), writable)
         #: The segments of the arena that the worker knows. Any other must be announced before a request that lies there.
         self.announced = self._announcer.announced
         #: Queues a SegmentOpened for a segment: ``Announcer.announce``.
         self.announce = self._announcer.announce
-        self._responses = ArenaMap()
-        #: Returns bytes of an answer in the worker's response arena, read-only: ``ArenaMap.view``.
-        self.view = self._responses.view
         self._releases: list[LeaseKey] = []
         #: Gives an answer's lease back to the worker, once nobody needs its bytes; the next ``flush`` tells the worker.
         self.release = self._releases.append
         self._published: PublishedNumbers[PreparedRequest] = PublishedNumbers(self._channel, Prepare)
         #: Prepared answers by number, each with the number of tensors that its answers carry in their own records.
         self._received: ReceivedNumbers[tuple[PreparedAnswer, int]] = ReceivedNumbers()
-        #: True while an answer of the lane itself to what was received waits for a flush.
-        self.unsaid = False
-
-    def fileno(self) -> int:
-        return self._channel.fileno()
 
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
         """Queues a request for the worker; its inputs must be written already, and their segments announced (``announce``).
@@ -259,56 +315,23 @@ class SubmitterLane:
                 continue
             if len(record.contents) != own:
                 raise InvalidArgument(f"{len(record.contents)} tensors came in an answer that was prepared for {own}")
-            if record.lease is not None and record.lease[0] in self._responses.refused:
+            if record.lease is not None and record.lease[0] in self._theirs.refused:
                 prepared, record = LAST, self._unreachable(record.request_id, record.lease)
             answers.append((prepared, record))
         return answers
 
-    def _first(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the first datagram and checks the WireVersion in it. Returns its other records, and its descriptors.
-
-        If it has no other records, the next datagram is received and returned in its place. None: no datagram is waiting.
-        Raises InvalidArgument: the worker uses another version of the records.
-        """
-        received = self._channel.receive()
-        if received is None:
-            return None
-        self._agreed = _agree(*received)
-        return received if received[0] else self._channel.receive()
-
-    def _apply_segment(self, record: object, fds: list[int]) -> None:
-        if type(record) is SegmentRefused:
-            self._announcer.refused(record.segment)
-            return
-        try:
-            _apply_segment(record, fds, self._responses)
-        except Unavailable:
-            self._refuse(cast(SegmentOpened, record).segment)
-
-    def _refuse(self, segment: int) -> None:
-        self._responses.refuse(segment)
-        self._say(SegmentRefused(segment))
-
-    def _say(self, record: SegmentRefused | Release) -> None:
-        self._channel.put(record)
-        self.unsaid = True
-
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
         """Returns an error in place of an answer whose segment could not be mapped, and queues a Release of its lease."""
-        self._say(Release((lease,)))
+        self._channel.put(Release((lease,)))
+        self.unsaid = True
         try:
-            self._responses.view(Slice(lease[0], lease[1], 0))
+            self._theirs.view(Slice(lease[0], lease[1], 0))
         except Unavailable as error:
             return AnswerRecord(request_id, LAST, code=error.code, message=error.message)
         raise AssertionError("an answer that can be reached")
 
-    def close(self) -> None:
-        """Closes the socket and unmaps the worker's response arena. The request arena stays open."""
-        self._channel.close()
-        self._responses.close()
 
-
-class WorkerLane:
+class WorkerLane(LaneEnd):
     """The worker's end of a lane: it receives requests from one submitter, a front or a client, and sends answers.
 
     It owns the response arena. The arena's first segment is made at once for a front's lane, on first use for a client's.
@@ -337,25 +360,12 @@ class WorkerLane:
           budget: limits the response arenas of all lanes of one client's user together; None: no such limit.
         """
         client = self._client = segments is not None
-        self._channel = Channel(sock, _FROM_SUBMITTER, MAX_CLIENT_RECORD if client else MAX_RECORD, buffer)
-        #: Whether what came calls for a flush: a segment was refused, or closed while the submitter still has it mapped.
-        self.unsaid = False
-        #: Its descriptor, for epoll.
-        self.fileno = sock.fileno
-        look = select.poll()
-        look.register(sock, select.POLLIN)
-        #: Polls for something to receive, for so many milliseconds: receiving in vain costs ten times as much.
-        self.ready = look.poll
-        self._channel.send(WireVersion(WIRE_VERSION))
-        #: True once the other end has said that it speaks the same version of the wire.
-        self._agreed = False
-        self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment, lazy=client, budget=budget)
-        self._announcer = Announcer(self._channel, self._arena, False)
+        channel = Channel(sock, _FROM_SUBMITTER, MAX_CLIENT_RECORD if client else MAX_RECORD, buffer)
+        theirs = ArenaMap(on_segment, writable) if segments is None else segments
+        arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment, lazy=client, budget=budget)
+        super().__init__(channel, sock, arena, theirs)
         #: Lends room for an answer in the response arena: ``Arena.loan``.
         self.loan = self._arena.loan
-        self._requests = ArenaMap(on_segment, writable) if segments is None else segments
-        #: Returns bytes of a request in the submitter's arena, read-only: ``ArenaMap.view``.
-        self.view = self._requests.view
         self._numbers: Numbers[PreparedAnswer] = Numbers()
         #: What the submitter was told that numbers of answers stand for.
         self.published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self._channel, PrepareAnswer)
@@ -388,16 +398,11 @@ class WorkerLane:
           another version, or it returns a lease that is not outstanding.
         """
         try:
-            received = self._channel.receive()
+            received = self._channel.receive() if self._agreed else self._first()
         except DescriptorsLost as lost:
             self._refuse(_segment_of(lost))
             return []
-        if received is None:
-            return None
-        if not self._agreed:
-            self._agreed = _agree(*received)
-            return self._apply(*received) if received[0] else self.receive()
-        return self._apply(*received)
+        return None if received is None else self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
         """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` has received.
@@ -418,17 +423,9 @@ class WorkerLane:
             self._refuse(_segment_of(lost))
             return []
 
-    def _refuse(self, segment: int) -> None:
-        self._requests.refuse(segment)
-        self._channel.put(SegmentRefused(segment))
-        self.unsaid = True
-
     def _apply(self, records: list[Any], fds: list[int]) -> list[Instruction]:
         if len(records) == 1 and type(records[0]) is SegmentOpened:
-            try:
-                _apply_segment(records[0], fds, self._requests)
-            except Unavailable:
-                self._refuse(records[0].segment)
+            self._apply_segment(records[0], fds)
             return []
         if fds:
             _refuse_descriptors(fds)
@@ -440,10 +437,8 @@ class WorkerLane:
                 wanted.append(record)
             elif type(record) is Release:
                 returned += record.leases
-            elif type(record) is SegmentRefused:
-                self._announcer.refused(record.segment)
             else:
-                _apply_segment(record, [], self._requests)
+                self._apply_segment(record, [])
         if returned:
             if (stale := self._arena.release_all(returned)) is not None:
                 raise InvalidArgument(f"lease {stale} is given back but not on loan")
@@ -452,7 +447,7 @@ class WorkerLane:
 
     def close_segment(self, segment: int) -> None:
         """Closes a segment that a client has shared on its lane: no later request can use it. An unknown number is ignored."""
-        self._requests.close_segment(segment)
+        self._theirs.close_segment(segment)
 
     def is_announced(self, lease: Lease) -> bool:
         """Returns whether the submitter knows the segment of this lease and was told of every closed one."""
@@ -514,8 +509,7 @@ class WorkerLane:
 
     def close(self) -> None:
         """Closes the socket, unmaps the request arena and closes the response arena."""
-        self._channel.close()
-        self._requests.close()
+        super().close()
         self._arena.close()
 
 
@@ -543,21 +537,6 @@ def _segment_of(lost: DescriptorsLost) -> int:
     if len(lost.records) != 1 or type(lost.records[0]) is not SegmentOpened:
         raise InvalidArgument(f"malformed datagram: {lost}")
     return lost.records[0].segment
-
-
-def _apply_segment(record: object, fds: list[int], segments: ArenaMap) -> None:
-    """Maps or unmaps a segment of the other end, as a SegmentOpened or SegmentClosed says.
-
-    Raises Unavailable: the segment cannot be mapped now; InvalidArgument: the record is malformed, or neither of these two.
-    """
-    if type(record) is SegmentOpened and len(fds) == 1:
-        segments.open(record.segment, record.byte_size, fds[0])
-    elif type(record) is SegmentClosed and not fds:
-        segments.close_segment(record.segment)
-    else:
-        if fds:
-            _refuse_descriptors(fds)
-        raise InvalidArgument(f"{type(record).__name__} with {len(fds)} descriptors is not expected here")
 
 
 def _refuse_descriptors(fds: list[int]) -> None:

@@ -589,7 +589,7 @@ def test_segments_of_their_own(models: Path, leaves_nothing: None) -> None:
         assert leases(loop) == 0
         (submitter,) = loop.worker._submitters.values()
         asker.check()
-        assert set(loop.front._responses._segments) <= set(submitter.lane.arena.segments)
+        assert set(loop.front._theirs._segments) <= set(submitter.lane.arena.segments)
     finally:
         loop.close()
 
