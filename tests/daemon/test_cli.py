@@ -16,6 +16,7 @@ from tensord.config.layers import Setting
 from tests import prepared
 from tests.daemon.fake_daemon import ROOT, write_model
 from tests.repositories import scale_model
+from tests.repositories import write_model as write_source
 
 FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
 
@@ -194,3 +195,31 @@ def test_what_serve_cannot_do(tmp_path: Path) -> None:
     done = tensord("serve", models, "--device=cuda", *FREE_PORTS, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
     assert "no GPU is visible" in done.stderr
+
+
+RAGGED = """
+    inputs = {"x": "FP32[n]"}
+    outputs = {"y": "FP32[n]"}
+    max_batch_size = 2
+    ragged = ("x",)
+    batch_outputs = {"y": "x"}
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"y": inputs["x"]}), None
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("writer", "model 'writer': a stepped model is no program that is run once, it cannot be exported\n"),
+        ("tokenizer", "only a JAX model with a function create(path, config, device) is exported"),
+        ("ragged", "model 'ragged': what is exported has no ragged inputs"),
+    ],
+)
+def test_what_cannot_be_exported(tmp_path: Path, model: str, reason: str) -> None:
+    write_source(tmp_path, "ragged", RAGGED)
+    examples = tmp_path if model == "ragged" else ROOT / "examples" / "models"
+    done = tensord("export", str(examples / model), str(tmp_path / "out"))
+    assert (done.returncode, reason in done.stderr) == (1, True), done.stderr
+    assert not (tmp_path / "out").exists()

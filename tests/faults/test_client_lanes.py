@@ -1,24 +1,18 @@
-"""Clients that attack by their lanes, and that die: it costs them their own requests, and nobody else anything."""
+"""Clients that attack by their lanes: it costs them their own requests, and nobody else anything."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import random
 import shutil
-import signal
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
-from tensord.shm.channel import ChannelClosed
 from tensord.shm.messages import (
     TIMING,
     AnswerRecord,
@@ -26,23 +20,19 @@ from tensord.shm.messages import (
     PreparedTensor,
     RegionSlice,
     RequestedOutput,
-    RequestRecord,
     SegmentOpened,
     SegmentRefused,
 )
-from tests import prepared, repositories
+from tests import repositories
 from tests.daemon.clients.lane_client import LaneClient
 from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
 from tests.faults.lane_mutations import SEGMENT, life
 from tests.faults.load import CheckedLoad
-from tests.generated import times
 from tests.open_files import no_descriptors_left
 from tests.raw_lane import RawLane, memory
 
-#: More of them run with these: lives of hostile clients, clients that are killed, lanes that come and go.
+#: Lives of hostile clients; a run by hand may ask for more.
 LIVES = int(os.environ.get("TENSORD_TEST_LANE_LIVES", "100"))
-KILLS = int(os.environ.get("TENSORD_TEST_LANE_KILLS", "12"))
-CONNECTS = int(os.environ.get("TENSORD_TEST_LANE_CONNECTS", times(1000, 250)))
 SECRET = np.frombuffer(b"SeCrEt!?" * 8, np.float32)
 _PUNCH_HOLE_KEEP_SIZE = 0x03
 
@@ -58,31 +48,6 @@ SLOW = """
             time.sleep(0.2)
             return {"y": inputs["x"]}
         return apply, {}
-"""
-
-#: Names its lanes' socket, then asks without end: prepared and inline, in segments and in records, and reads only some answers.
-VICTIM = """
-import random, sys
-from pathlib import Path
-from tests.daemon.clients.lane_client import LaneClient
-from tests.faults.lane_mutations import conversation
-from tests.raw_lane import RawLane, memory
-client = LaneClient(Path(sys.argv[1]))
-number = int(sys.argv[2])
-print("begun", flush=True)
-while True:
-    number += 1
-    lane = RawLane(client.lanes.pop(client.open("addsub", ended=[])["lanes"][-1]["lane"]), agree=False)
-    try:
-        for said in conversation(random.Random(number)):
-            fds = [memory(said.memory)[0]] if said.memory > 0 else []
-            lane.send_bytes(said.content, *fds)
-            if number % 2:
-                lane.receive()
-    except OSError:
-        pass
-    client.disconnect()
-    client = LaneClient(Path(sys.argv[1]))
 """
 
 
@@ -127,14 +92,6 @@ def opened(client: LaneClient, model: str = "addsub", agree: bool = True) -> Raw
     answer = client.open(model, wait=PATIENCE)
     number = next(entry["lane"] for entry in answer["lanes"] if entry["new"])
     return RawLane(client.lanes.pop(number), agree)
-
-
-def send_when_there_is_room(lane: RawLane, content: bytes) -> None:
-    """Sends a datagram, once the worker has read enough of those before it. Raises ConnectionError: it has closed the lane."""
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            return lane.send_bytes(content)
-        time.sleep(0.005)
 
 
 def awaited(lane: RawLane, count: int = 1) -> list[AnswerRecord]:
@@ -229,79 +186,6 @@ def test_hostile_lives(daemon: DaemonProcess, path: Path, workers: set[int]) -> 
                 lane.close()
 
 
-def test_who_never_reads(daemon: DaemonProcess, path: Path, workers: set[int]) -> None:
-    """
-    Ten clients ask, small and streamed, until the worker takes nothing more of them, and read nothing.
-    Result: the worker's memory has a bound; when they read after all, each has an answer to everything that was taken.
-    """
-    repeat = PreparedRequest(
-        "repeat", 0, (PreparedTensor("base", "FP32", (16,)), PreparedTensor("count", "INT32", (1,)))
-    )
-    endless = bytes(64), np.int32(1 << 30).tobytes()
-    with neighbours(daemon, path), contextlib.ExitStack() as stack:
-        lanes: list[RawLane] = []
-        for number in range(10):
-            client = stack.enter_context(LaneClient(path))
-            lane = opened(client)
-            stack.callback(lane.close)
-            lanes.append(lane)
-            lane.prepare(0, scale())
-            if number == 9:
-                lane.ask(repeat, *endless)
-        sizes: list[int] = []
-        for _ in range(3):
-            for lane in lanes[:9]:
-                try:
-                    for _ in range(20_000):
-                        lane.ask(0, bytes(16))
-                except BlockingIOError:
-                    lane.last_id -= 1  # that one was not sent
-            time.sleep(0.2)
-            sizes.append(sum(psutil.Process(pid).memory_info().rss for pid in workers))
-        assert sizes[2] - sizes[0] < 32 << 20
-        for lane in lanes[:9]:
-            ids = [answer.request_id for answer in _patiently(lane, lane.last_id)]
-            assert sorted(ids) == list(range(1, lane.last_id + 1))
-
-
-def _patiently(lane: RawLane, count: int) -> list[AnswerRecord]:
-    answers = awaited(lane, count)
-    assert {answer.code for answer in answers} <= {"", "UNAVAILABLE"}
-    return answers
-
-
-def test_who_holds_every_lease(daemon: DaemonProcess, path: Path, workers: set[int]) -> None:
-    """
-    A client keeps what it is lent, and asks for more.
-    Result: an error with both numbers; with one of them given back it is served again; a lease of its own making ends its lane.
-    """
-    count = 1 << 18
-    source = RegionSlice("@1", 0, 4 * count)
-    wanted = PreparedRequest("identity", 0, (PreparedTensor("INPUT0", "FP32", (count,), source),))
-    with neighbours(daemon, path), LaneClient(path) as client:
-        lane = opened(client, "identity")
-        lane.open_segment(1, 4 * count)[:] = np.ones(count, np.float32).tobytes()
-        leases = []
-        for _ in range(8):
-            lane.ask(wanted)
-            (answer,) = awaited(lane)
-            if answer.code:
-                break
-            assert answer.lease is not None
-            leases.append(answer.lease)
-        assert answer.code == "UNAVAILABLE"
-        assert f"no room for an answer of {4 * count} bytes in the response arena" in answer.message
-        assert f"of {4 << 20} are in use" in answer.message
-        lane.release(leases.pop())
-        lane.ask(wanted)
-        assert awaited(lane)[0].code == ""
-        segment, offset, generation = leases.pop()
-        lane.release((segment, offset, generation + 1))
-        with pytest.raises(ChannelClosed):
-            awaited(lane)
-        lane.close()
-
-
 def test_holes_in_a_segment(daemon: DaemonProcess, path: Path, workers: set[int]) -> None:
     """
     A client takes the pages out of its memory, again and again, while requests use it; its seals forbid truncating it.
@@ -336,44 +220,6 @@ def test_holes_in_a_segment(daemon: DaemonProcess, path: Path, workers: set[int]
         lane.close()
 
 
-@pytest.mark.parametrize("what", ["truncated", "replayed", "oversized", "forged", "wrong descriptor"])
-def test_what_ends_a_lane_ends_nothing_else(daemon: DaemonProcess, path: Path, workers: set[int], what: str) -> None:
-    """
-    On one of two lanes of two clients a record comes that no client sends.
-    Result: that lane is at its end, and a line in the log says why; the same client gets another lane.
-    """
-    record = RequestRecord(1, scale(), (bytes(16),))
-    with LaneClient(path) as client, LaneClient(path) as other:
-        lane, theirs = opened(client, "slow"), opened(other)
-        if what == "truncated":
-            lane.send_bytes(b"\x01\x91" + bytes(7))
-        elif what == "replayed":
-            slow = PreparedRequest("slow", 0, (PreparedTensor("x", "FP32", (4,)),))
-            for _ in range(2):
-                lane.send(RequestRecord(1, slow, (bytes(16),)))
-        elif what == "oversized":
-            with contextlib.suppress(ConnectionError):
-                for _ in range(30):
-                    send_when_there_is_room(lane, b"\x02" + bytes(60_000))
-        elif what == "forged":
-            lane.release((0, 0, 1))
-        else:
-            ours, far = socket.socketpair()
-            lane.send(SegmentOpened(1, 4096), fds=(ours.fileno(),))
-            ours.close()
-            far.close()
-        with pytest.raises(ChannelClosed):
-            awaited(lane)
-        wait_until(lambda: "closing the lane of submitter" in daemon.log, "a line in the log")
-        theirs.send(record)
-        assert awaited(theirs)[0].code == ""
-        again = opened(client)
-        again.send(record)
-        assert awaited(again)[0].code == ""
-        for each in (lane, theirs, again):
-            each.close()
-
-
 def test_worker_without_descriptors(daemon: DaemonProcess, path: Path, workers: set[int]) -> None:
     """
     1. The worker may open no file more. 2. A client asks for a lane; another one opens a segment.
@@ -404,91 +250,3 @@ def test_worker_without_descriptors(daemon: DaemonProcess, path: Path, workers: 
         assert answer.timing is not None
         lane.close()
         opened(other).close()
-
-
-def test_connects_and_ends_leave_nothing(daemon: DaemonProcess, path: Path, workers: set[int]) -> None:
-    """Many clients come, ask a little or nothing, and go: descriptors and mappings are as before."""
-
-    def open_files() -> list[int]:
-        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (daemon.pid, *sorted(workers))]
-
-    def come_and_go(number: int) -> None:
-        with LaneClient(path) as client:
-            lane = opened(client)
-            if number % 2:
-                lane.open_segment(1, 4096)
-            if number % 3:
-                lane.ask(scale(), bytes(16))
-            if number % 5 == 0:
-                awaited(lane) if number % 3 else None
-            lane.close()
-
-    with neighbours(daemon, path):
-        for number in range(20):
-            come_and_go(number)
-        wait_until(lambda: _mappings(workers) == 1, "end of the mappings")
-        before = open_files()
-        for number in range(CONNECTS):
-            come_and_go(number)
-        wait_until(lambda: _mappings(workers) == 1, "end of the mappings")
-        wait_until(lambda: all(now <= then + 4 for now, then in zip(open_files(), before, strict=True)), "closed files")
-
-
-def test_clients_that_are_killed(daemon: DaemonProcess, path: Path, workers: set[int]) -> None:
-    """Processes are killed with everything in flight that a client can have, at any moment. Result: nothing is left of them."""
-    chance = random.Random(34)
-    with neighbours(daemon, path):
-        for number in range(KILLS):
-            said, output = os.pipe()
-            victim = prepared.start(["-c", VICTIM, str(path), str(1000 * number)], output=output)
-            os.close(output)
-            try:
-                with os.fdopen(said) as reader:
-                    assert reader.readline() == "begun\n"
-                    time.sleep(chance.random() * 0.2)
-            finally:
-                victim.kill()
-                victim.wait()
-        wait_until(lambda: _mappings(workers) == 1, "end of the mappings")
-
-
-def test_worker_that_is_killed(daemon: DaemonProcess, path: Path) -> None:
-    """
-    1. Clients have requests in flight on their lanes. 2. The worker is killed.
-    Result: their lanes end, and they get others to its successor; who asked over HTTP notices nothing.
-    """
-    slow = PreparedRequest("slow", 0, (PreparedTensor("x", "FP32", (4,)),))
-    with CheckedLoad(daemon, 2) as load, LaneClient(path) as client:
-        lane = opened(client, "slow")
-        for _ in range(4):
-            lane.ask(slow, bytes(16))
-        awaited(lane)
-        (worker,) = daemon.workers
-        os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(ChannelClosed):
-            awaited(lane, 4)
-        lane.close()
-        again = _reopened(client, "slow")
-        again.ask(slow, bytes(16))
-        assert awaited(again)[0].code == ""
-        again.close()
-        answered = load.answers
-        wait_until(lambda: load.answers > answered + 5, "more answers")
-    assert (load.errors, load.wrong) == ([], 0)
-
-
-def _mappings(workers: set[int]) -> int:
-    """Returns how many client segments the workers have mapped; the good client has one."""
-    return sum(Path(f"/proc/{pid}/maps").read_text().count("memfd:client") for pid in workers)
-
-
-def _reopened(client: LaneClient, model: str) -> RawLane:
-    made: list[RawLane] = []
-
-    def new() -> bool:
-        answer = client.open(model, wait=5)
-        made.extend(RawLane(client.lanes.pop(entry["lane"])) for entry in answer.get("lanes", ()) if entry["new"])
-        return bool(made)
-
-    wait_until(new, "a lane")
-    return made[-1]

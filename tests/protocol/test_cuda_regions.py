@@ -12,23 +12,20 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 import tritonclient.utils.shared_memory as shm
-from tritonclient.utils import InferenceServerException, serialize_byte_tensor
+from tritonclient.utils import InferenceServerException
 
 from tests import repositories
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
-from tests.protocol.tensors import TENSORS, same
-from tests.protocol.test_system_regions import BAD_RANGES, ClientRegion, in_region, out_region
+from tests.protocol.tensors import same
+from tests.protocol.test_system_regions import ClientRegion, in_region, out_region
 
 ILLEGAL_ADDRESS = 700
 OUT_OF_MEMORY = 2
@@ -84,57 +81,6 @@ def scale(client: Any, region: str, **arguments: Any) -> Any:
     return client.infer("scale", [in_region("x", "FP32", (1, 4), region, 16, 0)], **arguments)
 
 
-@pytest.mark.parametrize("datatype", sorted(TENSORS))
-@pytest.mark.parametrize("offset", [0, 256, 77])
-def test_both_ways(client: Any, owner: CudaOwner, datatype: str, offset: int) -> None:
-    """Any alignment works; the answer has no data, and the bytes are in the region by then, although copies take time."""
-    region = register(client, owner)
-    values = TENSORS[datatype]
-    stored = values.view(np.uint16) if datatype == "BF16" else values
-    if datatype == "BYTES":
-        stored = np.frombuffer(serialize_byte_tensor(values).item(), np.uint8)
-    put(owner, region, stored, offset)
-    answer = client.infer(
-        f"echo_{datatype.lower()}",
-        [in_region("x", datatype, values.shape, region, stored.nbytes, offset)],
-        outputs=[out_region("y", region, stored.nbytes, 32768 + offset)],
-    )
-    assert "data" not in answer.get_output("y")
-    assert answer.get_output("y")["shape"] == [3]
-    assert same(owner.get(region, stored.dtype, stored.shape, 32768 + offset), stored)
-
-
-def test_the_same_over_grpc(daemon: DaemonProcess, owner: CudaOwner) -> None:
-    values = np.arange(4, dtype=np.float32).reshape(1, 4)
-    with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
-        region = register(client, owner)
-        put(owner, region, values)
-        entry = client.get_cuda_shared_memory_status(region, as_json=True)["regions"][region]
-        assert (entry["name"], entry["byte_size"]) == (region, str(1 << 16))
-        given, wanted = grpcclient.InferInput("x", [1, 4], "FP32"), grpcclient.InferRequestedOutput("y")
-        given.set_shared_memory(region, 16)
-        wanted.set_shared_memory(region, 16, offset=256)
-        client.infer("scale", [given], outputs=[wanted])
-        assert same(owner.get(region, np.float32, (1, 4), 256), 3 * values + 1)
-        with pytest.raises(InferenceServerException, match="shared memory region: invalid args"):
-            client.register_cuda_shared_memory("short", base64.b64encode(b"abc"), 0, 64)
-        client.unregister_cuda_shared_memory()
-        assert client.get_cuda_shared_memory_status(as_json=True) == {}
-
-
-def test_any_byte_but_zero_is_true(client: Any, owner: CudaOwner) -> None:
-    region = register(client, owner)
-    put(owner, region, np.array([0, 2, 255], np.uint8))
-    client.infer("echo_bool", [in_region("x", "BOOL", (3,), region, 3, 0)], outputs=[out_region("y", region, 3, 64)])
-    assert owner.get(region, np.uint8, (3,), 64).tolist() == [0, 1, 1]
-
-
-def test_an_empty_tensor(client: Any, owner: CudaOwner) -> None:
-    region = register(client, owner, 64)
-    answer = client.infer("echo_fp32", [in_region("x", "FP32", (0,), region, 0, 0)])
-    assert answer.as_numpy("y").shape == (0,)
-
-
 def test_every_way_in_and_out(client: Any, owner: CudaOwner) -> None:
     """Each input and each output goes its own way: GPU memory, system memory, body."""
     region, system = register(client, owner), ClientRegion(client, 4096)
@@ -157,27 +103,6 @@ def test_every_way_in_and_out(client: Any, owner: CudaOwner) -> None:
         assert same(scale(client, region).as_numpy("y"), 3 * a + 1)
     finally:
         system.close()
-
-
-def test_requests_that_share_a_batch(daemon: DaemonProcess, client: Any, owner: CudaOwner) -> None:
-    """Sixteen clients at once, each with its own range in and out; half of them send bodies."""
-    region = register(client, owner)
-    rows = np.arange(64, dtype=np.float32).reshape(16, 1, 4)
-    owner.put(region, rows)
-
-    def ask(i: int) -> None:
-        with httpclient.InferenceServerClient(daemon.url) as mine:
-            for _ in range(20):
-                if i % 2:
-                    given = in_region("x", "FP32", (1, 4), region, 16, 16 * i)
-                else:
-                    given = httpclient.InferInput("x", [1, 4], "FP32")
-                    given.set_data_from_numpy(rows[i])
-                mine.infer("scale", [given], outputs=[out_region("y", region, 16, 4096 + 16 * i)])
-
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(ask, range(16)))
-    assert same(owner.get(region, np.float32, rows.shape, 4096), 3 * rows + 1)
 
 
 @SEES_BOTH
@@ -234,62 +159,6 @@ def test_a_handle_that_was_freed_before(client: Any, owner: CudaOwner) -> None:
     owner.destroy("g")
     with pytest.raises(InferenceServerException, match="the CUDA handle cannot be opened"):
         client.register_cuda_shared_memory("g", handle, 0, 4096)
-
-
-@pytest.mark.parametrize(("byte_size", "offset"), BAD_RANGES)
-def test_input_ranges(daemon: DaemonProcess, client: Any, owner: CudaOwner, byte_size: int, offset: int) -> None:
-    region = register(client, owner)
-    where = {
-        "shared_memory_region": region,
-        "shared_memory_byte_size": byte_size,
-        "shared_memory_offset": offset,
-    }
-    tensor = {"name": "x", "shape": [4], "datatype": "FP32", "parameters": where}
-    status, answer = daemon.infer("echo_fp32", [tensor])
-    assert status == 400, answer
-
-
-@pytest.mark.parametrize(("byte_size", "offset"), [*BAD_RANGES[:6], (2**64 + 16, 0), (-16, 0), (15, 0)])
-def test_output_ranges(daemon: DaemonProcess, client: Any, owner: CudaOwner, byte_size: int, offset: int) -> None:
-    region = register(client, owner)
-    where = {
-        "shared_memory_region": region,
-        "shared_memory_byte_size": byte_size,
-        "shared_memory_offset": offset,
-    }
-    status, answer = daemon.infer(
-        "echo_fp32",
-        [{"name": "x", "shape": [4], "datatype": "FP32", "data": [1, 2, 3, 4]}],
-        outputs=[{"name": "y", "parameters": where}],
-    )
-    assert status in (400, 500), answer
-    assert not owner.get(region, np.uint8, (1 << 16,)).any()
-
-
-def test_unregister_waits_for_the_request_that_uses_the_region(
-    daemon: DaemonProcess, client: Any, owner: CudaOwner, tmp_path: Path
-) -> None:
-    region = register(client, owner, 4096)
-    put(owner, region, np.array([1500], np.int32))
-    began = tmp_path / "began"
-    with ThreadPoolExecutor(1) as pool:
-
-        def ask() -> Any:
-            with httpclient.InferenceServerClient(daemon.url) as mine:
-                return mine.infer(
-                    "sleepy",
-                    [in_region("DELAY_MS", "INT32", (1,), region, 4, 0)],
-                    outputs=[out_region("OUTPUT", region, 4, 256)],
-                    parameters={"began": str(began)},
-                )
-
-        slow = pool.submit(ask)
-        wait_until(began.exists, "the slow request to run")
-        client.unregister_cuda_shared_memory(region)
-        assert slow.result().get_output("OUTPUT")["shape"] == [1]
-    assert owner.get(region, np.int32, (1,), 256).tolist() == [1500]
-    with pytest.raises(InferenceServerException, match="Unable to find shared memory region"):
-        client.infer("sleepy", [in_region("DELAY_MS", "INT32", (1,), region, 4, 0)])
 
 
 @pytest.mark.cpu_workers("a GPU worker uses inputs where they lie, so no copy fails")

@@ -94,11 +94,6 @@ def test_each_request_finds_what_the_one_before_left(client: Any, model: str) ->
     assert error.status() in ("400", "StatusCode.INVALID_ARGUMENT")
 
 
-def test_a_start_begins_anew_in_the_middle(client: Any) -> None:
-    send = Sender(client, "oldest")
-    assert [send(6, 1, "S")[0], send(6, 10, "S")[0], send(6, 100, "E")[0]] == [1, 10, 110]
-
-
 def test_the_protocols_share_sequences(http: Any, grpc: Any) -> None:
     over_http, over_grpc = Sender(http, "oldest"), Sender(grpc, "oldest")
     assert [over_http(7, 1, "S")[0], over_grpc(7, 10)[0], over_http(7, 100, "E")[0]] == [1, 11, 111]
@@ -148,12 +143,6 @@ def test_an_id_that_the_model_cannot_be_told(client: Any, model: str, who: int |
     assert f"[request id: me] sequence batching {words}" in error.message()
 
 
-def test_a_number_and_its_text_are_two_sequences(client: Any) -> None:
-    send = Sender(client, "quiet")
-    assert [send(5, 1, "S")[0], send("5", 10, "S")[0]] == [1, 10]
-    send("5", 1, "E")
-
-
 def test_ids_that_are_none(client: Any) -> None:
     send = Sender(client, "single")
     for who in (0, ""):
@@ -169,23 +158,6 @@ def test_a_client_cannot_send_controls(http: Any) -> None:
     with pytest.raises(InferenceServerException, match="expected 1 inputs but got 2 inputs for model 'single'"):
         http.infer("single", [tensor(httpclient, 1, False), control], sequence_id=5, sequence_start=True)
     assert [each["name"] for each in http.get_model_metadata("single")["inputs"]] == ["x"]
-
-
-def test_one_row_for_a_request(http: Any) -> None:
-    given = httpclient.InferInput("x", [2, 1], "INT32")
-    given.set_data_from_numpy(np.ones((2, 1), np.int32))
-    with pytest.raises(
-        InferenceServerException, match="must specify batch-size 1 due to requirements of sequence batcher"
-    ):
-        http.infer("oldest", [given], sequence_id=5, sequence_start=True)
-
-
-def test_what_is_refused_changes_nothing(client: Any) -> None:
-    send = Sender(client, "oldest")
-    send(11, 1, "S")
-    with pytest.raises(InferenceServerException, match="unexpected shape"):
-        send(11, 1, size=3)
-    assert send(11, 10, "E")[0] == 11
 
 
 def test_a_step_that_fails_is_answered_so_and_the_sequence_lives_on(client: Any) -> None:
@@ -214,12 +186,6 @@ def test_rows_of_direct_are_slots(http: Any) -> None:
     assert send(22, 1, "E") == (6, seen | {"told": "[0, 1.0, true]", "flags": 2})
 
 
-def test_slots_that_are_used_enough_do_not_wait(grpc: Any) -> None:
-    send = Sender(grpc, "patient")
-    answers = together(lambda: send(23, 1, "SE"), lambda: send(24, 2, "SE"))
-    assert [(sum_, seen["together"]) for sum_, seen in answers] == [(1, 2), (2, 2)]
-
-
 def test_who_finds_no_slot_waits_until_one_is_free(grpc: Any) -> None:
     send, ended = Sender(grpc, "single"), []
     send(31, 1, "S")
@@ -232,22 +198,6 @@ def test_who_finds_no_slot_waits_until_one_is_free(grpc: Any) -> None:
     assert ended == [5]
 
 
-def test_who_waits_for_a_slot_may_say_how_long(http: Any) -> None:
-    send = Sender(http, "single")
-    send(33, 1, "S")
-    error = send.refused(34, 1, "S", timeout=20_000)
-    assert (error.status(), error.message()) == ("503", "timeout of the corresponding sequence has been expired")
-    send(33, 1, "E")
-
-
-def test_silence_ends_a_sequence_and_frees_its_slot(client: Any) -> None:
-    send = Sender(client, "quiet")
-    send(35, 1, "S")
-    # It has the only slot: this one waits until the other was silent for long enough.
-    assert send(36, 7, "SE")[0] == 7
-    assert NO_START in send.refused(35, 1).message()
-
-
 def test_instances_run_beside_each_other_and_keep_their_sequences(grpc: Any) -> None:
     send = Sender(grpc, "pair")
     homes = [send(41, 1, "S")[1]["instance"], send(42, 1, "S")[1]["instance"]]
@@ -256,17 +206,6 @@ def test_instances_run_beside_each_other_and_keep_their_sequences(grpc: Any) -> 
         answers = together(lambda x=x: send(41, x), lambda x=x: send(42, 2 * x))
         assert [seen["instance"] for _, seen in answers] == homes
     assert [send(41, 0, "E")[0], send(42, 0, "E")[0]] == [111, 221]
-
-
-def test_many_at_once(grpc: Any) -> None:
-    """More sequences than slots, each with requests in flight one after the other: every sum is right."""
-    send = Sender(grpc, "oldest")
-
-    def sequence(who: int) -> list[int]:
-        return [send(who, who, "S" if step == 0 else "E" if step == 4 else "")[0] for step in range(5)]
-
-    sums = together(*[lambda who=who: sequence(who) for who in range(100, 116)])
-    assert sums == [[who * step for step in range(1, 6)] for who in range(100, 116)]
 
 
 def test_requests_that_go_round_again(grpc: Any) -> None:
@@ -329,27 +268,6 @@ def test_tritons_example_of_sequences_on_streams(daemon: DaemonProcess) -> None:
             sums[result.get_response().id.rpartition("_")[0]].append(int(result.as_numpy("y").reshape(-1)[0]))
     running = np.cumsum(values).tolist()
     assert sums == {"1007": running, "1008-text": [-10 * x for x in running]}
-
-
-def test_tritons_example_of_sequences_one_by_one(http: Any, grpc: Any) -> None:
-    """simple_http_sequence_sync_infer_client and simple_grpc_sequence_sync_infer_client: two sequences take turns."""
-    values = [11, 7, 5, 3, 2, 0, 1]
-    for client in (http, grpc):
-        send = Sender(client, "direct")
-        flags = ["S"] + [""] * (len(values) - 2) + ["E"]
-        sums = [(send(1000, x, flag)[0], send(1001, -x, flag)[0]) for x, flag in zip(values, flags, strict=True)]
-        assert sums == [(x, -x) for x in np.cumsum(values).tolist()]
-
-
-def test_an_error_on_a_stream_ends_neither_it_nor_other_sequences(daemon: DaemonProcess) -> None:
-    with Stream(daemon.grpc_url) as stream:
-        stream.send("oldest", 51, 1, "S")
-        stream.send("oldest", 52, 1)
-        stream.send("oldest", 51, 10, "E")
-        answers = stream.take(3)
-    errors = [answer for answer in answers if isinstance(answer, InferenceServerException)]
-    assert [NO_START in error.message() for error in errors] == [True]
-    assert sorted(int(a.as_numpy("y")[0, 0]) for a in answers if a not in errors) == [1, 11]
 
 
 def test_a_client_that_leaves_takes_its_waiting_steps_along(daemon: DaemonProcess, http: Any, tmp_path: Path) -> None:

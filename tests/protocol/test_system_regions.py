@@ -97,21 +97,6 @@ def test_region_in_body_out_and_the_reverse(client: Any, region: ClientRegion) -
     assert same(shm.get_contents_as_numpy(region.handle, np.float32, [2, 4], offset=8192), 3 * values + 1)
 
 
-def test_a_region_at_an_offset_of_its_object(client: Any) -> None:
-    name, key = f"r-{uuid.uuid4().hex}", f"/tensord-test-{uuid.uuid4().hex}"
-    handle = shm.create_shared_memory_region(name, key, 3 * 4096)
-    client.register_system_shared_memory(name, key, 4096, offset=8192)
-    values = np.arange(4, dtype=np.float32)
-    shm.set_shared_memory_region(handle, [values], offset=8192 + 64)
-    answer = client.infer("echo_fp32", [in_region("x", "FP32", (4,), name, 16, 64)])
-    assert same(answer.as_numpy("y"), values)
-    assert client.get_system_shared_memory_status(name) == [
-        {"name": name, "key": key, "offset": 8192, "byte_size": 4096}
-    ]
-    client.unregister_system_shared_memory(name)
-    shm.destroy_shared_memory_region(handle)
-
-
 def test_status_and_names(client: Any, region: ClientRegion) -> None:
     assert {"name": region.name, "key": region.key, "offset": 0, "byte_size": region.byte_size} in (
         client.get_system_shared_memory_status()
@@ -266,11 +251,6 @@ def test_output_ranges(daemon: DaemonProcess, region: ClientRegion, byte_size: i
     assert bytes(region.handle._mpsm_handle.buf) == before
 
 
-def test_an_unknown_region(client: Any) -> None:
-    with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'nope'"):
-        client.infer("echo_fp32", [in_region("x", "FP32", (4,), "nope", 16, 0)])
-
-
 def test_a_region_is_listed_until_the_request_that_uses_it_ends(
     daemon: DaemonProcess, client: Any, tmp_path: Path
 ) -> None:
@@ -308,14 +288,6 @@ def test_a_region_is_listed_until_the_request_that_uses_it_ends(
     with pytest.raises(InferenceServerException):
         client.get_system_shared_memory_status(region.name)
     shm.destroy_shared_memory_region(region.handle)
-
-
-def test_unregister_all(client: Any) -> None:
-    regions = [ClientRegion(client, 4096) for _ in range(5)]
-    client.unregister_system_shared_memory()
-    assert client.get_system_shared_memory_status() == []
-    for region in regions:
-        shm.destroy_shared_memory_region(region.handle)
 
 
 def test_cuda_endpoints_answer_truly_for_a_host_without_cuda(client: Any, daemon: DaemonProcess) -> None:

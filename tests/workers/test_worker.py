@@ -11,18 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import posix_ipc
 import pytest
 
 from tensord.shm.arena import Arena
-from tensord.shm.channel import pair
-from tensord.shm.control_records import LaneOpened, Stop, Unload, Unloaded
-from tensord.shm.errors import Internal, InvalidArgument, NotFound, ServingError
-from tensord.shm.messages import WIRE_VERSION, RegionSlice, RequestedOutput, Slice, ToSubmitter, WireVersion
+from tensord.shm.control_records import Stop, Unload, Unloaded
+from tensord.shm.errors import Internal, InvalidArgument, NotFound
+from tensord.shm.messages import RegionSlice, RequestedOutput
 from tensord.shm.operations import AwaitRegion, ModelStatistics, RegisterSystemRegion, UnregisterRegion
-from tensord.shm.record import decoder
 from tests import repositories
 from tests.records import Tensor, WholeRequest
 from tests.workers.worker_process import PATIENCE_S, PEER, WorkerProcess, small_arenas, wait_until
@@ -45,11 +42,6 @@ def worker(leaves_nothing: None, repository: Path) -> Iterator[WorkerProcess]:
         yield running
 
 
-def test_inline_answer(worker: WorkerProcess) -> None:
-    x = np.arange(8, dtype=np.float32).reshape(2, 4)
-    np.testing.assert_array_equal(worker.infer("scale", {"x": x})["y"], 3 * x + 1)
-
-
 def test_it_runs_on_the_cores_near_its_device() -> None:
     core = max(os.sched_getaffinity(0))
     with WorkerProcess(cores=str(core)) as worker:
@@ -65,12 +57,6 @@ def test_arena_answer_and_its_lease(worker: WorkerProcess) -> None:
             np.testing.assert_array_equal(worker.infer("echo_fp32", {"x": x})["y"], x)
 
 
-@pytest.mark.parametrize("n", [0, 1, 7])
-def test_unexpected_shapes_are_compiled(worker: WorkerProcess, n: int) -> None:
-    values = np.arange(n).astype(np.int64) << 40
-    np.testing.assert_array_equal(worker.infer("echo_int64", {"x": values})["y"], values)
-
-
 def test_an_unexpected_shape_stops_nobody(worker: WorkerProcess) -> None:
     """While one shape is compiled, other requests are answered, and all that wait for it are answered after."""
     x = np.ones((1, 4), np.float32)
@@ -79,15 +65,6 @@ def test_an_unexpected_shape_stops_nobody(worker: WorkerProcess) -> None:
     np.testing.assert_array_equal(worker.infer("scale", {"x": x})["y"], 3 * x + 1)
     for request_id in waiting:
         np.testing.assert_array_equal(worker.arrays(worker.answer(request_id))["y"], odd)
-
-
-def test_bytes_and_bfloat16_and_bool(worker: WorkerProcess) -> None:
-    words = np.array([b"", b"abc", "häß".encode()], np.object_)
-    np.testing.assert_array_equal(worker.infer("echo_bytes", {"x": words})["y"], words)
-    halves = np.arange(4).astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(worker.infer("echo_bf16", {"x": halves})["y"], halves)
-    truths = Tensor("x", "BOOL", (3,), b"\x00\x02\xff")
-    np.testing.assert_array_equal(worker.infer("echo_bool", [truths])["y"], [False, True, True])
 
 
 def test_batches_give_everyone_his_own(worker: WorkerProcess) -> None:
@@ -112,78 +89,6 @@ def statistics(worker: WorkerProcess, name: str) -> dict[str, Any]:
 
 
 GOOD = Tensor("x", "FP32", (1, 4), bytes(16))
-
-
-@pytest.mark.parametrize(
-    ("inputs", "kind", "words"),
-    [
-        ([], InvalidArgument, "expected 1 inputs but got 0 inputs for model 'scale'"),
-        ([GOOD, GOOD], InvalidArgument, "input 'x' already exists in request"),
-        ([GOOD._replace(name="z")], InvalidArgument, "unexpected inference input 'z' for model 'scale'"),
-        ([GOOD._replace(datatype="INT32")], InvalidArgument, "data-type is 'INT32', but model 'scale' expects 'FP32'"),
-        ([GOOD._replace(datatype="nonsense")], InvalidArgument, "data-type is 'nonsense'"),
-        ([GOOD._replace(shape=(1, 5))], InvalidArgument, "Expected [-1,4], got [1,5]"),
-        ([GOOD._replace(shape=(4,))], InvalidArgument, "Expected [-1,4], got [4]"),
-        ([GOOD._replace(shape=())], InvalidArgument, "has no shape but model requires batch dimension"),
-        ([GOOD._replace(shape=(1,) * 1000)], InvalidArgument, "unexpected shape"),
-        ([GOOD._replace(shape=(9, 4))], InvalidArgument, "batch-size must be <= 8 for 'scale'"),
-        ([GOOD._replace(shape=(0, 4))], InvalidArgument, "at least 1"),
-        ([GOOD._replace(shape=(-2, 4))], InvalidArgument, "at least 1"),
-        ([GOOD._replace(shape=(2, 4))], InvalidArgument, "Expected 32, got 16"),
-        ([GOOD._replace(place=Slice(99, 0, 16))], InvalidArgument, "segment 99"),
-        ([GOOD._replace(place=Slice(0, 1 << 62, 16))], InvalidArgument, ""),
-        ([GOOD._replace(place=Slice(0, -16, 16))], InvalidArgument, ""),
-        ([GOOD._replace(place=Slice(0, 0, 1 << 62))], InvalidArgument, ""),
-        ([GOOD._replace(place=RegionSlice("nope", 0, 16))], NotFound, "Unable to find shared memory region: 'nope'"),
-    ],
-)
-def test_bad_inputs(worker: WorkerProcess, inputs: list[Tensor], kind: type[ServingError], words: str) -> None:
-    before = statistics(worker, "scale")
-    with pytest.raises(kind) as caught:
-        worker.infer("scale", inputs)
-    assert words in caught.value.message
-    assert statistics(worker, "scale") == before
-    np.testing.assert_array_equal(worker.infer("scale", [GOOD])["y"], np.ones((1, 4)))
-
-
-@pytest.mark.parametrize("content", [b"\x01", b"\x05\0\0\0ab", b"\0\0\0\0" * 3, b"\xff\xff\xff\xff"])
-def test_bad_bytes(worker: WorkerProcess, content: bytes) -> None:
-    with pytest.raises(InvalidArgument, match="'x'"):
-        worker.infer("echo_bytes", [Tensor("x", "BYTES", (2,), content)])
-
-
-def test_bad_outputs(worker: WorkerProcess) -> None:
-    with pytest.raises(InvalidArgument, match="unexpected inference output 'nope' for model 'scale'"):
-        worker.infer("scale", [GOOD], RequestedOutput("nope"))
-    with pytest.raises(NotFound, match="Unable to find shared memory region: 'nope'"):
-        worker.infer("scale", [GOOD], RequestedOutput("y", RegionSlice("nope", 0, 16)))
-    with pytest.raises(InvalidArgument, match="output 'y' already exists in request"):
-        worker.infer("scale", [GOOD], RequestedOutput("y"), RequestedOutput("y"))
-
-
-def test_unknown_models(worker: WorkerProcess) -> None:
-    with pytest.raises(NotFound, match="unknown model: 'nope' is not found"):
-        worker.infer("nope", [GOOD])
-    with pytest.raises(NotFound, match="unknown model: 'scale' version 7 is not found"):
-        worker.infer("scale", [GOOD], version=7)
-
-
-def test_faulty_models_harm_themselves(worker: WorkerProcess, repository: Path) -> None:
-    worker.serve(repository, "raises", "wrong_shape", "wrong_datatype", "missing_output")
-    x = {"x": np.ones(2, np.float32)}
-    for name, words in {
-        "raises": "model 'raises' version 1 failed with ValueError",
-        "wrong_shape": "output 'y' is computed as FP32[1], declared as FP32[2]",
-        "wrong_datatype": "output 'y' is computed as FP64[2], declared as FP32[2]",
-        "missing_output": "'y'",
-    }.items():
-        with pytest.raises(Internal) as caught:
-            worker.infer(name, x)
-        assert words in caught.value.message
-        assert "secret" not in caught.value.message
-    assert statistics(worker, "raises")["inference_stats"]["fail"]["count"] == 1
-    failed = worker.load(repository, "does_not_load")
-    assert failed.reason == "OSError: no (model.py, line 7, in create)"
 
 
 class Gate:
@@ -325,21 +230,6 @@ def test_unload_finishes_what_waits(worker: WorkerProcess, gate: Gate, repositor
         worker.infer("dozing", {"DELAY_MS": np.array([1], np.int32)})
 
 
-def test_versions_and_reload(worker: WorkerProcess, repository: Path) -> None:
-    """The newest version answers where none is asked for; a reloaded one is replaced in one step."""
-    x = np.ones((1, 4), np.float32)
-    for version, factor in ((1, 1.0), (2, 2.0)):
-        repositories.scale_model(repository, "versioned", factor, version)
-        assert worker.load(repository, "versioned", version).reason == ""
-    assert worker.infer("versioned", {"x": x})["y"][0, 0] == 3
-    assert worker.infer("versioned", {"x": x}, version=1)["y"][0, 0] == 2
-    repositories.scale_model(repository, "versioned", 5.0, 2)
-    assert worker.load(repository, "versioned", 2).reason == ""
-    assert worker.infer("versioned", {"x": x})["y"][0, 0] == 6
-    worker.unload("versioned", 2)
-    assert worker.infer("versioned", {"x": x})["y"][0, 0] == 2
-
-
 def test_another_submitter_and_its_death(worker: WorkerProcess) -> None:
     """Ids of two submitters may be the same; one that dies takes only its own requests along."""
     arena = Arena(1 << 20, 1 << 20, 0)
@@ -352,19 +242,6 @@ def test_another_submitter_and_its_death(worker: WorkerProcess) -> None:
     other.close()
     arena.close()
     assert worker.answer(next_id).code == ""
-    np.testing.assert_array_equal(worker.infer("scale", [GOOD])["y"], np.ones((1, 4)))
-
-
-def test_garbage_on_a_lane_closes_that_lane(worker: WorkerProcess) -> None:
-    ours, theirs = pair()
-    worker.send(LaneOpened(PEER + 2), theirs.fileno())
-    theirs.close()
-    ours.send(b"\x01\xc1 this is no record")
-    ours.settimeout(PATIENCE_S)
-    # What a lane begins with, and then its end.
-    assert decoder(ToSubmitter).decode(ours.recv(100)[1:]) == [WireVersion(WIRE_VERSION)]
-    assert ours.recv(100) == b""
-    ours.close()
     np.testing.assert_array_equal(worker.infer("scale", [GOOD])["y"], np.ones((1, 4)))
 
 

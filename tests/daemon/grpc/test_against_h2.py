@@ -13,14 +13,11 @@ import h2.config
 import h2.connection
 import h2.events
 import h2.exceptions
-import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tensord.config.options import Grpc
 from tensord.daemon.grpc import frames, header_blocks
-from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, serving
-from tests.generated import examples
+from tests.daemon.grpc.frame_client import STREAM
 
 GOOD = {
     ":method": "POST",
@@ -190,18 +187,6 @@ def cut(content: bytes) -> Iterator[tuple[int, int, bytes]]:
         yield kind, number, content[at - (high << 16 | low) : at]
 
 
-def ours(front: GrpcFrontProcess, sequence: list[Frame]) -> Decision:
-    with FrameClient(front.port, hello=False) as client:
-        opening = frames.PREFACE + frames.settings(())
-        client.send(opening + b"".join(frame.content for frame in sequence))
-        try:
-            client.synchronise()
-        except (EOFError, ConnectionError):
-            # Without a GOAWAY it was the client who said that there is nothing more to come.
-            return Decision(client.goaways[-1][1] if client.goaways else None)
-        return Decision(None, {n: answer.reset for n, answer in client.answers.items() if answer.reset})
-
-
 def is_whole(sequence: list[Frame]) -> bool:
     """Returns whether the last header block is complete."""
     for frame in reversed(sequence):
@@ -277,12 +262,6 @@ def pings(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
 REASONS = (no_data, reset_of_nothing, malformed, acknowledgement, continuation, twice_wrong, after_the_end, pings)
 
 
-@pytest.fixture(scope="module")
-def front() -> Iterator[GrpcFrontProcess]:
-    with serving() as (front, _):
-        yield front
-
-
 def check(sequence: list[Frame], decide: Callable[[list[Frame]], Decision]) -> None:
     """Fails where ``decide`` decides otherwise than h2 without a reason."""
     oracle, sent = Oracle(), []
@@ -299,10 +278,3 @@ def check(sequence: list[Frame], decide: Callable[[list[Frame]], Decision]) -> N
         theirs.resets = {}
     if decision != theirs:
         assert any(reason(sent, theirs, decision) for reason in REASONS), (theirs, decision)
-
-
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(sequence=st.lists(FRAMES, min_size=1, max_size=12))
-def test_as_h2_decides(front: GrpcFrontProcess, sequence: list[Frame]) -> None:
-    """A whole front over a socket; without one: test_http2.py."""
-    check(sequence, lambda sent: ours(front, sent))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import time
-import zlib
 
 import pytest
 
 from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, NOT_FOUND, RESOURCE_EXHAUSTED, UNIMPLEMENTED
+from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, NOT_FOUND, UNIMPLEMENTED
 from tests.daemon.grpc.frame_client import INFER, STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
 from tests.fakes import PATIENCE_SECONDS, EchoWorker, front_process, until
 
@@ -28,147 +26,6 @@ def test_whole_calls() -> None:
     with serving() as (front, (worker,)), front.frames() as client:
         for n in range(5):
             assert echoed(client, worker, client.call(request(bytes([n])))) == bytes([n])
-
-
-def test_byte_by_byte() -> None:
-    with serving() as (front, (worker,)), FrameClient(front.port, hello=False) as client:
-        block = client.block(INFER)
-        content = prefixed(request(b"\7"))
-        whole = frames.PREFACE + frames.settings(()) + frames.frame(frames.HEADERS, END, 1, block)
-        whole += frames.frame(frames.DATA, 0, 1, content[:9]) + frames.frame(frames.DATA, 1, 1, content[9:])
-        for at in range(len(whole)):
-            client.send(whole[at : at + 1])
-        assert echoed(client, worker, 1) == b"\7"
-
-
-def test_padding_priority_continuation_and_unknown_frames() -> None:
-    with serving() as (front, (worker,)), front.frames() as client:
-        block = client.block(INFER)
-        first = b"\3" + bytes(5) + block[:4] + bytes(3)
-        client.send(
-            frames.frame(frames.PRIORITY, 0, 1, bytes(5))
-            + frames.frame(200, 7, 1, b"whatever")
-            + frames.frame(frames.HEADERS, frames.PADDED | frames.PRIORITIZED, 1, first)
-            + frames.frame(frames.CONTINUATION, 0, 1, block[4:10])
-            + frames.frame(frames.CONTINUATION, END, 1, block[10:])
-            + frames.frame(frames.DATA, frames.PADDED, 1, b"\2" + prefixed(request(b"\5")) + bytes(2))
-            + frames.frame(frames.DATA, frames.END_STREAM, 1)
-        )
-        assert echoed(client, worker, 1) == b"\5"
-
-
-def test_blocks_in_pieces_that_change_the_table() -> None:
-    """Cut anywhere, each with a trace header and a deadline that go into the client's table."""
-    with serving() as (front, (worker,)), front.frames() as client:
-        for n in range(1, 6):
-            block = client.block(INFER, traceparent=f"00-{n:032x}-{n:016x}-01", grpc_timeout=f"{20 + n}S")
-            first, second = len(block) * n // 7, len(block) * (n + 1) // 7
-            client.send(
-                frames.frame(frames.HEADERS, 0, 2 * n - 1, block[:first])
-                + frames.frame(frames.CONTINUATION, 0, 2 * n - 1, block[first:second])
-                + frames.frame(frames.CONTINUATION, END, 2 * n - 1, block[second:])
-                + frames.frame(frames.DATA, frames.END_STREAM, 2 * n - 1, prefixed(request(bytes((n,)))))
-            )
-            asked = worker.next()
-            assert 0 < asked.deadline_ns - time.monotonic_ns() <= (20 + n) * 10**9
-            worker.echo(asked)
-            assert client.answer(2 * n - 1).values == bytes((n,))
-
-
-def test_a_changed_header_table_is_noticed() -> None:
-    """The same bytes mean another path once the dynamic table has changed."""
-    with serving() as (front, (worker,)), front.frames() as client:
-        client.answer(client.call(b"", "/nothing/A"))
-        for path in ("/nothing/B", "/nothing/C"):
-            for _ in range(2):
-                stream = client.call(b"", path)
-                assert client.answer(stream).text == f"Method not found: {path}"
-        assert echoed(client, worker, client.call(request(b"\1"))) == b"\1"
-
-
-@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_compressed_messages(encoding: str) -> None:
-    squeeze = gzip.compress if encoding == "gzip" else zlib.compress
-    with serving() as (front, (worker,)), front.frames() as client:
-        stream = client.open(grpc_encoding=encoding)
-        client.data(stream, prefixed(squeeze(request(bytes(3000)).SerializeToString()), 1), end=True)
-        assert echoed(client, worker, stream) == bytes(3000)
-
-
-@pytest.mark.parametrize(
-    ("encoding", "content", "status"),
-    [
-        ("gzip", b"nonsense", INTERNAL),
-        ("gzip", gzip.compress(bytes(5 << 20), mtime=0), RESOURCE_EXHAUSTED),
-        ("gzip", gzip.compress(b"x", mtime=0)[:-4], INTERNAL),
-        ("br", b"x", UNIMPLEMENTED),
-        ("identity", b"x", UNIMPLEMENTED),
-    ],
-)
-def test_compressed_messages_that_are_refused(encoding: str, content: bytes, status: int) -> None:
-    with serving(grpc={"max_message_byte_size": 1 << 20}) as (front, _), front.frames() as client:
-        stream = client.open(grpc_encoding=encoding)
-        client.data(stream, prefixed(content, 1), end=True)
-        assert client.answer(stream).status == status
-
-
-def test_a_compressed_answer() -> None:
-    with serving(grpc={"response_compression": "low"}) as (front, (worker,)), front.frames() as client:
-        stream = client.call(request(bytes(3000)), grpc_accept_encoding="identity, gzip")
-        worker.echo(worker.next())
-        answer = client.answer(stream)
-        assert answer.headers["grpc-encoding"] == "gzip"
-        answer.messages[0] = gzip.decompress(answer.messages[0])
-        assert answer.values == bytes(3000)
-
-
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(20), frames.PROTOCOL_ERROR),
-        (frames.PREFACE + frames.frame(frames.PING, 0, 0, bytes(8)), frames.PROTOCOL_ERROR),
-    ],
-)
-def test_a_bad_opening(content: bytes, code: int) -> None:
-    with serving() as (front, _), FrameClient(front.port, hello=False) as client:
-        client.send(content)
-        assert client.goaway()[1] == code
-        assert client.ends()
-
-
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (frames.frame(frames.DATA, 0, 1, b"x"), frames.PROTOCOL_ERROR),
-        (frames.frame(frames.HEADERS, END, 2, b"\x82"), frames.PROTOCOL_ERROR),
-        (frames.frame(frames.HEADERS, END, 1, b"\xff\xff\xff\xff\xff\xff"), frames.COMPRESSION_ERROR),
-        (
-            frames.frame(frames.HEADERS, 0, 1, b"\x82") + frames.frame(frames.PING, 0, 0, bytes(8)),
-            frames.PROTOCOL_ERROR,
-        ),
-        (frames.frame(frames.CONTINUATION, 0, 1, b""), frames.PROTOCOL_ERROR),
-        (frames.frame(frames.HEADERS, 0, 1) + frames.frame(frames.CONTINUATION, 0, 1) * 99, frames.ENHANCE_YOUR_CALM),
-        (frames.frame(frames.HEADERS, frames.PADDED | END, 1, b"\xff"), frames.PROTOCOL_ERROR),
-        (frames.frame(frames.PUSH_PROMISE, 0, 1, bytes(4)), frames.PROTOCOL_ERROR),
-        (frames.frame(frames.WINDOW_UPDATE, 0, 0, bytes(4)), frames.PROTOCOL_ERROR),
-        (frames.window_update(0, frames.MAX_WINDOW) * 2, frames.FLOW_CONTROL_ERROR),
-        (frames.frame(frames.SETTINGS, 0, 0, bytes(5)), frames.FRAME_SIZE_ERROR),
-        (frames.settings(((frames.INITIAL_WINDOW_SIZE, 1 << 31),)), frames.FLOW_CONTROL_ERROR),
-        (frames.settings(((frames.MAX_FRAME_SIZE, 5),)), frames.PROTOCOL_ERROR),
-        (frames.rst_stream(7, 0), frames.PROTOCOL_ERROR),
-        (frames.frame(frames.PING, 0, 0, b"short"), frames.FRAME_SIZE_ERROR),
-        (frames.head(frames.PING, 0, 0, (4 << 20) + 1), frames.FRAME_SIZE_ERROR),
-        (frames.head(frames.HEADERS, END, 1, 1 << 19), frames.ENHANCE_YOUR_CALM),
-        (frames.frame(frames.PING, 0, 0, bytes(8)) * 9, frames.ENHANCE_YOUR_CALM),
-    ],
-)
-def test_what_ends_a_connection(content: bytes, code: int) -> None:
-    """With a GOAWAY that says why; another connection does not notice."""
-    with serving() as (front, (worker,)), front.frames() as other, front.frames() as client:
-        client.send(content)
-        assert client.goaway()[1] == code
-        assert client.ends()
-        assert echoed(other, worker, other.call(request(b"\3"))) == b"\3"
 
 
 def test_a_flooded_stream_is_held_and_then_ended() -> None:
@@ -254,24 +111,6 @@ def test_an_unknown_model_and_method() -> None:
         assert client.answer(client.call(b"", "/a/b")).status == UNIMPLEMENTED
 
 
-def test_answers_wait_for_the_clients_windows() -> None:
-    """A client that takes 1000 bytes at a time gets all of a large answer, and a small one beside it at once."""
-    settings = ((frames.INITIAL_WINDOW_SIZE, 1000),)
-    with serving() as (front, (worker,)), front.frames(settings) as client:
-        large = client.call(request(bytes(50_000)))
-        worker.echo(worker.next())
-        client.step()
-        small = client.call(request(b"\1"))
-        assert echoed(client, worker, small) == b"\1"
-        assert len(client.answers[large].messages) == 0
-        while "grpc-status" not in client.answers[large].headers:
-            client.send(frames.window_update(large, 1000))
-            if client.step() == frames.DATA:
-                continue
-        assert client.answers[large].values == bytes(50_000)
-        until(lambda: not worker.leases)
-
-
 def test_reserved_bits_are_ignored() -> None:
     """The reserved bits of stream ids and of window increments change nothing."""
     reserved = 1 << 31
@@ -283,18 +122,6 @@ def test_reserved_bits_are_ignored() -> None:
         # The window would be too large with that bit.
         client.send(frames.window_update(reserved, reserved | 1))
         client.send(frames.window_update(reserved | stream, reserved | 1000))
-        assert client.answer(stream).values == b"\1"
-
-
-def test_window_updates_in_pieces() -> None:
-    """One frame of many, cut anywhere; the answer leaves with the last byte of what it needs."""
-    with serving() as (front, (worker,)), front.frames(((frames.INITIAL_WINDOW_SIZE, 0),)) as client:
-        stream = client.call(request(b"\1"))
-        worker.echo(worker.next())
-        updates = 3 * frames.window_update(stream, 500)
-        for at in range(0, len(updates), 7):
-            client.send(updates[at : at + 7])
-            time.sleep(0.002)  # so that it comes in a read of its own
         assert client.answer(stream).values == b"\1"
 
 
@@ -336,23 +163,6 @@ def test_a_deadline_cancels() -> None:
         assert sent.deadline_ns > 0
         assert client.answer(stream).status == DEADLINE_EXCEEDED
         until(lambda: worker.poll() or worker.cancelled == [sent.request_id])
-
-
-def test_a_message_over_the_limit() -> None:
-    with serving(grpc={"max_message_byte_size": 2048}) as (front, (worker,)), front.frames() as client:
-        stream = client.open()
-        client.data(stream, prefixed(request(bytes(3000))))
-        answer = client.answer(stream)
-        assert answer.status == RESOURCE_EXHAUSTED
-        assert "vs. 2048)" in answer.text
-        assert echoed(client, worker, client.call(request(b"\1"))) == b"\1"
-
-
-def test_half_a_message_at_the_end() -> None:
-    with serving() as (front, _), front.frames() as client:
-        stream = client.open()
-        client.data(stream, prefixed(request())[:-1], end=True)
-        assert client.answer(stream).status == INTERNAL
 
 
 @pytest.mark.parametrize("messages", [0, 2])
@@ -423,33 +233,6 @@ def test_those_idle_longest_make_room() -> None:
         assert asks.answer(asks.call(b"", "/a/b")).status == UNIMPLEMENTED
         worker.echo(sent)
         assert waits.answer(waiting).values == b"\1"
-
-
-@pytest.mark.parametrize("content", ["a head", "a block", "DATA", "padded DATA", "unknown"])
-def test_half_a_frame_is_ended(content: str) -> None:
-    """A frame that stalls ends its connection, also after the opening; a connection that began no frame stays."""
-    halves = {
-        "a head": frames.head(frames.PING, 0, 0, 8)[:5],
-        "a block": frames.frame(frames.HEADERS, 0, 1, b"\x83"),
-        "DATA": frames.head(frames.DATA, 0, 1, 100),
-        "padded DATA": frames.head(frames.DATA, frames.PADDED, 1, 100) + b"\1",
-        "unknown": frames.head(77, 0, 0, 100) + b"x",
-    }
-    timeouts = {"head_timeout": 0.2, "body_timeout": 0.2}
-    with (
-        serving(grpc=timeouts) as (front, (worker,)),
-        FrameClient(front.port, hello=False) as client,
-        FrameClient(front.port, hello=False) as other,
-    ):
-        other.send(frames.PREFACE + frames.settings(()))
-        opening = frames.PREFACE + frames.settings(())
-        if "DATA" in content:
-            opening += frames.frame(frames.HEADERS, frames.END_HEADERS, 1, client.block(STREAM))
-        client.send(opening + halves[content])
-        assert client.goaway()[1] == frames.ENHANCE_YOUR_CALM
-        assert b"was not whole within" in client.goaways[0][2]
-        assert client.ends()
-        assert echoed(other, worker, other.call(request(b"\3"))) == b"\3"
 
 
 def test_a_connection_without_calls_is_ended() -> None:

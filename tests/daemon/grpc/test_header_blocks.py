@@ -87,7 +87,7 @@ def test_a_block_that_resizes_the_table_does_so_every_time() -> None:
     assert blocks.decode(plain[0] + put + b"\xbe").metadata == (("x", "y"), ("x", "y"))
 
 
-@pytest.mark.parametrize("size", [2000, 200_000])
+@pytest.mark.parametrize("size", [2000, 20_000])
 def test_headers_larger_than_allowed(size: int) -> None:
     with pytest.raises(Violation, match="larger than allowed") as caught:
         HeaderBlocks(1024).decode(hpack.Encoder().encode(fields("/A", ("x", "a" * size))))
@@ -159,7 +159,7 @@ def test_what_is_no_call(changes: dict[str, str], status: int) -> None:
     assert HeaderBlocks(65536).decode(block).http_status == status
 
 
-@given(st.integers(0, 16), st.text(max_size=2000))
+@given(st.integers(0, 16), st.text(max_size=600))
 def test_trailers(status: int, message: str) -> None:
     """A client reads back what was said; a text too long is cut, never in the middle of an escape."""
     decoder = hpack.Decoder()

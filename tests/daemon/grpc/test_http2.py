@@ -129,7 +129,7 @@ def test_any_cut(sequence: list[Frame], cuts: list[int], messages: int) -> None:
 @settings(max_examples=examples(1000))
 @given(st.lists(FRAMES, min_size=1, max_size=12))
 def test_as_h2_decides(sequence: list[Frame]) -> None:
-    """The decisions agree with those of h2, as over a socket (test_against_h2.py), with more cases."""
+    """The decisions agree with those of h2 (test_against_h2.py)."""
 
     def decide(sequence: list[Frame]) -> Decision:
         answers, code = all_of(made(), [OPENING + b"".join(each.content for each in sequence)])

@@ -261,6 +261,10 @@ CASES: dict[str, tuple[bytes, Connection | Stream | None]] = {
     "a carriage return in a value": (malformed(("x", "a\rb")), Stream(PROTOCOL_ERROR)),
     "te of trailers": (frame(HEADERS, END_HEADERS, 3, BLOCKS["good"]), ACCEPTED),
     # 10.5.1
+    "a block larger than allowed, by its head": (
+        frames.head(HEADERS, END_HEADERS, 3, 1 << 19),
+        Connection(ENHANCE_YOUR_CALM),
+    ),
     "headers larger than allowed": (
         frame(
             HEADERS, END_HEADERS, 3, BLOCKS["good"] + b"".join(block([(f"x{n}", "y" * 1000)]) for n in range(30)) * 3
