@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 #: Generous: these machines are shared, and no test decides by time.
 PATIENCE = 240.0
 _PROGRAM = (sys.executable, "-m", "tensord")
+_SERVED_ON = r"serving http on http://127\.0\.0\.1:(\d+)"
 
 
 class DaemonProcess:
@@ -39,9 +40,15 @@ class DaemonProcess:
         options: dict[str, dict[str, Any]] | None = None,
         arguments: Sequence[str] = (),
         environment: dict[str, str] | None = None,
+        ready: bool = True,
     ):
-        """Sets up the daemon; ``start`` starts it. ``environment``: variables added to those of this process."""
+        """Sets up the daemon; ``start`` starts it.
+
+        ``environment``: variables added to those of this process. ``ready``: a ``with`` block begins once the
+        daemon is ready, if it serves HTTP over plain TCP.
+        """
         self.folder = folder
+        self._ready_first = ready
         #: Flags after --config.
         self.arguments = arguments
         self.config = folder / "tensord.toml"
@@ -81,7 +88,7 @@ class DaemonProcess:
         self.pass_fds: Sequence[int] = ()
         self.cwd = ROOT
         #: What the log says once it serves.
-        self.served_on = r"serving http on http://127\.0\.0\.1:(\d+)"
+        self.served_on = _SERVED_ON
 
     def write_config(self, sections: dict[str, dict[str, Any]]) -> None:
         """Replaces the configuration file, which a SIGHUP makes the daemon read."""
@@ -94,6 +101,12 @@ class DaemonProcess:
 
     def __enter__(self) -> DaemonProcess:
         self.start()
+        if self._ready_first and self.served_on == _SERVED_ON:
+            try:
+                self.wait_ready()
+            except BaseException:
+                self.stop()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -135,7 +135,6 @@ def test_the_client(user: User, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples/models/digits", tmp_path / "models" / "digits")
     images = "import numpy as np\nimages = np.random.default_rng(0).random((3, 64), np.float32)\n"
     with DaemonProcess(tmp_path, [tmp_path / "models"]) as daemon:
-        daemon.wait_ready()
         for address in (f"127.0.0.1:{daemon.port}", str(tmp_path / "models")):
             called = user.script(images + block(README, CALLED), TENSORD=address)
             asked = user.script(images + block(CLIENT, ASKED_OF) + "print(logits.argmax(axis=1))", TENSORD=address)

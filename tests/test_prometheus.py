@@ -100,7 +100,7 @@ def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
         "repository": {"required": ["scale", "absent"], "strict_readiness": True},
         "trace": {"otlp": collector.url, "rate": 1000000},
     }
-    with DaemonProcess(folder / "daemon", [folder / "models"], options) as running:
+    with DaemonProcess(folder / "daemon", [folder / "models"], options, ready=False) as running:
         wait_until(lambda: infers(running), "scale", running)
         yield running
 

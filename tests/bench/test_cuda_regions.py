@@ -35,7 +35,6 @@ IDENTITY = {"repository": {"control_mode": "explicit", "load": ["identity"]}}
 def test_with_one(tmp_path: Path) -> None:
     stub = CudaStub(tmp_path)
     with DaemonProcess(tmp_path, [ROOT / "bench" / "models"], IDENTITY, environment=stub.environment) as daemon:
-        daemon.wait_ready()
         printed = rows(daemon.url, os.environ | stub.environment).splitlines()
     assert [line.split()[0] for line in printed] == ["1MiB-http-cuda-c1", "16MiB-http-cuda-c1"]
     for line in printed:
@@ -47,6 +46,5 @@ def test_with_one(tmp_path: Path) -> None:
 def test_a_server_without_cuda(tmp_path: Path) -> None:
     stub = CudaStub(tmp_path)
     with DaemonProcess(tmp_path, [ROOT / "bench" / "models"], IDENTITY) as daemon:
-        daemon.wait_ready()
         printed = rows(daemon.url, os.environ | stub.environment)
     assert "skipped: failed to register shared memory region: invalid args" in printed

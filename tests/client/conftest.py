@@ -129,7 +129,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         "arenas": {"byte_size": 1 << 20, "wait": 5.0},
     }
     with DaemonProcess(folder, [folder / "models"], options) as started:
-        started.wait_ready()
         yield started
 
 

@@ -619,7 +619,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         """,
     )
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as daemon:
-        daemon.wait_ready()
         yield daemon
 
 

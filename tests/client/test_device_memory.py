@@ -124,7 +124,6 @@ def test_arrays_on_a_gpu(stub: CudaStub, tmp_path: Path) -> None:
     }
     environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0"}
     with DaemonProcess(folder, [repository], sections, environment=environment) as daemon:
-        daemon.wait_ready()
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, sections["clients"]["socket"], f"127.0.0.1:{daemon.port}"],
             env={**os.environ, **stub.environment},

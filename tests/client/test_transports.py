@@ -37,7 +37,6 @@ def daemon(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with tempfile.TemporaryDirectory(prefix="tensord-test-") as short:
         options = {"clients": {"socket": f"{short}/clients.sock"}, "workers": {"cpu": 2}}
         with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as daemon:
-            daemon.wait_ready()
             newest = "/v2/models/scale/versions/2/ready"
             wait_until(lambda: daemon.get(newest)[0] == 200, "the newest version to be ready", daemon)
             yield daemon

@@ -83,7 +83,7 @@ class Replay:
     def _start(self, profile: str) -> Any:
         assert corpus.FOLDER is not None
         folder, models = self._folders.mktemp(profile), corpus.FOLDER / "models"
-        daemon = DaemonProcess(folder, [models], self._options, corpus.arguments(profile))
+        daemon = DaemonProcess(folder, [models], self._options, corpus.arguments(profile), ready=False)
         self._running.enter_context(daemon)
         daemon.wait_log(r"supervisor\W+(not )?ready: ")
         runner = corpus.replayer().Runner(daemon.url, daemon.grpc_url, daemon.metrics_url)

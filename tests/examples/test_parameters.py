@@ -20,7 +20,6 @@ FOLDER = ROOT / "examples" / "parameters"
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     with DaemonProcess(tmp_path_factory.mktemp("parameters"), [FOLDER / "models"]) as daemon:
-        daemon.wait_ready()
         yield daemon
 
 

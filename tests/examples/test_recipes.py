@@ -116,7 +116,6 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     file.parent.mkdir(parents=True)
     file.write_text(code)
     with DaemonProcess(tmp_path, [tmp_path / "models"]) as daemon:
-        daemon.wait_ready()
         x = {"name": "x", "datatype": "FP32", "shape": [2, 4], "data": [float(i) for i in range(8)]}
         status, answer = daemon.infer("double", [x])
         assert (status, answer["outputs"][0]["data"]) == (200, [2.0 * i for i in range(8)])

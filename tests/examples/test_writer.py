@@ -23,7 +23,6 @@ pytestmark = pytest.mark.xdist_group("examples")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     sections: dict[str, dict[str, Any]] = {"repository": {"control_mode": "explicit", "load": ["writer"]}}
     with DaemonProcess(tmp_path_factory.mktemp("writer"), [ROOT / "examples" / "models"], sections) as running:
-        running.wait_ready()
         yield running
 
 

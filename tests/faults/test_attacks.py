@@ -48,7 +48,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         nothing_left_behind(),
         DaemonProcess(folder, models, options) as daemon,
     ):
-        daemon.wait_ready()
         with bystanders(daemon.url, daemon.grpc_url, str(daemon.folder / "clients.sock")):
             assert largest_is_answered(daemon.url)
         yield daemon

@@ -64,7 +64,6 @@ def served(place: Path, folder: Path) -> str:
     folder.mkdir()
     repository = repositories.scale_model(folder / "models")
     with DaemonProcess(folder, [repository], {"executables": {"cache_directory": str(place / "cache")}}) as daemon:
-        daemon.wait_ready()
         tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [2.0] * 4}
         status, answer = daemon.infer("scale", [tensor])
         assert (status, answer["outputs"][0]["data"]) == (200, [7.0] * 4)

@@ -24,7 +24,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("connections")
     repository = repositories.scale_model(folder / "repository")
     with DaemonProcess(folder, [repository]) as daemon:
-        daemon.wait_ready()
         yield daemon
 
 

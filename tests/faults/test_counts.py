@@ -32,7 +32,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     repositories.scale_model(repository)
     options = {"repository": {"strict_readiness": False, "control_mode": "explicit", "load": ["*"]}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         before = {process.pid for process in running.family()}
         with Ordinary(running):
             yield running

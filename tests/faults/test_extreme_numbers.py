@@ -46,7 +46,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     )
     options = {"requests": {"max_in_flight": IN_FLIGHT, "worker_wait": PATIENCE}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
 
 

@@ -36,7 +36,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     """Runs a daemon for tests that leave it as it was."""
     repository = repositories.scale_model(tmp_path_factory.mktemp("repository"))
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
-        running.wait_ready()
         yield running
 
 

@@ -62,7 +62,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, reque
         options[section] = {**options.get(section, {}), **values}
     folder = repository(tmp_path_factory.mktemp("repository"))
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [folder], options) as running:
-        running.wait_ready()
         yield running
         assert "Traceback" not in running.log
 

@@ -90,7 +90,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "grpc": {"max_message_byte_size": 8 * MIB},
     }
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [folder], options) as running:
-        running.wait_ready()
         yield running
         assert "Traceback" not in running.log
 

@@ -83,7 +83,6 @@ def daemon(
     repositories.write_model(repository, "through", THROUGH)
     options, environment = daemon_on(request.param, stub)
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options, environment=environment) as running:
-        running.wait_ready()
         yield running
 
 

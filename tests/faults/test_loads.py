@@ -82,7 +82,6 @@ def test_loads_beside_requests(tmp_path: Path) -> None:
                 seen[answer.status] += 1
 
     with DaemonProcess(tmp_path, (repository,), options) as daemon:
-        daemon.wait_ready()
         clients = [threading.Thread(target=ask) for _ in range(2)]
         for client in clients:
             client.start()
@@ -205,5 +204,4 @@ def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]
         "clients": {"socket": str(folder / "clients.sock")},
     }
     with DaemonProcess(folder, (models,), options) as daemon:
-        daemon.wait_ready()
         yield daemon

@@ -71,7 +71,6 @@ def serving(stub: CudaStub, repository: Path, visible: str = "0") -> Iterator[Da
     folder = repository.parent / "daemon"
     folder.mkdir()
     with DaemonProcess(folder, [repository], {"workers": GPU_WORKERS}, environment=environment) as running:
-        running.wait_ready()
         # A device that is lost before is one that never was: the daemon would stop.
         running.wait_log(r"ready: \d+ models")
         yield running
@@ -134,7 +133,6 @@ def test_in_the_middle_of_a_load(stub: CudaStub, tmp_path: Path) -> None:
     folder.mkdir()
     options = {"workers": GPU_WORKERS, "repository": {"control_mode": "explicit"}}
     with DaemonProcess(folder, [repository], options, environment=environment) as running:
-        running.wait_ready()
         (worker,) = running.workers
         stub.fail("cuMemcpyAsync", STICKY[0], of_workers=True)
         with asking(running) as client:
@@ -318,7 +316,7 @@ def test_one_that_is_lost_while_another_one_loads(stub: CudaStub, repository: Pa
     environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0,1"}
     folder = tmp_path / "daemon"
     folder.mkdir()
-    with DaemonProcess(folder, [repository], {"workers": GPU_WORKERS}, environment=environment) as running:
+    with DaemonProcess(folder, [repository], {"workers": GPU_WORKERS}, environment=environment, ready=False) as running:
         running.wait_log("model 'second' version 1 is ready")
         stub.lose(1)
         running.wait_log(r"worker-1\] the worker ends, to be replaced: the GPU failed \(CUDA_ERROR_UNKNOWN\)")

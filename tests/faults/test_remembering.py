@@ -160,7 +160,6 @@ def sides(leaves_nothing: None, tmp_path: Path, repository: Path) -> Iterator[tu
         second.cwd = Path(OTHER)
         second.program = (str(second.cwd / ".venv/bin/python"), "-m", "tensord")
     with DaemonProcess(tmp_path / "one", [repository], options) as one, second as two:
-        one.wait_ready()
         two.wait_ready()
         made: list[Side] = []
         try:

@@ -26,7 +26,6 @@ _HELD = 770
 def daemon(leaves_nothing: None, tmp_path: Path) -> Iterator[DaemonProcess]:
     write_stepped_models(tmp_path / "models")
     with DaemonProcess(tmp_path, [tmp_path / "models"]) as running:
-        running.wait_ready()
         yield running
 
 

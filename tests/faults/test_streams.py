@@ -22,7 +22,6 @@ _DIED = "error: the worker process died while it had the request, which may not 
 def test_every_stream_is_complete_or_ends_with_one_error(tmp_path: Path, repository: Path) -> None:
     arguments = ["--model-control-mode=explicit", "--load-model=repeat"]
     with nothing_left_behind(), DaemonProcess(tmp_path, [repository], arguments=arguments) as daemon:
-        daemon.wait_ready()
         staying = [
             psutil.Process(daemon.pid),
             *daemon.children("tensord.daemon.http"),

@@ -56,7 +56,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     repositories.echo_models(repository, ["UINT8"])
     options = {"http": {"port": 0, "max_body_byte_size": MIB, "answer_half_closed": True}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
         running.stop()
         # What a front still holds when it has ended all its connections was forgotten by somebody.

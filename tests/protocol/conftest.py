@@ -31,7 +31,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     with DaemonProcess(
         tmp_path_factory.mktemp("daemon"), [repository], {"repository": {"strict_readiness": False}}
     ) as running:
-        running.wait_ready()
         yield running
 
 

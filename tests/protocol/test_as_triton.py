@@ -131,7 +131,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, folde
     (models / "labelled" / "labels.txt").write_text(MARK + "cat\ndog\n", "utf-8")
     options = {"workers": {"device": "cpu", "pin": False, "cpu": 1}, "rate_limit": {"mode": "execution_count"}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [models], options) as running:
-        running.wait_ready()
         yield running
 
 

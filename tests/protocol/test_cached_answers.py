@@ -117,7 +117,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     loaded = [f"--load-model={name}" for name in ("counts", "counted", "told", "left", "scale", "uncached", *DEPENDENT)]
     arguments = ["--model-control-mode=explicit", "--cache-config", "local,size=4194304", *loaded]
     with DaemonProcess(folder, [models], None, arguments) as running:
-        running.wait_ready()
         yield running
 
 

@@ -25,7 +25,6 @@ def compressing(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) 
     repositories.echo_models(repository, ["FP32"])
     options = {"http": {"response_compression": "medium"}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
 
 

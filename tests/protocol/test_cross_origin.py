@@ -24,7 +24,6 @@ def daemon(
     scale_model(models)
     options = {"http": {"cors_origins": request.param, "max_body_byte_size": 2000}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [models], options) as running:
-        running.wait_ready()
         yield running
 
 

@@ -49,7 +49,6 @@ def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPa
     with DaemonProcess(
         tmp_path_factory.mktemp("daemon"), [repository], options, environment=stub.environment
     ) as running:
-        running.wait_ready()
         yield running
 
 

@@ -35,7 +35,6 @@ def daemon(leaves_nothing: None, models: Path) -> Iterator[DaemonProcess]:
     options = {"expert": {"max_ahead": 65536}, "http": {"port": 0, "max_body_byte_size": 1 << 20}}
     arguments = ["--model-control-mode=explicit", "--load-model=*"]
     with DaemonProcess(models.parent, [models], options, arguments) as running:
-        running.wait_ready()
         yield running
 
 

@@ -43,7 +43,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, socke
         "response_cache": {"byte_size": 1 << 20},
     }
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
 
 

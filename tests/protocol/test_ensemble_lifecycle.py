@@ -82,7 +82,6 @@ def slowly_traced_model(repository: Path, name: str, factor: int) -> None:
 def daemon(leaves_nothing: None, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     options = {"repository": {"control_mode": "explicit", "load": []}, "workers": {"cpu": 2}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
 
 

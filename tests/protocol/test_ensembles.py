@@ -259,7 +259,6 @@ def models(repository: Path) -> Path:
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     repository = models(tmp_path_factory.mktemp("repository"))
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
-        running.wait_ready()
         yield running
 
 

@@ -72,7 +72,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     repositories.scale_model(repository, "other")
     options = {"repository": {"control_mode": "explicit", "load": ["scale"]}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
 
 

@@ -46,7 +46,6 @@ def daemon(
     repositories.echo_models(repository)
     options, environment = daemon_on(request.param, stub)
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options, environment=environment) as running:
-        running.wait_ready()
         yield running
 
 

@@ -93,7 +93,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "executables": {"max_state_byte_size": LIMIT},
     }
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
 
 

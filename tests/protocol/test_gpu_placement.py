@@ -56,7 +56,6 @@ def serving(
     environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": visible}
     options = {"workers": GPU_WORKERS | workers} | (more or {})
     with DaemonProcess(folder, [repository], options, environment=environment) as running:
-        running.wait_ready()
         yield running
 
 

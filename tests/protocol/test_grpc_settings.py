@@ -23,7 +23,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "grpc": {"restricted_protocol": ["trace,model-repository:admin-key=sesame"]},
     }
     with DaemonProcess(folder, [folder / "models"], options) as daemon:
-        daemon.wait_ready()
         yield daemon
 
 

@@ -83,7 +83,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     write_model(repository, "tell", TELL, fields("x FP32 4", "y FP32 4, said STRING 1"))
     scale_model(repository)
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
-        running.wait_ready()
         yield running
 
 

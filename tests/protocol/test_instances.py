@@ -41,7 +41,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "repository": {"strict_readiness": False},
     }
     with DaemonProcess(folder, [models], options) as running:
-        running.wait_ready()
         yield running
 
 

@@ -106,7 +106,6 @@ def test_answers_without_it(names: list[str], tmp_path: Path) -> None:
         }
         environment = {"PYTHONPATH": str(tmp_path)}
         with DaemonProcess(folder, [tmp_path / "models"], options, environment=environment) as daemon:
-            daemon.wait_ready()
             given = {"name": "x", "datatype": "FP32", "shape": [COUNT], "data": [float(i) for i in range(COUNT)]}
             for _ in range(3):
                 status, answer = daemon.infer("large", [given])

@@ -122,7 +122,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("jax")
     (folder / "models").mkdir()
     with DaemonProcess(folder, [folder / "models"], {"repository": {"control_mode": "explicit"}}) as running:
-        running.wait_ready()
         yield running
 
 

@@ -42,7 +42,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     (folder / "models" / "chatty" / "1" / "model.py").write_text(CHATTY)
     (folder / "models" / "chatty" / "config.pbtxt").write_text('backend: "python"')
     with DaemonProcess(folder, [folder / "models"]) as daemon:
-        daemon.wait_ready()
         yield daemon
 
 

@@ -31,7 +31,6 @@ def naming(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "trace": {"file": str(folder / "trace.json")},
     }
     with DaemonProcess(folder, [repository], options) as running:
-        running.wait_ready()
         yield running
 
 

@@ -27,7 +27,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     repository = calling_models.write(tmp_path_factory.mktemp("repository"))
     options = {"repository": {"control_mode": "explicit", "load": ["*"]}, "rate_limit": {"mode": "execution_count"}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
 
 

@@ -162,7 +162,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def daemon(leaves_nothing: None, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     options = {"repository": {"control_mode": "explicit", "load": ["script", "metrics"]}, "workers": {"cpu": 2}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
 
 

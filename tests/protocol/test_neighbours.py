@@ -132,7 +132,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def daemon(leaves_nothing: None, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     options = {"executables": {"cache_directory": str(tmp_path_factory.mktemp("cache"))}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_log("ready: ")
         yield running
 
 
@@ -231,7 +230,6 @@ def test_what_is_changed_at_a_request_is_put_back_after_it(leaves_nothing: None,
         write_model(models, name, RUNS)
     write_model(models, "by_coroutine", COROUTINE, COROUTINE_FIELDS)
     with DaemonProcess(tmp_path, [models]) as running:
-        running.wait_ready()
 
         def run(model: str, code: str) -> object:
             status, answer = running.request(
@@ -263,7 +261,6 @@ def test_what_is_changed_at_a_request_is_put_back_after_it(leaves_nothing: None,
 def test_coroutines_and_readiness_have_their_models_settings(leaves_nothing: None, tmp_path: Path) -> None:
     write_model(tmp_path / "models", "by_coroutine", COROUTINE, COROUTINE_FIELDS)
     with DaemonProcess(tmp_path, [tmp_path / "models"]) as running:
-        running.wait_ready()
         body = json.dumps({"code": "said = str(jnp.ones(2, 'float64').dtype)"}).encode()
         status, answer = running.request("POST", "/v2/models/by_coroutine/generate", body)
         assert (status, json.loads(json.loads(answer)["said"])) == (200, "float64")

@@ -70,7 +70,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     repositories.echo_models(repository, ["FP32"])
     options = {"repository": {"control_mode": "explicit", "load": ["*"]}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
 
 

@@ -52,7 +52,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, said:
     silent = MODEL.replace("{kind} is_ready", "def never_asked").replace("{said!r}", "''")
     write_model(models, "silent,with a comma".replace(" ", "_"), silent, CONFIG)
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [models], {}) as running:
-        running.wait_ready()
         yield running
 
 

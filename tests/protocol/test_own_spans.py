@@ -183,7 +183,6 @@ def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
         "log": {"access": 1, "format": "json"},
     }
     with DaemonProcess(folder / "daemon", [folder / "models"], options) as running:
-        running.wait_ready()
         yield running
 
 

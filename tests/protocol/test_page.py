@@ -36,7 +36,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     )
     options = {"repository": {"strict_readiness": False}, "clients": {"socket": str(folder / "clients.sock")}}
     with DaemonProcess(folder, [folder / "models"], options) as running:
-        running.wait_ready()
         yield running
 
 

@@ -139,7 +139,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
             "supervisor": {"control_socket": str(folder / "control.sock")},
         },
     ) as running:
-        running.wait_ready()
         yield running
 
 

@@ -28,7 +28,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     write_model(folder / "models", "steady", MODEL.replace("FACTOR", "1.0"))
     options = {"repository": {"control_mode": "poll", "poll_interval": 0.2}}
     with DaemonProcess(folder, [folder / "models"], options) as running:
-        running.wait_ready()
         yield running
 
 

@@ -16,7 +16,6 @@ from tests.daemon_process import ROOT, DaemonProcess
 from tests.repositories import write_model
 from tests.scrapes import scrape
 
-CLIENTS = pytest.mark.parametrize("protocol", ["http", "grpc"])
 COUNT = 60
 
 
@@ -49,7 +48,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     )
     models = {"control_mode": "explicit", "load": ["addsub", "told"]}
     with DaemonProcess(folder, [ROOT / "bench" / "models", folder / "models"], {"repository": models}) as running:
-        running.wait_ready()
         yield running
 
 

@@ -380,7 +380,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     )
     write_image_ensemble(repository)
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
-        running.wait_ready()
         yield running
 
 

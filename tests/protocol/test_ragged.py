@@ -231,7 +231,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "repository": {"control_mode": "explicit", "load": ["*"], "strict_readiness": False, "exit_on_error": False}
     }
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
 
 

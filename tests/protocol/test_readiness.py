@@ -125,7 +125,7 @@ def test_a_refused_model_takes_no_host_out_after_a_crash(tmp_path: Path) -> None
 
     def started(name: str) -> DaemonProcess:
         (tmp_path / name).mkdir()
-        return DaemonProcess(tmp_path / name, [models], environment=kept)
+        return DaemonProcess(tmp_path / name, [models], environment=kept, ready=False)
 
     with started("first") as daemon:
         daemon.wait_ready()

@@ -73,7 +73,6 @@ def served(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "supervisor": {"control_socket": str(folder / "control.sock")},
     }
     with DaemonProcess(folder, [repositories.echo_models(folder / "repository", ["FP32"])], options) as daemon:
-        daemon.wait_ready()
         yield Served(daemon, folder)
 
 

@@ -53,7 +53,6 @@ def daemon(
     monkeypatch_module.setenv("TMPDIR", str(temporary))
     options = {"repository": {"control_mode": "explicit"}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
     assert list(temporary.iterdir()) == []
 
@@ -261,7 +260,7 @@ def test_a_repository_that_is_not_there_is_no_reason_to_exit(leaves_nothing: Non
     there, missing = tmp_path / "there", tmp_path / "missing"
     there.mkdir()
     repositories.scale_model(there)
-    with DaemonProcess(tmp_path, [there, missing], arguments=["--exit-on-error=false"]) as daemon:
+    with DaemonProcess(tmp_path, [there, missing], arguments=["--exit-on-error=false"], ready=False) as daemon:
         daemon.wait_log(r"supervisor\W+not ready: .*; 1 of 2 models are not served: repository 'missing'")
         assert f"model repository '{missing}' cannot be read: No such file or directory" in daemon.log
         assert daemon.get("/v2/health/live")[0] == 200

@@ -68,7 +68,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("parameters")
     write_model(folder / "models", "says", MODEL, CONFIG)
     with DaemonProcess(folder, [folder / "models"]) as running:
-        running.wait_ready()
         yield running
 
 

@@ -32,7 +32,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     sequence_models.all_models(repository)
     options = {"repository": {"control_mode": "explicit", "load": ["*"]}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
 
 
@@ -329,7 +328,6 @@ def bounded(tmp_path_factory: pytest.TempPathFactory, leaves_nothing: None) -> I
         "repository": {"control_mode": "explicit", "load": ["*"]},
     }
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        running.wait_ready()
         yield running
 
 

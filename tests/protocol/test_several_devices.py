@@ -177,7 +177,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         "expert": {"start_timeout": PATIENCE},
     }
     with DaemonProcess(folder, (folder / "models",), options) as daemon:
-        daemon.wait_ready()
         yield daemon
 
 

@@ -60,7 +60,6 @@ def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPa
         "supervisor": {"control_socket": str(folder / "control.sock")},
     }
     with DaemonProcess(folder, [repository], options, environment=stub.environment) as running:
-        running.wait_ready()
         yield running
 
 

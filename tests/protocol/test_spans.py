@@ -55,7 +55,6 @@ def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
     (folder / "daemon").mkdir()
     options: dict[str, dict[str, Any]] = {"trace": {"otlp": collector.url, "rate": 1000000}}
     with DaemonProcess(folder / "daemon", [folder / "models"], options) as running:
-        running.wait_ready()
         yield running
 
 

@@ -23,7 +23,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     write_stepped_models(folder / "models")
     sections = {"expert": {"max_ahead": 4096}, "repository": {"control_mode": "explicit", "load": ["*"]}}
     with DaemonProcess(folder, [folder / "models"], sections) as running:
-        running.wait_ready()
         yield running
 
 

@@ -52,7 +52,6 @@ def daemon(leaves_nothing: None, tmp_path: Path) -> Iterator[DaemonProcess]:
     repository = repositories.scale_model(tmp_path / "repository")
     repositories.sleepy_model(repository)
     with DaemonProcess(tmp_path, [repository]) as daemon:
-        daemon.wait_ready()
         yield daemon
 
 

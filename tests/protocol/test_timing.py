@@ -24,7 +24,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     echo_models(repository, ("INT64",))
     options = {"http": {"response_compression": "low"}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as started:
-        started.wait_ready()
         yield started
 
 

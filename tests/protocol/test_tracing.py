@@ -81,7 +81,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     )
     repositories.write_model(folder / "models", "host_caller", HOST_CALLER)
     with DaemonProcess(folder, [folder / "models"], {"trace": {"file": str(folder / "trace.json")}}) as daemon:
-        daemon.wait_ready()
         yield daemon
 
 

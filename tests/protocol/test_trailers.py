@@ -55,7 +55,6 @@ SIZES = {
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("trailers")
     with DaemonProcess(folder, [repositories.scale_model(folder / "repository")]) as daemon:
-        daemon.wait_ready()
         yield daemon
 
 

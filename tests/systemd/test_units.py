@@ -76,7 +76,6 @@ def test_a_reload_can_fail(tmp_path: Path) -> None:
 
     (tmp_path / "models").mkdir()
     with DaemonProcess(tmp_path, [tmp_path / "models"], environment={"RUNTIME_DIRECTORY": str(tmp_path)}) as daemon:
-        daemon.wait_ready()
         done = reload()
         assert (done.returncode, done.stderr) == (0, "")
         daemon.config.write_text("[http]\nprot = 1\n")

@@ -57,7 +57,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "repository": {"control_mode": "explicit", "load": ["addsub", "identity"]},
     }
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"], options) as running:
-        running.wait_ready()
         yield running
 
 

@@ -63,7 +63,6 @@ def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPa
     folder, options = tmp_path_factory.mktemp("daemon"), {"workers": {"device": "cuda", "single_thread_flops": 0}}
     environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0"}
     with DaemonProcess(folder, [repository], options, environment=environment) as running:
-        running.wait_ready()
         yield running
 
 
@@ -77,7 +76,6 @@ def several(tmp_path: Path) -> Iterator[tuple[CudaStub, DaemonProcess]]:
     options = {"workers": {"device": "cuda", "single_thread_flops": 0}}
     environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0,1"}
     with DaemonProcess(tmp_path / "daemon", [repository], options, environment=environment) as running:
-        running.wait_ready()
         running.wait_log(r"is up on cuda:\d", 2)
         yield stub, running
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, OK
-from tensord.shm.control_records import ModelGone, TraceChanged
+from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, OK
 from tensord.shm.messages import Slice
-from tensord.shm.trace_counters import SampleCounter
 from tests.daemon.grpc.frame_client import (
     INFER,
     STREAM,
@@ -26,11 +23,10 @@ from tests.daemon.grpc.frame_client import (
     serving,
 )
 from tests.daemon.grpc.requests import Infer
-from tests.daemon.grpc.test_infer import BEGIN, END, traces
 from tests.daemon.grpc.test_large_messages import FULL, WHOLE, is_served, send, values
-from tests.daemon.grpc.test_repeated_messages import inner_of, said
+from tests.daemon.grpc.test_repeated_messages import inner_of
 from tests.fakes import MIB, SMALL_BUFFER, EchoWorker, front_process, until
-from tests.records import Tensor, is_numbered
+from tests.records import is_numbered
 
 #: As perf_analyzer's client asks: a large answer leaves in one frame.
 WIDE = ((frames.INITIAL_WINDOW_SIZE, 1 << 24), (frames.MAX_FRAME_SIZE, 1 << 22))
@@ -132,37 +128,6 @@ def test_two_tensors_a_large_and_a_small_one(served: Served, frame_size: int) ->
     nothing_on_loan(front, worker)
 
 
-def test_many_of_a_stream_at_a_time() -> None:
-    """Answers come back in any order, some prepared and some not, one of them an error."""
-    with serving(arenas={**WHOLE, "max_byte_size": 32 * MIB}) as (front, (worker,)), front.frames(WIDE) as client:
-        worker.numbered = True
-        known(client, worker, STREAM)
-        come_back_in_any_order(client, worker)
-        nothing_on_loan(front, worker)
-
-
-def come_back_in_any_order(client: FrameClient, worker: EchoWorker) -> None:
-    stream = client.open(STREAM)
-    for number in range(8):
-        content = prefixed(request(values(MIB, number), id=f"{number}"))
-        send(client, stream, content, 4 * MIB, end=number == 7)
-    asked = [worker.next() for _ in range(8)]
-    assert is_numbered(worker.record)
-    for number, submit in reversed(list(enumerate(asked))):
-        worker.numbered = number % 3 != 0
-        if number == 5:
-            worker.complete(submit.request_id, code="INVALID_ARGUMENT", message="no")
-        else:
-            worker.echo(submit)
-    answer = client.answer(stream)
-    found = {one.infer_response.id: one for one in answer.streamed()}
-    assert (answer.status, len(found), len(answer.messages)) == (OK, 8, 8)
-    for number in range(8):
-        one = found[f"{number}"]
-        assert one.error_message == ("no" if number == 5 else "")
-        assert list(one.infer_response.raw_output_contents) == ([values(MIB, number)] if number != 5 else [])
-
-
 @paths
 @pytest.mark.parametrize(
     "settings",
@@ -216,63 +181,6 @@ def test_a_slow_reader_of_a_known_answer(path: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- no answer
 
 
-@paths
-def test_errors_and_defects_of_workers(path: str) -> None:
-    with serving(workers=2, arenas=WHOLE) as (front, (first, second)), front.frames(WIDE) as client:
-        first.numbered = second.numbered = True
-        front.model(first)
-        known(client, first, path)
-        stream = sent(client, path, values(FULL))
-        first.complete(first.next().request_id, code="INVALID_ARGUMENT", message="not that")
-        assert said(path, client.answer(stream)) == (INVALID_ARGUMENT, "not that")
-        # A tensor that lies outside of what the worker has shown.
-        stream = sent(client, path, values(FULL))
-        lease = first.lane.loan(FULL)
-        assert lease is not None
-        place = Slice(lease.place.segment, lease.place.offset + (64 << 20), FULL)
-        first.complete(first.next().request_id, outputs=(Tensor("y", "UINT8", (FULL,), place),), lease=lease.key)
-        assert said(path, client.answer(stream))[0] == INTERNAL
-        until(lambda: first.leases == 0)
-        ask(client, first, path, 1)
-        nothing_on_loan(front, first)
-
-
-@paths
-def test_the_model_is_another_one_now(served: Served, path: str) -> None:
-    """Gone, decoupled, and as before; also when that happens while a message arrives."""
-    front, worker, client = served
-    known(client, worker, path)
-    whole = prefixed(request(values(FULL)))
-    for began in (0, MIB):
-        stream = client.open(path)
-        client.send(frames.frame(frames.DATA, frames.END_STREAM, stream, whole)[:began])
-        client.synchronise() if not began else until_taken(front)
-        front.send(ModelGone("echo", 1))
-        front.sync()
-        client.send(frames.frame(frames.DATA, frames.END_STREAM, stream, whole)[began:])
-        answer = client.answer(stream)
-        text = answer.text if path == INFER else answer.streamed()[0].error_message
-        assert text == "Request for unknown model: 'echo' is not found"
-        front.model(worker)
-    front.model(worker, repeatable=False, streams=True)
-    stream = sent(client, path, values(FULL))
-    if path == INFER:
-        text = "ModelInfer RPC doesn't support models with decoupled transaction policy"
-        assert client.answer(stream).text.startswith(text)
-    else:
-        submit = worker.next()
-        worker.numbered = False
-        for content, final in ((values(MIB), False), (values(10), True)):
-            worker.answer(submit, content, final)
-        found = [one.infer_response.raw_output_contents[0] for one in client.answer(stream).streamed()]
-        assert found == [values(MIB), values(10)]
-        worker.numbered = True
-    front.model(worker)
-    ask(client, worker, path, 1)
-    assert is_numbered(worker.record)
-    nothing_on_loan(front, worker)
-
-
 def until_taken(front: GrpcFrontProcess) -> None:
     """Returns when the front has looked at what other connections sent before."""
     with front.frames() as other:
@@ -298,21 +206,6 @@ def test_no_room_for_a_known_one(served: Served, path: str) -> None:
         worker.echo(submit)
         assert list(inner_of(path, other.answer(second)).raw_output_contents) == [values(FULL, 2)]
     nothing_on_loan(front, worker)
-
-
-@paths
-def test_a_known_one_among_too_many(path: str) -> None:
-    with serving(requests={"max_in_flight": 1}, arenas=WHOLE) as (front, (worker,)), front.frames(WIDE) as client:
-        worker.numbered = True
-        known(client, worker, path)
-        first = client.call(request(b"\1"))
-        submit = worker.next()
-        text = "1 requests are in flight, at most 1 are allowed"
-        other = client.answer(sent(client, path, values(FULL)))
-        assert (other.text if path == INFER else other.streamed()[0].error_message) == text
-        worker.echo(submit)
-        assert client.answer(first).status == OK
-        nothing_on_loan(front, worker)
 
 
 @pytest.mark.parametrize(
@@ -411,67 +304,3 @@ def test_its_worker_dies(path: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- what is added to it
-
-
-@paths
-def test_headers_are_parameters_of_their_request_alone(path: str) -> None:
-    with serving(arenas=WHOLE, grpc={"header_forward_pattern": "x-fwd-.*"}) as (front, (worker,)):
-        worker.numbered = True
-        with front.frames(WIDE) as client:
-            for number, value in enumerate(("1", "1", "1", "2", "", "", "1")):
-                headers = {"x_fwd_a": value} if value else {}
-                stream = sent(client, path, values(FULL, number), **headers)
-                submit = worker.next()
-                assert submit.parameters == ({"x-fwd-a": value} if value else {})
-                worker.echo(submit)
-                assert list(inner_of(path, client.answer(stream)).raw_output_contents) == [values(FULL, number)]
-        nothing_on_loan(front, worker)
-
-
-@paths
-def test_tracing_that_begins_and_ends_in_between(tmp_path: Path, served: Served, path: str) -> None:
-    front, worker, client = served
-    file = tmp_path / "trace.json"
-    known(client, worker, path)
-    turn = SampleCounter.create(1)
-    front.send(TraceChanged("", 1, 1, 0, str(file)), turn.fd)
-    turn.close()
-    front.sync()
-    for number in range(3):
-        ask(client, worker, path, number, f"id{number}")
-        assert is_numbered(worker.record)
-        assert worker.record.trace
-    front.send(TraceChanged("", 0, 1, 0, ""))
-    front.sync()
-    ask(client, worker, path, 3, "id3")
-    assert is_numbered(worker.record)
-    assert not worker.record.trace
-    until(lambda: traces(file) == {f"id{number}": BEGIN + END for number in range(3)})
-    nothing_on_loan(front, worker)
-
-
-def test_a_deadline_goes_with_it(served: Served) -> None:
-    _, worker, client = served
-    known(client, worker, INFER)
-    stream = sent(client, INFER, values(FULL), grpc_timeout="600S")
-    submit = worker.next()
-    assert is_numbered(worker.record)
-    assert submit.deadline_ns > submit.received_ns > 0
-    worker.echo(submit)
-    assert client.answer(stream).status == OK
-
-
-def test_two_known_messages_of_a_unary_call(served: Served) -> None:
-    front, worker, client = served
-    stream = client.open()
-    for number in range(3):
-        content = prefixed(request(values(MIB, number)))
-        other = client.open()
-        send(client, other, content, MIB)
-        worker.echo(worker.next())
-        assert client.answer(other).status == OK
-    assert is_numbered(worker.record)
-    send(client, stream, 2 * content, MIB)
-    assert client.answer(stream).text == "a unary call has one request message"
-    assert worker.idle()
-    nothing_on_loan(front, worker)

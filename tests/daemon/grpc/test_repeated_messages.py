@@ -20,7 +20,6 @@ from tests.daemon.grpc.test_infer import BEGIN, END, traces
 from tests.fakes import EchoWorker, until
 from tests.records import Tensor, WholeAnswer, is_numbered
 
-TIMES = 4
 Infer = service_pb2.ModelInferRequest
 Parameter = service_pb2.InferParameter
 REGION = {
@@ -53,58 +52,6 @@ def ask(client: FrameClient, worker: EchoWorker, path: str, asked: Any, content:
     worker.complete(submit.request_id, outputs=y_of(content))
     answer = client.answer(stream)
     return (submit.inputs, submit.outputs, submit.parameters, submit.client_id, submit.priority), answer
-
-
-@pytest.mark.parametrize("path", [INFER, STREAM])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"client_id": "id-0"},
-        {"client_id": "é"},
-        {"region": True},
-        {"parameters": {"p": Parameter(double_param=1.5), "priority": Parameter(int64_param=3)}},
-        {"parameters": {"triton_enable_empty_final_response": Parameter(bool_param=True)}},
-        {"outputs": [Infer.InferRequestedOutputTensor(name="z", parameters=REGION)]},
-    ],
-    ids=["plain", "id", "text", "region", "parameters", "empty-final", "output"],
-)
-def test_answers_are_those_that_were_written_whole(path: str, fields: dict[str, Any]) -> None:
-    """A front that gets prepared answers sends the same bytes as one that gets whole answers, first and last."""
-    found: list[list[Any]] = []
-    for formed in (False, True):
-        with serving() as (front, (worker,)), front.frames() as client:
-            worker.numbered = formed
-            got = []
-            for number in range(TIMES):
-                seen, answer = ask(
-                    client, worker, path, message(b"%04d" % number, **fields), b"%d%d" % (number, number)
-                )
-                assert answer.status == OK
-                assert seen[0][0].place == b"%04d" % number
-                got.append((seen, answer.messages, sorted(answer.headers.items())))
-            assert is_numbered(worker.record)
-            assert len(worker.requests.told) == 1
-            found.append(got)
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("formed", [False, True])
-def test_ids_change_and_calls_take_turns(formed: bool) -> None:
-    """Unary and streamed calls share one prepared request, whether or not their ids have the same length."""
-    with serving() as (front, (worker,)), front.frames() as client:
-        worker.numbered = formed
-        for number, client_id in enumerate(("a", "b", "", "cc", "dd", "a", "b", "", "cc")):
-            for path in (INFER, STREAM):
-                seen, answer = ask(client, worker, path, message(b"%04d" % number, client_id), b"ab")
-                assert seen[3] == client_id
-                inner = inner_of(path, answer)
-                assert (inner.id, inner.model_version, list(inner.raw_output_contents)) == (
-                    client_id,
-                    "1",
-                    [b"ab", b"", b""],
-                )
-                assert ("triton_final_response" in inner.parameters) == (path == STREAM)
 
 
 def inner_of(path: str, answer: Answer) -> Any:
@@ -262,24 +209,6 @@ def test_a_known_answer_waits_for_its_window(path: str) -> None:
             client.send(frames.window_update(stream, 1000))
             answer = client.answer(stream)
             assert (answer.status, inner_of(path, answer).raw_output_contents[0]) == (OK, b"ab")
-
-
-@pytest.mark.parametrize("cut", [1, 4, 9, 100_000])
-def test_known_messages_however_they_are_cut(cut: int) -> None:
-    """Several in one frame, parts of them in others."""
-    with serving() as (front, (worker,)), front.frames() as client:
-        known(front, client, worker)
-        stream = client.open(STREAM)
-        content = b"".join(prefixed(message(b"%04d" % number)) for number in range(3))
-        for at in range(0, len(content), cut):
-            client.data(stream, content[at : at + cut], end=at + cut >= len(content))
-        for number in range(3):
-            submit = worker.next()
-            assert is_numbered(worker.record)
-            assert submit.inputs[0].place == b"%04d" % number
-            worker.complete(submit.request_id, outputs=y_of(b"%02d" % number))
-        answer = client.answer(stream)
-        assert [one.infer_response.raw_output_contents[0] for one in answer.streamed()] == [b"00", b"01", b"02"]
 
 
 @pytest.mark.parametrize("path", [INFER, STREAM])

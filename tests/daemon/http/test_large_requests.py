@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -137,67 +136,6 @@ def test_large_tensors_are_told_by_their_places() -> None:
 ASKED = request(tensor(9))
 HEAD = head_size(ASKED)
 TEXT = len(ASKED) - SIZE
-
-
-@pytest.mark.parametrize("at", [1, HEAD - 1, HEAD, HEAD + 1, TEXT - 1, TEXT, TEXT + 1, TEXT + 5000, len(ASKED) - 1])
-def test_a_request_that_is_cut_anywhere(at: int) -> None:
-    """A request that is cut at any byte is answered, and the next one is recognized again."""
-
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        transport = await known(bench, worker)
-        expected = await exchange(worker, bench.connect(), [ASKED])
-        for _ in range(3):
-            assert await exchange(worker, transport, cut(ASKED, at)) == expected
-            assert worker.said[-1] == worker.said[2]
-        assert is_numbered(worker.records[-1])
-        assert await exchange(worker, transport, at_head(ASKED)) == expected
-
-    on_a_bench(test)
-
-
-def test_what_differs_in_one_thing_is_not_taken_for_it() -> None:
-    """The JSON, its length, that of the body, a header field, another kind of request; each comes behind a known one."""
-    others = [
-        request(tensor(7), id="me"),
-        request(tensor(7), parameters={"binary_data_output": True, "x": 2}),
-        request(tensor(7)).replace(b'"x0"', b'"X0"'),
-        request(tensor(7, SIZE + 1)),
-        request(tensor(7, SIZE // 8)),
-        request(tensor(7), "X-Other: 1"),
-        request(tensor(7), model="addsub"),
-        request(tensor(7, 4)),
-        request(tensor(7)).replace(b'"UINT8"', b'"INT16"'),
-        request(tensor(7)).replace(b'"shape"', b'"shapE"'),
-        request(tensor(7)).replace(b"POST", b"PUSH"),
-    ]
-
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        for other in others[:-1]:
-            transport = await known(bench, worker)
-            for asked in (other, ASKED, other, other, ASKED, ASKED):
-                expected = await exchange(worker, bench.connect(), at_head(asked))
-                count = len(worker.said)
-                assert await exchange(worker, transport, at_head(asked)) == expected
-                assert worker.said[count:] == worker.said[count - 1 : count] * (len(worker.said) - count)
-        transport = await known(bench, worker)
-        assert b" 400 " in await exchange(worker, transport, at_head(others[-1]))
-
-    on_a_bench(test)
-
-
-def test_another_json_of_the_same_size() -> None:
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        transport = await known(bench, worker)
-        kinds = []
-        for name in (b'"x0"', b'"X0"', b'"X0"', b'"y0"', b'"x0"', b'"x0"'):
-            got = await exchange(worker, transport, at_head(request(tensor(3)).replace(b'"x0"', name)))
-            assert name in got
-            assert got.endswith(tensor(3))
-            kinds.append(is_numbered(worker.records[-1]))
-        # What came once in this front is known.
-        assert kinds == [True, False, True, False, True, True]
-
-    on_a_bench(test)
 
 
 REQUESTS = [
@@ -386,20 +324,6 @@ def test_no_room_in_the_arena() -> None:
         assert await exchange(worker, transport, []) == good
         assert await exchange(worker, transport, at_head(ASKED)) == good
         assert is_numbered(worker.records[-1])
-
-    on_a_bench(test)
-
-
-def test_too_many_requests_in_flight() -> None:
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        transport = await known(bench, worker)
-        good = await exchange(worker, transport, at_head(ASKED))
-        bench.submitter._max_in_flight = 0
-        answer = await exchange(worker, transport, at_head(ASKED))
-        assert b" 503 " in answer
-        assert json.loads(answer[answer.index(b"{") :])["error"].startswith("0 requests are in flight")
-        bench.submitter._max_in_flight = 1
-        assert await exchange(worker, transport, at_head(ASKED)) == good
 
     on_a_bench(test)
 

@@ -1,7 +1,4 @@
-"""Requests that repeat travel as prepared requests, and their answers as prepared answers; clients see no difference.
-
-Each is sent several times over one connection and each time over a new one.
-"""
+"""Requests that repeat travel as prepared requests, and their answers as prepared answers; clients see no difference."""
 
 from __future__ import annotations
 
@@ -17,11 +14,9 @@ import pytest
 from tensord.shm.control_records import TraceChanged
 from tensord.shm.messages import AnswerRecord, RegionSlice
 from tensord.shm.trace_counters import SampleCounter
-from tests.fakes import PATIENCE_SECONDS, Answer, Client, EchoWorker, front_process, serving, until
+from tests.fakes import PATIENCE_SECONDS, Answer, Client, EchoWorker, serving, until
 from tests.records import Tensor, WholeAnswer, is_numbered
 
-TIMES = 5
-REGION = {"shared_memory_region": "region", "shared_memory_offset": 8, "shared_memory_byte_size": 4}
 PART = {"binary_data_size": 4}
 
 
@@ -53,80 +48,6 @@ def exchange(client: Client, worker: EchoWorker, request: bytes, content: bytes)
 
 
 BINARY = {"parameters": {"binary_data_output": True}}
-
-
-@pytest.mark.parametrize("formed", [False, True])
-@pytest.mark.parametrize(
-    ("headers", "fields"),
-    [
-        ((), BINARY),
-        ((), {**BINARY, "id": "me"}),
-        ((), {}),
-        ((), {"id": "me", "outputs": [{"name": "y"}, {"name": "w"}]}),
-        ((), {"outputs": [{"name": "w", "parameters": {"binary_data": True}}, {"name": "y"}]}),
-        ((), {"outputs": [{"name": "z", "parameters": REGION}], "parameters": {"sequence_id": 5, "x": 1.5}}),
-        (("Connection: keep-alive",), BINARY),
-        (("Accept-Encoding: gzip",), BINARY),
-        (("X-Fwd-A: 1",), {**BINARY, "parameters": {"binary_data_output": True, "X-Fwd-A": "body"}}),
-    ],
-    ids=["binary", "id", "json", "json-id", "both", "region", "keep-alive", "gzip", "header"],
-)
-def test_answers_are_those_of_a_new_connection(formed: bool, headers: tuple[str, ...], fields: dict[str, Any]) -> None:
-    http = {"port": 0, "header_forward_pattern": "X-Fwd-.*", "response_compression": "low"}
-    with serving(http=http) as (front, (worker,)), front.client() as same:
-        worker.numbered = formed
-        for number in range(TIMES):
-            request, content = asked(b"%04d" % number, *headers, **fields), b"%d%d" % (number, number)
-            with front.client() as fresh:
-                expected = exchange(fresh, worker, request, content)
-            assert expected[1].status == 200
-            assert exchange(same, worker, request, content) == expected
-            assert expected[0][2].get("X-Fwd-A") == ("1" if headers == ("X-Fwd-A: 1",) else None)
-        if headers in ((), ("X-Fwd-A: 1",)):
-            assert is_numbered(worker.record)
-            assert len(worker.requests.told) == 1
-
-
-def test_who_accepts_compressed_answers_and_gets_none_is_known() -> None:
-    with serving() as (front, (worker,)), front.client() as same:
-        for number in range(TIMES):
-            request = asked(b"%04d" % number, "Accept-Encoding: gzip, deflate", **BINARY)
-            _, answer = exchange(same, worker, request, b"ab")
-            assert (answer.status, "content-encoding" in answer.headers) == (200, False)
-        assert is_numbered(worker.record)
-
-
-@pytest.mark.parametrize("formed", [False, True])
-def test_tensors_in_regions_and_beside_them(formed: bool) -> None:
-    inputs = [
-        {"name": "r", "datatype": "UINT8", "shape": [4], "parameters": REGION},
-        {"name": "x", "datatype": "UINT8", "shape": [4], "parameters": PART},
-    ]
-    with serving() as (front, (worker,)), front.client() as same:
-        worker.numbered = formed
-        for some, body in ((inputs, b"%04d"), (inputs[:1], b"")):
-            for number in range(TIMES):
-                request = asked(body % number if body else body, inputs=some, **BINARY)
-                with front.client() as fresh:
-                    expected = exchange(fresh, worker, request, b"ab")
-                assert exchange(same, worker, request, b"ab") == expected
-                assert expected[0][0][0].place == RegionSlice("region", 8, 4)
-            assert is_numbered(worker.record)
-            assert worker.record.contents == ((b"%04d" % (TIMES - 1),) if body else ())
-
-
-def test_a_header_that_changes_on_a_connection() -> None:
-    """It is a parameter of its request alone, however often the others came."""
-    with front_process(http={"header_forward_pattern": "x-fwd-.*"}) as front:
-        front.model(front.worker())
-        (worker,) = front.workers
-        worker.numbered = True
-        with front.client() as client:
-            for value in ("1", "1", "1", "2", "2", "2", None, None, None, "1", "1"):
-                headers = () if value is None else (f"x-fwd-a: {value}",)
-                (_, _, parameters, _, _), answer = exchange(client, worker, asked(b"abcd", *headers, **BINARY), b"ab")
-                assert parameters == ({} if value is None else {"x-fwd-a": value})
-                assert answer.parts[:2] == b"ab"
 
 
 @pytest.mark.parametrize("formed", [False, True])
@@ -192,19 +113,6 @@ def test_the_last_answer_of_a_connection_says_so(formed: bool) -> None:
         last = client.answer()
         assert (last.headers["connection"], last.body) == ("close", answer.body.replace(b"ab", b"cd", 1))
         assert client.ends()
-
-
-@pytest.mark.parametrize("formed", [False, True])
-def test_errors_do_not_change_what_is_known(formed: bool) -> None:
-    with serving() as (front, (worker,)), front.client() as client:
-        worker.numbered = formed
-        request = asked(b"abcd", **BINARY)
-        good = [exchange(client, worker, request, b"ab")[1] for _ in range(3)]
-        client.send(request)
-        worker.complete(worker.next().request_id, code="INVALID_ARGUMENT", message="not that")
-        refused = client.answer()
-        assert (refused.status, refused.error) == (400, "not that")
-        assert exchange(client, worker, request, b"ab")[1] == good[0] == good[1] == good[2]
 
 
 def test_a_client_that_leaves_with_a_known_request_under_way() -> None:

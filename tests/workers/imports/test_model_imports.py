@@ -204,7 +204,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     write_owner(repository, "b", "b")
     relative = Path(os.path.relpath(repository, ROOT))
     with DaemonProcess(folder, [relative], {"repository": {"control_mode": "explicit", "load": ["*"]}}) as running:
-        running.wait_ready()
         yield running
 
 

@@ -54,7 +54,6 @@ SAID = [
 def test_levels(tmp_path: Path, switches: dict[str, int], letters: str) -> None:
     write_model(tmp_path / "models", "says", MODEL, CONFIG)
     with DaemonProcess(tmp_path, [tmp_path / "models"], {"log": switches}) as daemon:
-        daemon.wait_ready()
         assert daemon.infer("says", [{"name": "x", "datatype": "INT32", "shape": [1], "data": [1]}])[0] == 200
         daemon.wait_log("execute: error", 2)
     for when in ("initialize", "execute"):

@@ -36,40 +36,6 @@ def queue_of(*requests: Waiting, rules: QueueRules | None = None) -> RequestQueu
     return queue
 
 
-def test_first_come_first_served_whatever_the_key() -> None:
-    a, b, c = request("a"), request("b"), request("a")
-    queue = queue_of(a, b, c)
-    assert queue.head() is a
-    assert queue.take("a", 1) == [a]
-    assert queue.head() is b
-    assert queue.take("b", 8) == [b]
-    assert queue.take("b", 8) == []
-    assert queue.take("a", 8) == [c]
-    assert queue.head() is None
-    assert len(queue) == 0
-    queue.check_invariants()
-
-
-def test_take_stops_at_what_does_not_fit_but_takes_at_least_one() -> None:
-    a, b, c = request(rows=3), request(rows=6), request(rows=1)
-    queue = queue_of(a, b, c)
-    assert queue.rows("a") == 10
-    assert queue.take("a", 8) == [a]
-    assert queue.take("a", 2) == [b]
-    assert queue.take("a", 2) == [c]
-    assert queue.rows("a") == 0
-
-
-def test_urgent_levels_come_first_and_fill_up_with_the_next() -> None:
-    rules = QueueRules(100, levels=3, default_level=2)
-    normal, late, urgent = request(), request(priority=3), request(priority=1)
-    beyond = request(priority=99)
-    queue = queue_of(normal, late, urgent, beyond, rules=rules)
-    assert queue.head() is urgent
-    assert list(queue.waiting("a")) == [urgent, normal, beyond, late]
-    assert queue.take("a", 8) == [urgent, normal, beyond, late]
-
-
 def test_levels_cost_nothing_while_nobody_waits_there() -> None:
     """A configuration may name any number of levels: unused ones are not made, and empty ones are not kept."""
     many = (1 << 64) - 1
@@ -238,15 +204,6 @@ def test_a_deadline_ends_even_a_delayed_request() -> None:
     assert queue.expire(20) == [late]
 
 
-def test_remove() -> None:
-    a, b = request(), request()
-    queue = queue_of(a, b)
-    assert queue.remove(a)
-    assert not queue.remove(a)
-    assert queue.take("a", 9) == [b]
-    assert not queue.remove(b)
-
-
 def test_restored_requests_stand_before_those_that_came_later() -> None:
     a, b, c = request(deadline_ns=5), request(), request()
     queue = queue_of(a, b)
@@ -352,19 +309,6 @@ def test_any_mixture(events: list[tuple[Any, ...]], delay: bool) -> None:
 # --------------------------------------------------------------------------------------------------------- replace keys
 
 
-def test_the_next_of_a_key_takes_the_place_of_the_one_that_waits() -> None:
-    a, b, c = request(arrived_ns=1, replace_key="k"), request(arrived_ns=2), request(arrived_ns=3, replace_key="k")
-    queue = queue_of(a, b)
-    assert queue.push(c) == (a, c)
-    queue.check_invariants()
-    assert (a.line, len(queue), queue.oldest_ns("a")) == (-1, 2, 1)
-    assert queue.head() is c
-    assert not queue.remove(a)
-    assert queue.take("a", 9) == [c, b]
-    assert not queue.replaceable
-    assert queue.push(request(arrived_ns=4, replace_key="k")) is None, "whoever was taken is replaced no more"
-
-
 def test_a_full_queue_takes_whoever_replaces() -> None:
     queue = queue_of(request(replace_key="k"), request(), rules=QueueRules(2))
     assert queue.push(request(replace_key="k")) is not None
@@ -381,20 +325,6 @@ def test_a_full_level_keeps_the_one_that_waits_elsewhere() -> None:
         queue.push(request(priority=1, replace_key="k"))
     assert waiting in queue.requests()
     queue.check_invariants()
-
-
-def test_one_of_another_shape_or_level_stands_before_those_that_came_after_whom_it_replaces() -> None:
-    rules = QueueRules(100, levels=2, default_level=2)
-    first, second, third = request("b"), request("a", replace_key="k"), request("b")
-    queue = queue_of(first, second, third, rules=rules)
-    other_shape = request("b", replace_key="k")
-    assert queue.push(other_shape) == (second, other_shape)
-    queue.check_invariants()
-    assert list(queue.waiting("b")) == [first, other_shape, third]
-    urgent = request("b", priority=1, replace_key="k")
-    assert queue.push(urgent) == (other_shape, urgent)
-    queue.check_invariants()
-    assert queue.take("b", 9) == [urgent, first, third]
 
 
 def test_one_that_comes_late_does_not_replace_a_newer_one() -> None:

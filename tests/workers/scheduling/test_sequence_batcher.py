@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tensord.shm.errors import Cancelled, DeadlineExceeded, InvalidArgument, ServingError, Unavailable
-from tensord.workers.scheduling.sequence import Controls, IterativeIds, state_lost
+from tensord.shm.errors import Cancelled, DeadlineExceeded, InvalidArgument, Unavailable
+from tensord.workers.scheduling.sequence import Controls, IterativeIds
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 from tensord.workers.scheduling.sequence_table import SequenceRules
 from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules
@@ -71,22 +71,6 @@ class Scene:
         }
 
 
-@pytest.mark.parametrize(
-    ("why", "correlation_id", "flags", "kind", "text"),
-    [
-        ("no id", 0, "S", InvalidArgument, "must specify a non-zero or non-empty correlation ID"),
-        ("nor a text", "", "S", InvalidArgument, "must specify a non-zero or non-empty correlation ID"),
-        ("no START", 1001, "", InvalidArgument, "for sequence 1001 to model 'm' must specify the START flag on the first"),
-        ("END alone", "c-1", "E", InvalidArgument, "for sequence c-1 to model 'm' must specify the START flag on the first"),
-    ],
-)  # fmt: skip
-def test_refusals(why: str, correlation_id: int | str, flags: str, kind: type[ServingError], text: str) -> None:
-    scene = Scene()
-    with pytest.raises(kind, match=text):
-        scene.send(correlation_id, flags)
-    assert scene.batcher.table.live == len(scene.heard.live) == 0, why
-
-
 def test_one_row_for_a_request() -> None:
     scene = Scene()
     step = Step(1, "k", 1, Controls(5, True, False))
@@ -102,47 +86,6 @@ def test_numbers_and_texts_are_different_ids() -> None:
         scene.send("5")
     scene.send("5", "S")
     assert scene.slots() == {5: 0, "5": 1}
-
-
-def test_the_lowest_free_slot_over_all_instances() -> None:
-    scene = Scene(slots=2, instances=2)
-    steps = [scene.send(number, "S") for number in (1, 2, 3, 4)]
-    assert [step.live.slot for step in steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    scene.run(instance=1)
-    scene.send(2, "E")
-    scene.run(instance=1)
-    assert scene.send(9, "S").live.slot == (0, 1)
-
-
-def test_a_sequence_without_a_slot_waits_as_a_whole() -> None:
-    scene = Scene()
-    scene.send(1, "S")
-    waiting = [scene.send(2, "S"), scene.send(2)]
-    assert waiting[0].live.slot is None
-    last = scene.send(1, "E")
-    assert [step.number for step in scene.run()] == [1]
-    assert last.live.slot is not None
-    assert last.live.closed
-    assert scene.run() == [last]
-    assert waiting[0].live.slot is not None
-    assert not waiting[0].live.closed
-    assert [scene.run(), scene.run()] == [[waiting[0]], [waiting[1]]]
-
-
-def test_after_end_is_accepted_the_id_begins_anew() -> None:
-    scene = Scene(slots=2)
-    scene.send(1, "SE")
-    again = scene.send(1, "S")
-    assert again.live.slot == (1, 0)
-    assert [len(scene.run()), len(scene.run())] == [2, 0]
-    assert scene.slots() == {1: 1}
-
-
-def test_start_of_a_live_sequence_joins_it() -> None:
-    scene = Scene(slots=2)
-    first, second = scene.send(1, "S"), scene.send(1, "S")
-    assert first.live is second.live
-    assert [scene.run(), scene.run()] == [[first], [second]]
 
 
 def test_silence_ends_a_sequence_only_when_nothing_of_it_waits_or_runs() -> None:
@@ -178,43 +121,6 @@ def test_a_sequence_waits_for_a_slot_only_as_long_as_it_wants() -> None:
     assert scene.batcher.table.live == 1
 
 
-def test_once_it_has_a_slot_it_waits_without_a_bound() -> None:
-    scene = Scene()
-    scene.send(1, "SE")
-    waiting = scene.send(2, "S", timeout_ns=50)
-    scene.run()
-    assert scene.batcher.tick(10**6) == []
-    assert scene.run() == [waiting]
-
-
-def test_who_leaves_takes_all_of_the_sequence_along_that_has_not_run() -> None:
-    scene = Scene()
-    running = scene.send(1, "S")
-    batch = scene.batcher.take(100)
-    behind = [scene.send(1), scene.send(1)]
-    next_one = scene.send(2, "S")
-    answers = scene.batcher.cancelled(behind[1])
-    assert [step for step, _ in answers] == behind
-    assert all(isinstance(error, Cancelled) for _, error in answers)
-    assert "sequence 1 was cancelled" in answers[0][1].message
-    assert answers[1][1].message == "the request was cancelled"
-    with pytest.raises(InvalidArgument, match="START"):
-        scene.send(1)
-    assert batch == [running]
-    assert scene.batcher.take(101) == []
-    scene.batcher.done(batch, 102)
-    assert scene.run() == [next_one]
-
-
-def test_what_runs_is_not_interrupted() -> None:
-    scene = Scene()
-    running = scene.send(1, "S")
-    batch = scene.batcher.take(100)
-    assert scene.batcher.cancelled(running) == []
-    scene.batcher.done(batch, 101)
-    assert scene.send(1).live is running.live
-
-
 def test_a_deadline_is_a_cancel_that_says_so() -> None:
     scene = Scene()
     scene.send(1, "S")
@@ -230,17 +136,6 @@ def test_a_deadline_is_a_cancel_that_says_so() -> None:
     assert scene.batcher.table.live == 0
 
 
-def test_a_full_queue_refuses_and_changes_nothing() -> None:
-    scene = Scene(max_waiting=2)
-    scene.send(1, "S")
-    scene.send(1)
-    for correlation_id, flags in ((1, ""), (2, "S")):
-        with pytest.raises(Unavailable, match="Exceeds maximum queue size"):
-            scene.send(correlation_id, flags)
-    assert scene.batcher.table.live == 1
-    assert [len(scene.run()), len(scene.run()), len(scene.run())] == [1, 1, 0]
-
-
 def test_a_worker_that_stops_lets_sequences_end_and_begins_none() -> None:
     scene = Scene(slots=2)
     scene.send(1, "S")
@@ -252,13 +147,6 @@ def test_a_worker_that_stops_lets_sequences_end_and_begins_none() -> None:
     assert scene.batcher.table.live == 0
 
 
-def test_what_could_not_run_is_first_again() -> None:
-    scene = Scene()
-    first, second = scene.send(1, "S"), scene.send(1)
-    assert scene.batcher.restore(scene.batcher.take(100), 101) == []
-    assert [scene.run(), scene.run()] == [[first], [second]]
-
-
 def test_what_was_taken_and_vanished_leaves_no_hole() -> None:
     scene = Scene()
     vanished, behind = scene.send(1, "S"), scene.send(1)
@@ -267,21 +155,6 @@ def test_what_was_taken_and_vanished_leaves_no_hole() -> None:
     assert [step for step, _ in answers] == [behind]
     scene.batcher.check_invariants()
     assert scene.batcher.table.live == len(scene.heard.live) == 0
-
-
-def test_state_that_is_lost_ends_the_sequences_of_its_instance() -> None:
-    scene = Scene(instances=2)
-    lost, kept, waits = scene.send(1, "S"), scene.send(2, "S"), scene.send(3, "S")
-    batch = scene.batcher.take(100)
-    behind = scene.send(1)
-    ((request, error),) = scene.batcher.lose(0, 101)
-    assert (request, error.message) == (behind, state_lost(1, "m").message)
-    scene.batcher.done(batch, 101)
-    assert batch == [lost]
-    assert scene.run() == [waits]
-    assert scene.run(instance=1) == [kept]
-    with pytest.raises(InvalidArgument, match="START"):
-        scene.send(1)
 
 
 def test_each_sequence_is_told_once_that_its_state_is_lost() -> None:
