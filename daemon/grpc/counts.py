@@ -18,6 +18,7 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from tensord.daemon.front.entries import MAX_ENTRIES
+from tensord.daemon.grpc.request_fields import varint
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import Buffer
 
@@ -61,10 +62,6 @@ class _Kind:
     fields: dict[int, _Field] = field(default_factory=dict)
 
 
-class _Malformed(Exception):
-    """Raised when bytes are no valid message; the protobuf parser reports the fault later."""
-
-
 def check(message: Buffer, descriptor: Any) -> None:
     """Checks that no field of an encoded message occurs too often; ``descriptor``: the message's type.
 
@@ -77,7 +74,7 @@ def check(message: Buffer, descriptor: Any) -> None:
     counting = _Counting(message)
     try:
         counting.walk(0, size, _kind_of(descriptor))
-    except (_Malformed, IndexError):
+    except IndexError:
         return
     if size - counting.data_size > MAX_TEXT:
         raise InvalidArgument(
@@ -99,11 +96,11 @@ class _Counting:
     def walk(self, at: int, end: int, kind: _Kind) -> None:
         """Counts the fields of the message, of type ``kind``, in the bytes from ``at`` to ``end``.
 
-        Raises: InvalidArgument: a field occurs too often.  IndexError, _Malformed: the message is malformed.
+        Raises: InvalidArgument: a field occurs too often.  IndexError: the message is malformed.
         """
         message, counts = self._message, self._counts
         while at < end:
-            tag, at = _varint(message, at)
+            tag, at = varint(message, at)
             number, wire = tag >> 3, tag & 7
             known = kind.fields.get(number)
             key = kind.name, number if known is not None else 0
@@ -114,18 +111,18 @@ class _Counting:
             elif count > known.most:
                 raise _too_many(known.name, known.most)
             if wire == _VARINT:
-                at = _varint(message, at)[1]
+                at = varint(message, at)[1]
             elif wire == _DELIMITED:
-                size, at = _varint(message, at)
+                size, at = varint(message, at)
                 if at + size > end:
-                    raise _Malformed
+                    raise IndexError
                 if known is not None:
                     self._look_into(known, at, at + size)
                 at += size
             elif wire in (_FIXED64, _FIXED32):
                 at += 8 if wire == _FIXED64 else 4
             elif wire not in (_START_GROUP, _END_GROUP):  # what a group holds is counted here
-                raise _Malformed
+                raise IndexError
 
     def _look_into(self, known: _Field, at: int, end: int) -> None:
         if known.is_data:
@@ -186,16 +183,3 @@ def _field_of(each: FieldDescriptor, most: int, known: dict[str, _Kind]) -> _Fie
         made.numbers, made.most_numbers = "numbers in typed_contents", MAX_NUMBERS
     made.is_data = made.is_data or each.full_name in _DATA
     return made
-
-
-def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise _Malformed

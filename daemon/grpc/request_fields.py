@@ -62,7 +62,7 @@ def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
                 at = start + content + size
                 continue
             if size > 127:
-                size, at = _varint(message, at - 1)
+                size, at = varint(message, at - 1)
             if at + size > end:
                 raise IndexError
             if tag == RAW:
@@ -118,17 +118,17 @@ def field_start(start: Buffer | bytearray) -> tuple[int, int, int]:
     """
     tag = start[0]
     if tag in _TAGS:
-        size, at = _varint(start, 1)
+        size, at = varint(start, 1)
         return tag, at, size
-    tag, at = _varint(start, 0)
+    tag, at = varint(start, 0)
     _check_tag(tag)
     match tag & 7:
         case 0:
-            return 0, _varint(start, at)[1], 0
+            return 0, varint(start, at)[1], 0
         case 1:
             return 0, at, 8
         case 2:
-            size, at = _varint(start, at)
+            size, at = varint(start, at)
             return 0, at, size
         case 5:
             return 0, at, 4
@@ -141,7 +141,11 @@ def _check_tag(tag: int) -> None:
         raise RefusedRequest(InvalidArgument("failed to parse the request message: a tag is longer than it must be"))
 
 
-def _varint(message: Buffer | bytearray, at: int) -> tuple[int, int]:
+def varint(message: Buffer | bytearray, at: int) -> tuple[int, int]:
+    """Returns the number of protobuf's variable length that begins at ``at``, and where it ends.
+
+    Raises IndexError: it is cut short, or longer than any.
+    """
     value = shift = 0
     while True:
         byte = message[at]
