@@ -17,11 +17,11 @@ that does not come again travels inside the record.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
+from tensord.shm.common.scheduling import MAX_SEQUENCE_ID, SET_PARAMETER, Scheduling
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.record import Record
 
@@ -30,15 +30,9 @@ WIRE_VERSION = 3
 Parameter = bool | int | float | str
 #: The bit of ``RequestRecord.trace`` that asks for ``AnswerRecord.timing``.
 TIMING = 4
-#: The request parameter that names a parameter set (its value is ``RequestRecord.parameter_set``), and the one with which answers
-#: say which set they are of.
-SET_PARAMETER, TELLING_PARAMETER = "parameter_set", "tensord_parameters"
-#: A key by which waiting requests replace one another has at most so many bytes.
-MAX_REPLACE_KEY = 128
-#: The name of a parameter set has at most so many bytes.
-MAX_SET_NAME = 128
-#: Which sequence a request belongs to; 0 and "": to none. 5 and "5" are two. A string has at most that many bytes.
-MAX_SEQUENCE_ID = 128
+#: The request parameter with which answers say which parameter set they are of.
+TELLING_PARAMETER = "tensord_parameters"
+#: Which sequence a request belongs to; 0 and "": to none. 5 and "5" are two.
 SequenceId = Annotated[int, msgspec.Meta(ge=0)] | Annotated[str, msgspec.Meta(max_length=MAX_SEQUENCE_ID)]
 #: An integer that cannot be negative, in records whose sender need not be one of ours.
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -172,7 +166,7 @@ class PreparedRequest(Record, frozen=True, tag="P"):
     inputs: tuple[PreparedTensor, ...] = ()
     #: Empty: all outputs.
     outputs: tuple[RequestedOutput, ...] = ()
-    #: Without the reserved keys: sequence_*, priority, timeout, tensord_replace, parameter_set, binary_data_output.
+    #: Without the reserved keys: those that schedule (``shm.common.scheduling``), and binary_data_output.
     parameters: dict[str, Parameter] = msgspec.field(default_factory=dict)
 
 
@@ -226,6 +220,22 @@ class RequestRecord(Record, frozen=True, tag="q"):
     replace_key: str = ""
     #: The parameter set that the request is to be computed with; "": the model's main set.
     parameter_set: str = ""
+
+    @classmethod
+    def scheduled(
+        cls,
+        scheduling: Scheduling,
+        request_id: int,
+        prepared: int | PreparedRequest,
+        contents: tuple[Content, ...] = (),
+        client_id: str = "",
+        deadline_ns: int = 0,
+        received_ns: int = 0,
+        trace: int = 0,
+    ) -> RequestRecord:
+        """Makes the record of a request that says how it is scheduled; the other arguments are fields of the record."""
+        first, last = scheduling[:5], scheduling[5:]
+        return cls(request_id, prepared, contents, client_id, deadline_ns, received_ns, *first, trace, 0, *last)
 
 
 class Release(Record, frozen=True, tag="L"):
@@ -307,27 +317,6 @@ LAST = PreparedAnswer()
 def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
     """Returns whether an answer carries no response and no error, and only says that no further response comes."""
     return prepared.final and not (answer.code or prepared.version or prepared.outputs)
-
-
-def set_named(parameters: Mapping[str, Parameter]) -> tuple[dict[str, Parameter], str]:
-    """Returns a request's parameters without ``parameter_set``, and the value of ``parameter_set``; "": it was not given.
-
-    Raises InvalidArgument: the value is no text, or is empty.
-    """
-    others = dict(parameters)
-    name = others.pop(SET_PARAMETER, None)
-    if name is None:
-        return others, ""
-    if type(name) is not str:
-        raise InvalidArgument(f"parameter '{SET_PARAMETER}' is {name!r}, a text is expected")
-    return others, checked_set_name(name)
-
-
-def checked_set_name(name: str) -> str:
-    """Returns the name of a parameter set that a request names. Raises InvalidArgument: it is empty."""
-    if not name:
-        raise InvalidArgument(f"parameter '{SET_PARAMETER}' is empty, the name of a parameter set is expected")
-    return name
 
 
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -20,7 +20,6 @@ import numpy as np
 from tensord.config import ensemble_graph, layers, model_config
 from tensord.daemon.models.repository import FoundModel, find
 from tensord.shm.arrays import Array, datatype_of
-from tensord.shm.common.call import Own
 from tensord.shm.common.latest import Latest
 from tensord.shm.common.local import LocalConnection
 from tensord.shm.common.model import Model, ModelSequence, Prepared
@@ -39,6 +38,7 @@ from tensord.shm.errors import (
     Unknown,
     Unsupported,
 )
+from tensord.shm.messages import PreparedRequest, RequestRecord
 
 if TYPE_CHECKING:
     import jax
@@ -200,14 +200,10 @@ class _Served:
 
     def begin(self, request: LocalRequest, call: Call) -> int:
         """Sends a call's request to the worker. Args, Returns and Raises: as of ``shm.common.local.Served``."""
-        # It imports the worker's parts, which who only imports this module does without.
-        from tensord.workers.calls.asking import records
-
         arrays = {name: _array(array) for name, array in call.inputs.items()}
-        own: dict[str, Any] = {name: getattr(call, name) for name in Own.__annotations__ if name != "traceparent"}
-        if call.parameter_set:
-            own["parameters"] = {**call.parameters, "parameter_set": call.parameter_set}
-        prepared, record = records(next(self._worker.numbers), call.model, {**own, "version": self.description.version})
+        prepared = PreparedRequest(call.model, self.description.version, parameters=dict(call.parameters))
+        number = next(self._worker.numbers)
+        record = RequestRecord.scheduled(call.scheduling, number, prepared, client_id=call.request_id)
         self._worker.ask(request, prepared, record, arrays, call.outputs)
         return sum(array.nbytes for array in arrays.values())
 

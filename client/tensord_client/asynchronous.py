@@ -12,11 +12,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensord_client.client import Client, Place, connection
-from tensord_client.common.call import Call, Own, SequenceId, named
+from tensord_client.common.call import Call, Own, named
 from tensord_client.common.connection import Connection
 from tensord_client.common.latest import Newest
 from tensord_client.common.model import Calls
 from tensord_client.common.results import Answer, Array, Tensor
+from tensord_client.common.scheduling import SequenceId
 from tensord_client.errors import DeadlineExceeded, InvalidArgument
 from tensord_client.parameters import ModelParameters
 

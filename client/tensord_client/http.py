@@ -23,7 +23,8 @@ from tensord_client.common.arrays import datatype_of, decode, dtype_of
 from tensord_client.common.call import MAX_WAITING, Call
 from tensord_client.common.connection import RepeatedCall
 from tensord_client.common.forks import forgotten_by_children
-from tensord_client.common.results import Answer, Array, Description, Parameter, Timing, check_place, written
+from tensord_client.common.results import Answer, Array, Description, Timing, check_place, written
+from tensord_client.common.scheduling import PARAMETERS, Kind
 from tensord_client.common.tensors import content
 from tensord_client.errors import (
     CLOSED,
@@ -298,9 +299,10 @@ class HttpConnection:
         head = (
             b"POST " + path.encode() + self._fields + b"Content-Type: application/octet-stream\r\nTensord-Timing: 1\r\n"
         )
-        if call.sequence_id and not self.address.path:
+        sequence_id = call.scheduling.sequence_id
+        if sequence_id and not self.address.path:
             # For a balancer between, which sees no bodies.
-            head += b"Tensord-Sequence: %s\r\n" % _quoted(str(call.sequence_id)).encode()
+            head += b"Tensord-Sequence: %s\r\n" % _quoted(str(sequence_id)).encode()
         if call.traceparent:
             head += b"Traceparent: %s\r\n" % call.traceparent.encode()
         made = head + text, len(text)
@@ -320,12 +322,9 @@ class HttpConnection:
 
     def _request_json(self, call: Call, contents: list[Buffer]) -> bytes:
         parameters: dict[str, Any] = {"binary_data_output": True, **call.parameters}
-        for name, value in _own_parameters(call):
-            if value:
+        for (name, row), value in zip(PARAMETERS.items(), call.scheduling):
+            if value or (row.kind is Kind.FLAG and call.scheduling.sequence_id):
                 parameters[name] = value
-        if call.sequence_id:
-            parameters["sequence_start"] = call.sequence_start
-            parameters["sequence_end"] = call.sequence_end
         said: dict[str, Any] = {"id": call.request_id} if call.request_id else {}
         said["parameters"] = parameters
         said["inputs"] = [
@@ -427,17 +426,6 @@ def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
     name, offset, byte_size = region
     said: dict[str, Any] = {"shared_memory_region": name, "shared_memory_byte_size": byte_size}
     return {**said, "shared_memory_offset": offset} if offset else said
-
-
-def _own_parameters(call: Call) -> tuple[tuple[str, Parameter], ...]:
-    """Returns the parameters that say how a request is scheduled, with their values; 0 or "" where the request leaves one out."""
-    return (
-        ("priority", call.priority),
-        ("timeout", call.timeout_us),
-        ("sequence_id", call.sequence_id),
-        ("tensord_replace", call.replace_key),
-        ("parameter_set", call.parameter_set),
-    )
 
 
 def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:

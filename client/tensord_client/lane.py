@@ -409,12 +409,13 @@ class LaneConnection(Sender):
 
         Raises: Unavailable: the request belongs to a sequence whose worker has ended.
         """
-        if call.sequence_id and not call.sequence_start:
-            lane = self._sequences.get((call.model, call.sequence_id))
+        sequence_id = call.scheduling.sequence_id
+        if sequence_id and not call.scheduling.sequence_start:
+            lane = self._sequences.get((call.model, sequence_id))
             if lane is not None:
                 if not lane.usable:
-                    self._sequences.pop((call.model, call.sequence_id), None)
-                    raise lost_sequence(call.model, call.sequence_id)
+                    self._sequences.pop((call.model, sequence_id), None)
+                    raise lost_sequence(call.model, sequence_id)
                 return lane
         known = self.models.get((call.model, call.version))
         if known is None:
@@ -427,17 +428,18 @@ class LaneConnection(Sender):
 
     def sent(self, call: Call, lane: WorkerLane) -> None:
         """Stores on which lane a sequence's request was sent, for its next request; after the last one, forgets it."""
-        if not call.sequence_id:
+        sequence_id = call.scheduling.sequence_id
+        if not sequence_id:
             return
-        if call.sequence_end:
-            self._sequences.pop((call.model, call.sequence_id), None)
+        if call.scheduling.sequence_end:
+            self._sequences.pop((call.model, sequence_id), None)
         else:
-            self._sequences[call.model, call.sequence_id] = lane
+            self._sequences[call.model, sequence_id] = lane
 
     def is_pure(self, call: Call) -> bool:
         """Returns whether running a request twice does no harm: the model says so, and the request belongs to no sequence."""
         known = self.models.get((call.model, call.version))
-        return known is not None and known.description.pure and not call.sequence_id
+        return known is not None and known.description.pure and not call.scheduling.sequence_id
 
     # ---------------------------------------------------------------------------------- where workers or daemons end
 

@@ -352,22 +352,12 @@ def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, P
 
 
 def own_fields(call: Call) -> bytes:
-    """Encodes a call's id, deadline, priority, queue timeout, sequence, replace key and parameter set.
+    """Encodes a call's id, its deadline and how it is scheduled.
 
     Raises: InvalidArgument: one has no encoding.
     """
     deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
     try:
-        return wire.own_fields(
-            call.request_id,
-            deadline_ns,
-            call.priority,
-            call.timeout_us,
-            call.sequence_id,
-            call.sequence_start,
-            call.sequence_end,
-            call.replace_key,
-            call.parameter_set,
-        )
+        return wire.own_fields(call.request_id, deadline_ns, *call.scheduling)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(f"the request to model '{call.model}' cannot be sent: {error}") from None

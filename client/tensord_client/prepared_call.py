@@ -364,7 +364,7 @@ class PreparedCall:
         """Returns the C extension's object for the next calls on a lane; None: it is missing, or cannot make them."""
         call, known = self._call, self._connection.models.get((self._call.model, self._call.version))
         spin = lane.socket.spin
-        if known is None or call.sequence_id or bound.learned != lane.learned:
+        if known is None or call.scheduling.sequence_id or bound.learned != lane.learned:
             return None
         now = time.monotonic()
         if bound.exchange is None or bound.model is not known or now >= bound.until:

@@ -23,6 +23,8 @@
 /* A field is shorter than a message, which is below 2^32. */
 #define MAX_LENGTH_BYTES 5
 #define ALIGNMENT 64
+#define MAX_KNOWN 32
+#define MAX_KEY 64
 
 struct own {
     /* Whether the walk ends where the first raw tensor's bytes begin, which need not be there. */
@@ -34,8 +36,9 @@ struct own {
     unsigned char rest[MAX_REST], scheduling[MAX_SCHEDULING];
 };
 
-static const char *const KEYS[] = {"priority", "timeout", "sequence_id", "sequence_start",
-                                   "sequence_end", "tensord_replace", "parameter_set"};
+/* How entries of parameters that schedule begin (``know``). */
+static unsigned char known[MAX_KNOWN][MAX_KEY];
+static Py_ssize_t known_sizes[MAX_KNOWN], known_count;
 
 static int is_known(unsigned char tag) {
     switch (tag) {
@@ -48,10 +51,8 @@ static int is_known(unsigned char tag) {
 
 /* Whether a parameter says how the request is scheduled: its entry begins with its key, as clients write it. */
 static int is_scheduling(const unsigned char *entry, Py_ssize_t size) {
-    if (size < 2 || entry[0] != 0x0A || entry[1] > size - 2)
-        return 0;
-    for (size_t i = 0; i < sizeof KEYS / sizeof *KEYS; i++)
-        if (strlen(KEYS[i]) == entry[1] && memcmp(KEYS[i], entry + 2, entry[1]) == 0)
+    for (Py_ssize_t i = 0; i < known_count; i++)
+        if (known_sizes[i] <= size && memcmp(known[i], entry, (size_t)known_sizes[i]) == 0)
             return 1;
     return 0;
 }
@@ -200,7 +201,26 @@ static PyObject *walk_beginning(PyObject *module, PyObject *const *arguments, Py
     return walk_over(arguments, count, 3);
 }
 
+static PyObject *know(PyObject *module, PyObject *beginnings) {
+    (void)module;
+    Py_ssize_t count = PyTuple_Size(beginnings);
+    if (count < 0 || count > MAX_KNOWN)
+        return PyErr_Format(PyExc_ValueError, "a tuple of at most %d names is taken", MAX_KNOWN);
+    known_count = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        char *beginning;
+        if (PyBytes_AsStringAndSize(PyTuple_GetItem(beginnings, i), &beginning, &known_sizes[i]) != 0)
+            return NULL;
+        if (known_sizes[i] > MAX_KEY)
+            return PyErr_Format(PyExc_ValueError, "a name has %zd bytes, at most %d are taken", known_sizes[i], MAX_KEY);
+        memcpy(known[i], beginning, (size_t)known_sizes[i]);
+    }
+    known_count = count;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"know", know, METH_O, "Sets how the entries of parameters that schedule begin, for all later walks."},
     {"walk_beginning", (PyCFunction)(void (*)(void))walk_beginning, METH_FASTCALL, "See daemon/grpc/walk.py."},
     {"walk", (PyCFunction)(void (*)(void))walk, METH_FASTCALL, "See daemon/grpc/walk.py."},
     {NULL, NULL, 0, NULL},

@@ -31,10 +31,10 @@ from tensord.daemon.grpc.walk import Walked, walk
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.placement import begin, place
-from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
+from tensord.shm.common.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import DEFECT, Internal, ServingError, Unsupported
 from tensord.shm.lane import SubmitterLane
@@ -208,7 +208,9 @@ class Infer:
             record = RequestRecord(submitter.next_id(), prepared, contents, text, deadline_ns, monotonic_ns())
         else:
             level, number = 0 if trace is None else trace.level, submitter.next_id()
-            record = scheduling.record(number, prepared, contents, text, deadline_ns, monotonic_ns(), level)
+            record = RequestRecord.scheduled(
+                scheduling, number, prepared, contents, text, deadline_ns, monotonic_ns(), level
+            )
         asked = CallRequest(
             call,
             known.decoded,

@@ -26,8 +26,8 @@ from tensord.daemon.grpc.response_codec import AnswerLayout
 from tensord.daemon.grpc.walk import Walked
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.placement import InputContent
-from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
+from tensord.shm.common.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import Buffer, PreparedAnswer, PreparedRequest

@@ -18,20 +18,18 @@ from tensord.daemon.grpc import counts, packed_numbers
 from tensord.daemon.grpc.walk import fields
 from tensord.daemon.submit.model_states import ModelStates, parse_version
 from tensord.daemon.submit.placement import InputContent, UnsentRequest
-from tensord.daemon.submit.scheduling import KEYS, UNSCHEDULED, Scheduling
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.arrays import DTYPES, encoded
+from tensord.shm.common.scheduling import MAX_SEQUENCE_ID, PARAMETERS, UNSCHEDULED, Kind, Scheduling, checked_set_name
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 from tensord.shm.messages import (
-    MAX_SEQUENCE_ID,
     Parameter,
     PreparedRequest,
     PreparedTensor,
     RegionSlice,
     RequestedOutput,
-    checked_set_name,
 )
 
 _NOTHING = PreparedRequest("")
@@ -292,7 +290,7 @@ def decode_scheduling(parameters: bytes) -> Scheduling | None:
     """
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
-        if KEYS.issuperset(given):
+        if PARAMETERS.keys() >= given.keys():
             decoded = DecodedHead("", 0)
             for key, value in given.items():
                 _read_parameter(key, value, decoded)
@@ -340,7 +338,7 @@ def _set_name(key: str, value: Any, kind: str | None) -> str:
     return checked_set_name(_text(key, value, kind))
 
 
-def _priority(key: str, value: Any, kind: str | None) -> int:
+def _number(key: str, value: Any, kind: str | None) -> int:
     if kind not in ("int64_param", "uint64_param"):
         raise InvalidArgument(f"invalid value type for '{key}' parameter, expected int64_param or uint64_param.")
     number: int = getattr(value, kind)
@@ -349,7 +347,7 @@ def _priority(key: str, value: Any, kind: str | None) -> int:
     return number
 
 
-def _timeout(key: str, value: Any, kind: str | None) -> int:
+def _duration(key: str, value: Any, kind: str | None) -> int:
     if kind != "int64_param":
         raise InvalidArgument(f"invalid value type for '{key}' parameter, expected int64_param.")
     if value.int64_param < 0:
@@ -373,13 +371,13 @@ def _sequence_id(key: str, value: Any, kind: str | None) -> int | str:
     return number
 
 
-#: Name of a parameter -> the field of Scheduling that it fills, and what reads it.
-_SCHEDULING: dict[str, tuple[str, Callable[[str, Any, str | None], Any]]] = {
-    "priority": ("priority", _priority),
-    "timeout": ("timeout_us", _timeout),
-    "sequence_id": ("sequence_id", _sequence_id),
-    "sequence_start": ("sequence_start", _bool),
-    "sequence_end": ("sequence_end", _bool),
-    "tensord_replace": ("replace_key", _text),
-    "parameter_set": ("parameter_set", _set_name),
+_READERS: dict[Kind, Callable[[str, Any, str | None], Any]] = {
+    Kind.NUMBER: _number,
+    Kind.DURATION: _duration,
+    Kind.FLAG: _bool,
+    Kind.TEXT: _text,
+    Kind.SEQUENCE_ID: _sequence_id,
+    Kind.SET_NAME: _set_name,
 }
+#: Name of a parameter -> the field of Scheduling that it fills, and what reads it.
+_SCHEDULING = {name: (row.field, _READERS[row.kind]) for name, row in PARAMETERS.items()}

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tensord.daemon.submit.scheduling import KEYS
 from tensord.shm.arena import ALIGNMENT
+from tensord.shm.common.scheduling import PARAMETERS
 from tensord.shm.extensions import check
 from tensord.shm.messages import Buffer
 
@@ -29,7 +29,7 @@ MAX_RAWS = 256
 _ID, _PARAMETER, _RAW = 0x1A, 0x22, 0x3A
 _TAGS = frozenset((0x0A, 0x12, _ID, _PARAMETER, 0x2A, 0x32, _RAW))
 #: How their entries begin, as clients write them.
-_SCHEDULING = tuple(b"\x0a" + bytes((len(key),)) + key.encode() for key in KEYS)
+_SCHEDULING = tuple(b"\x0a" + bytes((len(key),)) + key.encode() for key in PARAMETERS)
 #: A field is shorter than a message, which is below 2^32.
 _MAX_SHIFT = 28
 
@@ -158,3 +158,4 @@ except ImportError:  # not built, or not from these sources
     walk, walk_beginning = walk_in_python, walk_beginning_in_python
 else:
     walk, walk_beginning = _walk.walk, _walk.walk_beginning
+    _walk.know(_SCHEDULING)

@@ -38,9 +38,9 @@ from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit import placement
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.placement import InputContent, Unconverted
-from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
+from tensord.shm.common.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.errors import DEFECT, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, Content, PreparedAnswer, RequestRecord
@@ -247,7 +247,9 @@ class Exchange(InFlight):
             self.record = (
                 RequestRecord(submitter.next_id(), number, contents, client_id, 0, monotonic_ns())
                 if scheduling is UNSCHEDULED and not head.trace
-                else scheduling.record(submitter.next_id(), number, contents, client_id, 0, monotonic_ns(), head.trace)
+                else RequestRecord.scheduled(
+                    scheduling, submitter.next_id(), number, contents, client_id, 0, monotonic_ns(), head.trace
+                )
             )
             submitter.send(self)
         except ServingError as error:
@@ -400,8 +402,8 @@ class Exchange(InFlight):
         if trace is not None:
             noted |= trace.level
         prepared = asked.record if numbered is None else numbered.number
-        self.record = scheduling.record(
-            submitter.next_id(), prepared, contents, self._client_id, 0, monotonic_ns(), noted
+        self.record = RequestRecord.scheduled(
+            scheduling, submitter.next_id(), prepared, contents, self._client_id, 0, monotonic_ns(), noted
         )
         if trace is not None:
             trace.sent(self.record)

@@ -11,7 +11,7 @@
 
 Requests are of one kind if they agree in model, version, names, datatypes, shapes, sizes, regions, outputs and parameters,
 whichever connection they come on. Of a request of a known kind only that is checked which may differ within the kind: its id, its
-scheduling (``submit.scheduling``), the values of its tensors, the order of its keys and the HTTP head.
+scheduling (``shm.common.scheduling``), the values of its tensors, the order of its keys and the HTTP head.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tensord.daemon.http.message_head import MAX_TEXT, InferHead, TextKey
 from tensord.daemon.http.request_codec import part
 from tensord.daemon.http.request_head import ABSENT, RequestHead, UnusualText
 from tensord.daemon.http.response_codec import Buffer
-from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.shm.common.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, PreparedTensor, RegionSlice, Slice
 from tensord.shm.open_shape import OPEN
 from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers

@@ -39,10 +39,10 @@ from tensord.daemon.http.request_head import (
     refusal,
     text,
 )
-from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.shm.common.scheduling import MAX_SEQUENCE_ID, PARAMETERS, UNSCHEDULED, Kind, Scheduling, checked_set_name
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
-from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput, checked_set_name
+from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
 from tensord.shm.open_shape import OPEN, check, closed, elements, is_open
 
 #: Shorter texts are read whole, longer ones only once their large data is cut out.
@@ -415,13 +415,13 @@ def _set_name(key: str, value: Any) -> str:
     return checked_set_name(text(key, value))
 
 
-#: Name of a parameter -> the field of Scheduling that it fills, and what reads it.
-_SCHEDULING: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
-    "priority": ("priority", _unsigned),
-    "timeout": ("timeout_us", _unsigned),
-    "sequence_id": ("sequence_id", _sequence_id),
-    "sequence_start": ("sequence_start", _boolean),
-    "sequence_end": ("sequence_end", _boolean),
-    "tensord_replace": ("replace_key", text),
-    "parameter_set": ("parameter_set", _set_name),
+_READERS: dict[Kind, Callable[[str, Any], Any]] = {
+    Kind.NUMBER: _unsigned,
+    Kind.DURATION: _unsigned,
+    Kind.FLAG: _boolean,
+    Kind.TEXT: text,
+    Kind.SEQUENCE_ID: _sequence_id,
+    Kind.SET_NAME: _set_name,
 }
+#: Name of a parameter -> the field of Scheduling that it fills, and what reads it.
+_SCHEDULING = {name: (row.field, _READERS[row.kind]) for name, row in PARAMETERS.items()}

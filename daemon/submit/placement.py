@@ -20,9 +20,9 @@ from typing import Protocol
 import msgspec
 
 from tensord.daemon.submit.in_flight import InFlight
-from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.arena import ALIGNMENT, Lease
+from tensord.shm.common.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.errors import DEFECT, Internal, ServingError
 from tensord.shm.messages import (
     Content,
@@ -31,6 +31,7 @@ from tensord.shm.messages import (
     PreparedTensor,
     RegionSlice,
     RequestedOutput,
+    RequestRecord,
     Slice,
 )
 from tensord.shm.tracer import Trace
@@ -202,7 +203,8 @@ def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: 
         leases = (request.lease, *leases)
     try:
         contents = place([content for _, _, _, content in request.inputs], lease, submitter.inline_byte_size)
-        asked.record = request.scheduling.record(
+        asked.record = RequestRecord.scheduled(
+            request.scheduling,
             submitter.next_id(),
             request.prepared,
             contents,

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import tensors
-from .call import FOREVER, Call, Own, SequenceId, checked, seconds
+from .call import FOREVER, Call, Own, read, seconds
 from .errors import InvalidArgument, Unavailable
 from .latest import Latest
 from .results import Answer, Array, Description, Tensors
+from .scheduling import Scheduling, SequenceId
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from .connection import Connection, PreparedCall
     from .pending import Pending
+
+_NOTHING: dict[str, Any] = {}
 
 
 class Calls:
@@ -37,8 +40,8 @@ class Calls:
         parameter_set: str = "",
     ) -> None:
         self._connection = connection
-        #: The parameter set that each request names unless its parameters name one; "": none, and ``main`` answers.
-        self._set = parameter_set
+        #: Of requests that say nothing of it. Its parameter set is that of each request whose parameters name none.
+        self._scheduling = Scheduling(parameter_set=parameter_set)
         self._description = description
         #: The version that requests name; 0: the newest at the time of the request.
         self._asked_version = version
@@ -86,16 +89,11 @@ class Calls:
             raise Unavailable("the model was closed")
         if not streams and self._description.streams:
             raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
+        scheduling, others = self._scheduling, _NOTHING
         if own:
-            own = checked(own)
+            scheduling, others = read(own, scheduling.parameter_set)
         if isinstance(outputs, str):
             raise InvalidArgument(f"outputs are the text {outputs!r}, a sequence of names is expected")
-        parameter_set: Any = self._set
-        if "parameter_set" in (parameters := own.get("parameters") or {}):
-            parameter_set = parameters["parameter_set"]
-            if not isinstance(parameter_set, str) or not parameter_set:
-                raise InvalidArgument(f"parameter 'parameter_set' is {parameter_set!r}, the name of a set is expected")
-            own = {**own, "parameters": {name: value for name, value in parameters.items() if name != "parameter_set"}}
         for name, place in (places or {}).items():
             if not (place.flags.writeable if isinstance(place, np.ndarray) else hasattr(place, "place")):
                 raise InvalidArgument(f"the place of output '{name}' is no array that can be written to")
@@ -116,8 +114,8 @@ class Calls:
             streams=streams,
             pure=self._description.pure,
             detached=detached,
-            parameter_set=parameter_set,
-            **own,
+            scheduling=scheduling,
+            **others,
         )
 
     def sequence_id(self) -> int:

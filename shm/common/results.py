@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Union
+from typing import Any
 
 from .arrays import Array as Array
+from .scheduling import Parameter as Parameter
 from .tensors import Tensor as Tensor
 from .tensors import Tensors as Tensors
 from .tensors import Timing as Timing
 from .tensors import check_place as check_place
-
-Parameter = Union[bool, int, float, str]
 
 
 class Answer(dict):  # type: ignore[type-arg]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tensord_client
 from tensord_client import placement, prepared_call
+from tensord_client.common.scheduling import Scheduling
 from tensord_client.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -67,7 +68,9 @@ def test_a_daemon_says_what_it_is_and_what_a_model_is(connection: LaneConnection
 def test_answers_are_the_requests_own(connection: LaneConnection) -> None:
     """The first travels whole, the others by number; ids, priorities and parameters change nothing."""
     for number in range(5):
-        answer = connection.ask(addsub(number, request_id=f"n{number}", priority=number % 2)).result(_PATIENCE)
+        answer = connection.ask(
+            addsub(number, request_id=f"n{number}", scheduling=Scheduling(priority=number % 2))
+        ).result(_PATIENCE)
         check(answer, number)
         assert answer.version == 1
         assert answer.timing is not None
@@ -311,12 +314,14 @@ def test_sequences_stay_on_the_lane_where_they_began(connection: LaneConnection)
     totals = dict.fromkeys(range(1, 9), 0.0)
     for step in range(6):
         for sequence in totals:
-            own = {"sequence_id": sequence, "sequence_start": step == 0, "sequence_end": step == 5}
-            call = Call("total", {"x": np.array([[sequence]], np.float32)}, **own)
+            own = Scheduling(sequence_id=sequence, sequence_start=step == 0, sequence_end=step == 5)
+            call = Call("total", {"x": np.array([[sequence]], np.float32)}, scheduling=own)
             totals[sequence] += sequence
             assert connection.ask(call).result(_PATIENCE)["sum"][0, 0] == totals[sequence]
     with pytest.raises(ServingError):
-        connection.ask(Call("total", {"x": np.zeros((1, 1), np.float32)}, sequence_id=1)).result(_PATIENCE)
+        connection.ask(Call("total", {"x": np.zeros((1, 1), np.float32)}, scheduling=Scheduling(sequence_id=1))).result(
+            _PATIENCE
+        )
 
 
 async def test_a_sequence_that_is_left_gives_its_slot_back(daemon: DaemonProcess) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tensord_client.answer_memory import HeldResults
+from tensord_client.common.scheduling import Scheduling
 from tensord_client.errors import Cancelled, Internal, ServingError, Unavailable
 from tensord_client.lane import Call, LaneConnection, LaneRequest
 from tensord_client.lane_socket import LaneEnded
@@ -115,9 +116,9 @@ def test_what_may_not_be_run_twice_is_not(
     start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]
 ) -> None:
     daemon, connection = start(), connect()
-    own = {"sequence_id": 5, "sequence_start": True}
+    own = Scheduling(sequence_id=5, sequence_start=True)
     step = np.ones((1, 1), np.float32)
-    assert connection.ask(Call("total", {"x": step}, **own)).result(_PATIENCE)["sum"].tolist() == [[1.0]]
+    assert connection.ask(Call("total", {"x": step}, scheduling=own)).result(_PATIENCE)["sum"].tolist() == [[1.0]]
     pending = connection.ask(Call("slow", {"x": np.array([60.0], np.float32)}))
     prepared_one = connection.prepare(Call("slow", {"x": np.array([60.0], np.float32)}))
     threading.Timer(0.3, kill, (daemon.workers[0],)).start()
@@ -126,8 +127,8 @@ def test_what_may_not_be_run_twice_is_not(
     with pytest.raises(Internal, match="may not be run twice"):
         pending.result(_PATIENCE)
     with pytest.raises(ServingError):
-        connection.ask(Call("total", {"x": step}, sequence_id=5)).result(_PATIENCE)
-    assert connection.ask(Call("total", {"x": step}, **own)).result(_PATIENCE)["sum"].tolist() == [[1.0]]
+        connection.ask(Call("total", {"x": step}, scheduling=Scheduling(sequence_id=5))).result(_PATIENCE)
+    assert connection.ask(Call("total", {"x": step}, scheduling=own)).result(_PATIENCE)["sum"].tolist() == [[1.0]]
 
 
 def test_one_of_two_workers_ends(start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]) -> None:

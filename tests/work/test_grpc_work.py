@@ -18,7 +18,7 @@ from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.prepared import PreparedMessages
 from tensord.daemon.grpc.unary_infer import UnaryInfer
 from tensord.daemon.grpc.walk import walk, walk_in_python
-from tensord.daemon.submit.scheduling import UNSCHEDULED
+from tensord.shm.common.scheduling import UNSCHEDULED
 from tensord.shm.lane import WorkerLane
 from tests.daemon.grpc.frame_client import INFER, STREAM
 from tests.records import WholeAnswer, WholeRequest

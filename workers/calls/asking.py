@@ -2,55 +2,26 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypedDict, Unpack
+from typing import Any, Unpack
 
-import msgspec
 import numpy as np
 
 from tensord.shm.arrays import Array, as_strings, datatype_of
+from tensord.shm.common.arguments import natural, read_arguments
+from tensord.shm.common.scheduling import MAX_SEQUENCE_ID, Arguments
 from tensord.shm.errors import InvalidArgument, ServingError
-from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, PreparedRequest, RequestRecord, set_named
+from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.workers.calls.call import ModelCall
 from tensord.workers.calls.caller import asker
 from tensord.workers.requests.result import Result
 
 
-class Own(TypedDict, total=False):
-    """The keyword arguments of a request to another model besides model and tensors: parameters, priority, timeout, sequence."""
-
-    parameters: Mapping[str, Parameter]
-    request_id: str
-    priority: int
-    timeout_us: int
-    sequence_id: int | str
-    sequence_start: bool
-    sequence_end: bool
-    #: While it waits the next request of that key takes its place (Replaced).
-    replace_key: str
-
-
-class Asked(Own, total=False):
-    """The keyword arguments of a call to another model: parameters, priority, timeout and sequence (``Own``), and the version."""
+class Asked(Arguments, total=False):
+    """The keyword arguments of a call to another model: those of any request, and the version."""
 
     #: 0: the newest.
     version: int
-
-
-#: The types of these keyword arguments, by which values are checked.
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
-_TYPES: dict[str, Any] = {
-    "parameters": dict[str, Parameter],
-    "request_id": str,
-    "priority": _Natural,
-    "timeout_us": _Natural,
-    "sequence_id": int | str,
-    "sequence_start": bool,
-    "sequence_end": bool,
-    "replace_key": str,
-    "version": int,
-}
 
 
 class BegunCall:
@@ -127,29 +98,9 @@ def records(number: int, model: str, own: Mapping[str, Any]) -> tuple[PreparedRe
     ``number``: the request's id. Raises InvalidArgument: a value is of another type or out of range.  TypeError: a request has no
     such argument.
     """
-    if unknown := own.keys() - _TYPES.keys():
-        raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
-    given = {name: _checked(name, value) for name, value in own.items() if value is not None}
-    check_sequence(given.get("sequence_id", 0))
-    parameters, parameter_set = set_named(given.pop("parameters", {}))
-    prepared = PreparedRequest(model, given.pop("version", 0), parameters=parameters)
-    client_id = given.pop("request_id", "")
-    return prepared, RequestRecord(number, prepared, client_id=client_id, parameter_set=parameter_set, **given)
-
-
-def _checked(name: str, value: Any) -> Any:
-    """Validates a keyword argument and returns it, with numpy's scalars as Python's. Raises InvalidArgument: it is not valid."""
-    if isinstance(value, Mapping):
-        value = {key: each.item() if isinstance(each, np.generic) else each for key, each in value.items()}
-    elif isinstance(value, np.generic):
-        value = value.item()
-    for each in value.values() if isinstance(value, dict) else (value,):
-        if isinstance(each, int) and not -1 << 63 <= each < 1 << 64:
-            raise InvalidArgument(f"{name} is {reprlib.repr(value)}: a number takes more than 64 bits")
-    try:
-        return msgspec.convert(value, _TYPES[name])
-    except msgspec.ValidationError as error:
-        raise InvalidArgument(f"{name} is {reprlib.repr(value)}: {error}") from None
+    scheduling, said = read_arguments(own, version=natural)
+    prepared = PreparedRequest(model, said.get("version", 0), parameters=said.get("parameters", {}))
+    return prepared, RequestRecord.scheduled(scheduling, number, prepared, client_id=said.get("request_id", ""))
 
 
 def _array(model: str, name: str, value: Any) -> Array:

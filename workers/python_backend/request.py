@@ -11,8 +11,9 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from tensord.shm.common.scheduling import set_named
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import PreparedRequest, RequestRecord, set_named
+from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.workers.calls.asking import check_sequence
 from tensord.workers.calls.call import ModelCall
 from tensord.workers.python_backend.calls import ResponseIterator, answer_of, call_of, first_answer, one_response

@@ -20,13 +20,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from tensord.shm.arrays import Array, IncompleteString, datatype_of, received_strings
+from tensord.shm.common.scheduling import PARAMETERS, SET_PARAMETER
 from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import (
-    MAX_REPLACE_KEY,
-    MAX_SET_NAME,
-    SET_PARAMETER,
     TELLING_PARAMETER,
     PreparedRequest,
     PreparedTensor,
@@ -160,12 +158,7 @@ def _chosen(own: RequestRecord, version: ModelVersion) -> str | None:
     Raises: NotFound: the model has no set of this name.  InvalidArgument: the name is too long.
     """
     name, sets = own.parameter_set, version.sets
-    if len(name) > MAX_SET_NAME or not name.isascii():
-        size = len(name.encode())
-        if size > MAX_SET_NAME:
-            raise InvalidArgument(
-                f"{label(own.client_id)}parameter '{SET_PARAMETER}' has {size} bytes, at most {MAX_SET_NAME} are allowed"
-            )
+    _check_size(own, SET_PARAMETER, name)
     if sets is None or name == MAIN_SET:
         return None
     sets.find(name)
@@ -206,14 +199,19 @@ def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
 
 def _check_replace_key(own: RequestRecord) -> None:
     """Checks a request's replace key. Raises InvalidArgument: the key is too long, or the request is of a sequence."""
-    size = len(own.replace_key.encode())
-    if size > MAX_REPLACE_KEY:
-        raise InvalidArgument(
-            f"{label(own.client_id)}parameter 'tensord_replace' has {size} bytes, at most {MAX_REPLACE_KEY} are allowed"
-        )
+    _check_size(own, "tensord_replace", own.replace_key)
     if own.sequence_id:
         raise InvalidArgument(
             f"{label(own.client_id)}parameter 'tensord_replace' is given with a sequence, whose requests cannot be replaced"
+        )
+
+
+def _check_size(own: RequestRecord, parameter: str, value: str) -> None:
+    """Checks the text that a parameter of the table gives. Raises InvalidArgument, which names it: the text is too long."""
+    size, most = len(value.encode()), PARAMETERS[parameter].most
+    if size > most:
+        raise InvalidArgument(
+            f"{label(own.client_id)}parameter '{parameter}' has {size} bytes, at most {most} are allowed"
         )
 
 

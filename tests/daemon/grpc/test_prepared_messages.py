@@ -12,10 +12,10 @@ from tensord.daemon.grpc.prepared import PreparedMessage, PreparedMessages
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.walk import MAX_REST, walk_in_python
 from tensord.daemon.submit.model_states import ModelStates
-from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.shm.common.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import NotFound
-from tensord.shm.messages import Buffer
+from tensord.shm.messages import Buffer, RequestRecord
 from tensord.shm.prepared import MAX_NUMBERS
 from tests.daemon.grpc.requests import REQUESTS, Parameter
 from tests.daemon.grpc.test_request_codec import forms_of, located, message, read, reader, request_of, table, tensor
@@ -84,7 +84,7 @@ def test_whichever_way_a_message_goes(requests: list[Any], data: st.DataObject) 
             assert "UTF-8" in expected[1]
             continue
         assert form.numbered is not None
-        own = scheduling.record(1, 0, raws, text, 0, 0)  # type: ignore[arg-type]
+        own = RequestRecord.scheduled(scheduling, 1, 0, raws, text, 0, 0)  # type: ignore[arg-type]
         whole = whole_request(form.numbered.prepared, own)
         inputs = [tuple(tensor) for tensor in whole.inputs]
         fields = (

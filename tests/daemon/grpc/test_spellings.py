@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tensord.daemon.grpc.response_codec import varint
+from tensord.shm.messages import RequestRecord
 from tests.daemon.grpc.requests import Infer, field
 from tests.daemon.grpc.test_prepared_messages import Front, meaning
 from tests.daemon.grpc.test_request_codec import reader
@@ -124,7 +125,7 @@ def formed(front: Front, content: bytes) -> Any:
         return None
     form, client_id, raws, scheduling = found
     assert form.numbered is not None
-    own = scheduling.record(1, 0, raws, client_id.decode(), 0, 0)  # type: ignore[arg-type]
+    own = RequestRecord.scheduled(scheduling, 1, 0, raws, client_id.decode(), 0, 0)  # type: ignore[arg-type]
     whole = whole_request(form.numbered.prepared, own)
     inputs = [
         (tensor.name, tensor.datatype, tensor.shape, tensor.place if isinstance(tensor.place, bytes) else None)

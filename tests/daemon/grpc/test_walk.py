@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensord.daemon.grpc import walk as walks
 from tensord.daemon.grpc.request_fields import RefusedRequest, split
 from tensord.daemon.grpc.walk import MAX_RAWS, MAX_REST, MAX_SCHEDULING, walk_beginning_in_python, walk_in_python
-from tensord.daemon.submit.scheduling import KEYS
+from tensord.shm.common.scheduling import PARAMETERS
 from tests.daemon.grpc.requests import REQUESTS, Infer, fields
 
 _walk = pytest.importorskip("tensord.daemon.grpc._walk", reason="no compiler was there")
@@ -91,8 +91,8 @@ def test_whatever_protobuf_writes_is_walked_over(request_: Any) -> None:
     request_.ClearField("id")
     request_.ClearField("raw_input_contents")
     assert Infer.FromString(found[0] + found[2]) == request_ or request_ != request_  # a NaN equals nothing
-    assert KEYS.isdisjoint(Infer.FromString(found[0]).parameters)
-    assert KEYS.issuperset(Infer.FromString(found[2]).parameters)
+    assert PARAMETERS.keys().isdisjoint(Infer.FromString(found[0]).parameters)
+    assert PARAMETERS.keys() >= set(Infer.FromString(found[2]).parameters)
 
 
 @given(REQUESTS, st.integers(0, 600))

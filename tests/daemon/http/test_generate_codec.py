@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tensord.daemon.http.generate_codec import decode
-from tensord.daemon.submit.scheduling import Scheduling
+from tensord.shm.common.scheduling import Scheduling
 from tensord.shm.errors import InvalidArgument
 
 

@@ -15,7 +15,7 @@ from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.prepared import ParsedRequest, PreparedKind, PreparedRequests
 from tensord.daemon.http.request_head import UnusualText
-from tensord.daemon.submit.scheduling import Scheduling
+from tensord.shm.common.scheduling import Scheduling
 from tensord.shm.errors import ServingError
 from tensord.shm.messages import PreparedRequest, RegionSlice
 from tensord.shm.prepared import Numbers

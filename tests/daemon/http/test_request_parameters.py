@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tensord.daemon.http.request_codec import part
-from tensord.daemon.submit.scheduling import KEYS, Scheduling
+from tensord.shm.common.scheduling import PARAMETERS, Scheduling
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tests.daemon.http.heads import decode, request_of
 
@@ -84,6 +84,6 @@ def test_parameters_that_are_refused(parameters: dict[str, Any], found: str) -> 
 def test_what_is_a_request_s_own_is_parted_from_what_it_has_in_common_with_others() -> None:
     own = {"priority": 3, "timeout": 5, "sequence_id": "s", "sequence_start": True, "sequence_end": False}
     own |= {"tensord_replace": "k", "parameter_set": "a"}
-    assert own.keys() == KEYS
+    assert own.keys() == PARAMETERS.keys()
     assert part({"a": 1, **own, "b": 2}) == (Scheduling(3, 5, "s", True, False, "k", "a"), {"a": 1, "b": 2})
     assert part({**own, "priority": -1})[1] == {"priority": -1}

@@ -9,6 +9,7 @@ import pytest
 
 from tensord.config.options import MAX_BUCKETS
 from tensord.shm import channel, durations, messages, operations, prepared, status_page
+from tensord.shm.common.scheduling import PARAMETERS, SET_PARAMETER
 from tensord.workers.native.extensions import available
 from tensord.workers.requests import timeline
 
@@ -23,8 +24,8 @@ def test_constants_of_records() -> None:
     assert (_native.TIMING, _native.TIMESTAMPS) == (messages.TIMING, timeline.TIMESTAMPS)
     assert bytes([_native.INLINE_KIND]) == channel._WHOLE
     assert _native.MAX_NUMBERS == prepared.MAX_NUMBERS
-    assert _native.MAX_SEQUENCE_ID == messages.MAX_SEQUENCE_ID
-    assert (_native.MAX_SET_NAME, _native.MAIN_SET) == (messages.MAX_SET_NAME, operations.MAIN_SET)
+    assert PARAMETERS["sequence_id"].most == _native.MAX_SEQUENCE_ID
+    assert (PARAMETERS[SET_PARAMETER].most, operations.MAIN_SET) == (_native.MAX_SET_NAME, _native.MAIN_SET)
 
 
 def test_sizes_of_the_histograms_of_durations() -> None:

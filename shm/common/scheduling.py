@@ -1,0 +1,120 @@
+"""Lists the parameters with which a request says how it wants to be run, for fronts, workers and clients. No numpy here.
+
+    HTTP, gRPC   parameters {"timeout": 500} ─▶ Scheduling(timeout_us=500) ─▶ the last fields of the request's record
+    Python       model(x, timeout_us=500) ────▶
+
+A parameter that is added here, as the last one, and as the last field of ``shm.messages.RequestRecord`` reaches the worker.
+"""
+
+from __future__ import annotations
+
+import enum
+import reprlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypedDict, Union
+
+from .errors import InvalidArgument
+
+SequenceId = Union[int, str]
+Parameter = Union[bool, int, float, str]
+#: The request parameter that names a parameter set.
+SET_PARAMETER = "parameter_set"
+
+
+class Scheduling(NamedTuple):
+    """Holds when a request is to be run, in which sequence, which waiting request it replaces, and with which parameter set."""
+
+    #: 1 is the most urgent; 0: the model's default.
+    priority: int = 0
+    #: How long it may wait in its queue; 0: as its model says.
+    timeout_us: int = 0
+    #: 0 and "": it is in no sequence. 5 and "5" are two sequences.
+    sequence_id: SequenceId = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+    #: While it waits the next request of that key takes its place; "": it has no key.
+    replace_key: str = ""
+    #: The parameter set that it is computed with; "": the model's main set.
+    parameter_set: str = ""
+
+    @property
+    def goes_on(self) -> bool:
+        """Returns whether the request is in the middle of a sequence: neither its first request nor its last."""
+        return bool(self.sequence_id) and not self.sequence_start and not self.sequence_end
+
+
+class Arguments(TypedDict, total=False):
+    """The keyword arguments that calls of a model take besides tensors: those of ``Scheduling``, an id, and other parameters."""
+
+    #: Name -> value, for the model.
+    parameters: Mapping[str, Parameter]
+    #: A text that the server notes with the request.
+    request_id: str
+    priority: int
+    timeout_us: int
+    sequence_id: SequenceId
+    sequence_start: bool
+    sequence_end: bool
+    replace_key: str
+
+
+#: A request has this that says nothing of it.
+UNSCHEDULED = Scheduling()
+
+
+class Kind(enum.Enum):
+    """Says which values a parameter takes."""
+
+    #: An integer of 64 bits without a sign.
+    NUMBER = "number"
+    #: The same, in microseconds; over gRPC it is an integer with a sign, as for Triton.
+    DURATION = "duration"
+    #: True or false.
+    FLAG = "flag"
+    TEXT = "text"
+    #: A number, or a text.
+    SEQUENCE_ID = "sequence id"
+    #: A text that is not empty.
+    SET_NAME = "set name"
+
+
+class Row(NamedTuple):
+    """Describes one parameter."""
+
+    #: A field of ``Scheduling`` and of the record; also the keyword argument in Python, but for the name of a set.
+    field: str
+    kind: Kind
+    #: The most bytes of a text.
+    most: int = 0
+
+
+#: Every parameter, by its name over HTTP and gRPC.
+PARAMETERS = {
+    "priority": Row("priority", Kind.NUMBER),
+    "timeout": Row("timeout_us", Kind.DURATION),
+    "sequence_id": Row("sequence_id", Kind.SEQUENCE_ID, 128),
+    "sequence_start": Row("sequence_start", Kind.FLAG),
+    "sequence_end": Row("sequence_end", Kind.FLAG),
+    "tensord_replace": Row("replace_key", Kind.TEXT, 128),
+    SET_PARAMETER: Row("parameter_set", Kind.SET_NAME, 128),
+}
+MAX_SEQUENCE_ID = PARAMETERS["sequence_id"].most
+
+
+def set_named(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Returns a request's parameters without the name of a parameter set, and that name; "": it was not given.
+
+    Raises InvalidArgument: the name is no text, or is empty.
+    """
+    others = dict(parameters)
+    name = others.pop(SET_PARAMETER, None)
+    return others, "" if name is None else checked_set_name(name)
+
+
+def checked_set_name(name: Any) -> str:
+    """Returns the name of a parameter set that a request gives. Raises InvalidArgument: it is no text, or is empty."""
+    if not isinstance(name, str):
+        raise InvalidArgument(f"parameter '{SET_PARAMETER}' is {reprlib.repr(name)}, a text is expected")
+    if not name:
+        raise InvalidArgument(f"parameter '{SET_PARAMETER}' is empty, the name of a parameter set is expected")
+    return name
