@@ -15,104 +15,42 @@ from google.protobuf.descriptor import FieldDescriptor
 from tensord.config.model_config import ModelConfig, is_map
 from tensord.shm.errors import Unsupported
 
+#: The message that fields are in, "." the configuration itself, and their names or paths in it.
+_HONOURED = """
+    . name platform backend max_batch_size default_model_filename
+    version_policy. latest.num_versions all specific.versions
+    input. name data_type format dims reshape.shape optional allow_ragged_batch
+    batch_input. kind target_name data_type source_input
+    batch_output. kind target_name source_input
+    output. name data_type dims reshape.shape label_filename
+    dynamic_batching. preferred_batch_size max_queue_delay_microseconds priority_levels default_priority_level
+    dynamic_batching. preserve_ordering
+    dynamic_batching.default_queue_policy. timeout_action default_timeout_microseconds allow_timeout_override
+    dynamic_batching.default_queue_policy. max_queue_size
+    dynamic_batching.priority_queue_policy. key value.timeout_action value.default_timeout_microseconds
+    dynamic_batching.priority_queue_policy. value.allow_timeout_override value.max_queue_size
+    response_cache. enable
+    model_transaction_policy. decoupled
+    ensemble_scheduling.step. model_name model_version input_map.key input_map.value output_map.key output_map.value
+    ensemble_scheduling. max_inflight_requests
+    sequence_batching. max_sequence_idle_microseconds iterative_sequence
+    sequence_batching.control_input. name control.kind control.int32_false_true control.fp32_false_true
+    sequence_batching.control_input. control.bool_false_true control.data_type
+    sequence_batching.direct. max_queue_delay_microseconds minimum_slot_utilization
+    sequence_batching.oldest. max_candidate_sequences preferred_batch_size max_queue_delay_microseconds
+    sequence_batching.oldest. preserve_ordering
+    sequence_batching.state. input_name output_name data_type dims initial_state.name initial_state.data_type
+    sequence_batching.state. initial_state.dims initial_state.zero_data initial_state.data_file
+    instance_group. name kind count gpus passive
+    instance_group.rate_limiter. priority resources.count resources.global resources.name
+    parameters. key value.string_value
+    model_warmup. name batch_size count
+    model_warmup.inputs. key value.data_type value.dims value.zero_data value.random_data value.input_data_file
+"""
 #: Paths of honoured fields without sub-fields. Wrong values are refused by ``tensord.config.model_checks``, or by the worker
 #: that loads the model.
 HONOURED = frozenset(
-    {
-        "name",
-        "platform",
-        "backend",
-        "version_policy.latest.num_versions",
-        "version_policy.all",
-        "version_policy.specific.versions",
-        "max_batch_size",
-        "input.name",
-        "input.data_type",
-        "input.format",
-        "input.dims",
-        "input.reshape.shape",
-        "input.optional",
-        "input.allow_ragged_batch",
-        "batch_input.kind",
-        "batch_input.target_name",
-        "batch_input.data_type",
-        "batch_input.source_input",
-        "batch_output.kind",
-        "batch_output.target_name",
-        "batch_output.source_input",
-        "output.name",
-        "output.data_type",
-        "output.dims",
-        "output.reshape.shape",
-        "output.label_filename",
-        "dynamic_batching.preferred_batch_size",
-        "dynamic_batching.max_queue_delay_microseconds",
-        "dynamic_batching.priority_levels",
-        "dynamic_batching.default_priority_level",
-        "dynamic_batching.preserve_ordering",
-        "dynamic_batching.default_queue_policy.timeout_action",
-        "dynamic_batching.default_queue_policy.default_timeout_microseconds",
-        "dynamic_batching.default_queue_policy.allow_timeout_override",
-        "dynamic_batching.default_queue_policy.max_queue_size",
-        "dynamic_batching.priority_queue_policy.key",
-        "dynamic_batching.priority_queue_policy.value.timeout_action",
-        "dynamic_batching.priority_queue_policy.value.default_timeout_microseconds",
-        "dynamic_batching.priority_queue_policy.value.allow_timeout_override",
-        "dynamic_batching.priority_queue_policy.value.max_queue_size",
-        "response_cache.enable",
-        "model_transaction_policy.decoupled",
-        "ensemble_scheduling.step.model_name",
-        "ensemble_scheduling.step.model_version",
-        "ensemble_scheduling.step.input_map.key",
-        "ensemble_scheduling.step.input_map.value",
-        "ensemble_scheduling.step.output_map.key",
-        "ensemble_scheduling.step.output_map.value",
-        "ensemble_scheduling.max_inflight_requests",
-        "sequence_batching.max_sequence_idle_microseconds",
-        "sequence_batching.control_input.name",
-        "sequence_batching.control_input.control.kind",
-        "sequence_batching.control_input.control.int32_false_true",
-        "sequence_batching.control_input.control.fp32_false_true",
-        "sequence_batching.control_input.control.bool_false_true",
-        "sequence_batching.control_input.control.data_type",
-        "sequence_batching.direct.max_queue_delay_microseconds",
-        "sequence_batching.direct.minimum_slot_utilization",
-        "sequence_batching.oldest.max_candidate_sequences",
-        "sequence_batching.oldest.preferred_batch_size",
-        "sequence_batching.oldest.max_queue_delay_microseconds",
-        "sequence_batching.oldest.preserve_ordering",
-        "sequence_batching.iterative_sequence",
-        "sequence_batching.state.input_name",
-        "sequence_batching.state.output_name",
-        "sequence_batching.state.data_type",
-        "sequence_batching.state.dims",
-        "sequence_batching.state.initial_state.name",
-        "sequence_batching.state.initial_state.data_type",
-        "sequence_batching.state.initial_state.dims",
-        "sequence_batching.state.initial_state.zero_data",
-        "sequence_batching.state.initial_state.data_file",
-        "instance_group.name",
-        "instance_group.kind",
-        "instance_group.count",
-        "instance_group.gpus",
-        "instance_group.passive",
-        "instance_group.rate_limiter.priority",
-        "instance_group.rate_limiter.resources.count",
-        "instance_group.rate_limiter.resources.global",
-        "instance_group.rate_limiter.resources.name",
-        "default_model_filename",
-        "parameters.key",
-        "parameters.value.string_value",
-        "model_warmup.name",
-        "model_warmup.batch_size",
-        "model_warmup.inputs.key",
-        "model_warmup.inputs.value.data_type",
-        "model_warmup.inputs.value.dims",
-        "model_warmup.inputs.value.zero_data",
-        "model_warmup.inputs.value.random_data",
-        "model_warmup.inputs.value.input_data_file",
-        "model_warmup.count",
-    }
+    (message + name).lstrip(".") for message, *names in map(str.split, _HONOURED.strip().splitlines()) for name in names
 )
 
 _SHAPE_TENSOR = "shape tensors are only supported for TensorRT platform"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,10 @@ class Flag:
     name: str
     key: str
     help: str
-    #: "MS": Triton takes milliseconds where the configuration has seconds.
-    metavar: str = "VALUE"
-    #: Another name of the same flag.
-    alias: str = ""
+    #: What its value is called. "MS": Triton takes milliseconds where the configuration has seconds.
+    metavar: str
+    #: Another name of the same flag; "": it has none.
+    alias: str
 
     @property
     def is_list(self) -> bool:
@@ -52,162 +52,89 @@ class Flag:
         return "true" in layers.choices(self.key)
 
 
-#: In the order of --help.
-FLAGS = (
-    Flag(
-        "model-repository",
-        "repository.paths",
-        "A folder of models; may be given more than once.",
-        "DIR",
-        alias="model-store",
-    ),
-    Flag(
-        "model-control-mode",
-        "repository.control_mode",
-        "none: all models, at start. explicit: on request. poll: all, and whatever changes.",
-        "MODE",
-    ),
-    Flag(
-        "repository-poll-secs", "repository.poll_interval", "Mode poll: how often the folders are looked at.", "SECONDS"
-    ),
-    Flag("load-model", "repository.load", "Explicit mode: load it at start; * is all. May be repeated.", "NAME"),
-    Flag(
-        "strict-readiness", "repository.strict_readiness", "Not ready until every model wanted at the start has served."
-    ),
-    Flag(
-        "exit-on-error",
-        "repository.exit_on_error",
-        "Exit when a model fails to load at start; false: not even without a repository.",
-    ),
-    Flag("allow-http", "http.enabled", "Serve HTTP."),
-    Flag("http-address", "http.address", "Address to listen on, or unix:PATH; may be repeated.", "ADDRESS"),
-    Flag("http-port", "http.port", "Port to listen on; 0 picks a free one.", "PORT"),
-    Flag("http-processes", "http.processes", "HTTP fronts (processes) that share the port.", "COUNT"),
-    Flag("http-max-input-size", "http.max_body_byte_size", "Largest request body in bytes.", "BYTES"),
-    Flag("http-infer-response-compression-level", "http.response_compression", "none, low, medium or high.", "LEVEL"),
-    Flag(
-        "http-header-timeout", "http.head_timeout", "How long a client may take for the head of a request.", "SECONDS"
-    ),
-    Flag(
-        "http-restricted-api",
-        "http.restricted_api",
-        "Groups of calls that need a header; may be repeated.",
-        "GROUP[,GROUP]:KEY=VALUE",
-    ),
-    Flag(
-        "http-header-forward-pattern",
-        "http.header_forward_pattern",
-        "Headers that become parameters of a request.",
-        "RE2",
-    ),
-    Flag("http-socket-mode", "http.socket_mode", "Mode of the sockets of unix: addresses.", "MODE"),
-    Flag("allow-grpc", "grpc.enabled", "Serve gRPC."),
-    Flag("grpc-address", "grpc.address", "Address to listen on, or unix:PATH; may be repeated.", "ADDRESS"),
-    Flag("grpc-port", "grpc.port", "Port to listen on; 0 picks a free one.", "PORT"),
-    Flag("grpc-processes", "grpc.processes", "gRPC fronts that share the port.", "COUNT"),
-    Flag("grpc-socket-mode", "grpc.socket_mode", "Mode of the sockets of unix: addresses.", "MODE"),
-    Flag("grpc-max-input-size", "grpc.max_message_byte_size", "Largest message in bytes.", "BYTES"),
-    Flag("grpc-infer-response-compression-level", "grpc.response_compression", "none, low, medium or high.", "LEVEL"),
-    Flag("grpc-keepalive-time", "grpc.keepalive_time", "Silence before a connection is pinged.", "MS"),
-    Flag("grpc-keepalive-timeout", "grpc.keepalive_timeout", "Wait for the answer to a ping.", "MS"),
-    Flag(
-        "grpc-keepalive-permit-without-calls",
-        "grpc.keepalive_permit_without_calls",
-        "Ping connections without calls as well.",
-    ),
-    Flag(
-        "grpc-http2-min-recv-ping-interval-without-data",
-        "grpc.min_ping_interval",
-        "A client's pings that come faster are strikes.",
-        "MS",
-    ),
-    Flag(
-        "grpc-http2-max-ping-strikes",
-        "grpc.max_ping_strikes",
-        "Strikes that a client may have; 0: any number.",
-        "COUNT",
-    ),
-    Flag(
-        "grpc-max-connection-idle",
-        "grpc.max_connection_idle",
-        "Connections without calls are ended after this; 0: never.",
-        "MS",
-    ),
-    Flag("grpc-max-connection-age", "grpc.max_connection_age", "Connections are ended after this; 0: never.", "MS"),
-    Flag(
-        "grpc-max-connection-age-grace",
-        "grpc.max_connection_age_grace",
-        "Connections of that age are cut off so much later.",
-        "MS",
-    ),
-    Flag(
-        "grpc-restricted-protocol",
-        "grpc.restricted_protocol",
-        "As --http-restricted-api, for gRPC.",
-        "GROUP[,GROUP]:KEY=VALUE",
-    ),
-    Flag(
-        "grpc-header-forward-pattern",
-        "grpc.header_forward_pattern",
-        "Metadata that become parameters of a request.",
-        "RE2",
-    ),
-    Flag("grpc-use-ssl", "grpc.use_tls", "TLS on the gRPC port."),
-    Flag("grpc-use-ssl-mutual", "grpc.mutual_tls", "Clients must show a certificate."),
-    Flag("grpc-server-cert", "grpc.certificate", "PEM file of the certificate.", "FILE"),
-    Flag("grpc-server-key", "grpc.key", "PEM file of the certificate's key.", "FILE"),
-    Flag("grpc-root-cert", "grpc.root_certificate", "PEM file that clients' certificates are checked with.", "FILE"),
-    Flag("allow-metrics", "metrics.enabled", "Serve metrics for Prometheus."),
-    Flag("metrics-address", "metrics.address", "Address to listen on.", "ADDRESS"),
-    Flag("metrics-port", "metrics.port", "Port to listen on; 0 picks a free one.", "PORT"),
-    Flag("allow-gpu-metrics", "metrics.gpus", "Metrics of GPUs as well, where workers use them."),
-    Flag("allow-client-shm", "regions.enabled", "Clients may register shared memory."),
-    Flag("allow-client-lanes", "clients.lanes", "Clients get lanes to the workers."),
-    Flag("device", "workers.device", "What workers run on; auto: GPUs, or the CPU where there are none.", "KIND"),
-    Flag("cpu-workers", "workers.cpu", "Number of CPU workers.", "COUNT"),
-    Flag("cpu-beside-gpus", "workers.cpu_beside_gpus", "CPU workers beside GPU workers as well."),
-    Flag("workers-per-gpu", "workers.per_gpu", "Workers of one GPU, which divide its memory.", "COUNT"),
-    Flag(
-        "gpu-memory-fraction",
-        "workers.gpu_memory_fraction",
-        "What XLA takes of a GPU's memory, in all of its workers together.",
-        "PART",
-    ),
-    Flag("cache-directory", "executables.cache_directory", "Where compiled code is kept between starts.", "DIR"),
-    Flag(
-        "response-cache-byte-size",
-        "response_cache.byte_size",
-        "Bytes of answers that are given again; also --cache-config=local,size=BYTES.",
-        "BYTES",
-    ),
-    Flag("rate-limit", "rate_limit.mode", "off, or execution_count: instances wait for resources.", "MODE"),
-    Flag(
-        "rate-limit-resource",
-        "rate_limit.resources",
-        "How much there is of a resource; may be repeated.",
-        "NAME:COUNT[:DEVICE]",
-    ),
-    Flag("control-socket", "supervisor.control_socket", "Unix socket for tensorctl.", "PATH"),
-    Flag("exit-timeout-secs", "supervisor.exit_timeout", "Seconds for accepted requests after SIGTERM.", "SECONDS"),
-    Flag(
-        "drain-time-secs",
-        "supervisor.drain_time",
-        "Seconds of serving on after SIGTERM, while it says that it is not ready.",
-        "SECONDS",
-    ),
-    Flag("id", "server_name", "The server's name in GET /v2.", "NAME"),
-    Flag("trace-level", "trace.level", "TIMESTAMPS or TENSORS; may be repeated.", "LEVEL"),
-    Flag("trace-rate", "trace.rate", "Trace one request in so many.", "COUNT"),
-    Flag("trace-count", "trace.count", "Traces until it stops; -1: no end.", "COUNT"),
-    Flag("trace-file", "trace.file", "Where traces are written.", "FILE"),
-    Flag("trace-log-frequency", "trace.log_frequency", "Traces in each file; 0: all in one.", "COUNT"),
-    Flag("log-verbose", "log.verbose", "0: off; 1: debug messages; 2: of libraries as well.", "LEVEL"),
-    Flag("log-info", "log.info", "Log information."),
-    Flag("log-warning", "log.warning", "Log warnings."),
-    Flag("log-error", "log.error", "Log errors."),
-    Flag("log-format", "log.format", "default, ISO8601 or json.", "FORMAT"),
-    Flag("log-file", "log.file", "Log to this file instead of standard error.", "FILE"),
-)
+#: In the order of --help: name and perhaps another one, key, what its value is called, help.
+_TABLE = """
+    model-repository|model-store repository.paths DIR A folder of models; may be given more than once.
+    model-control-mode repository.control_mode MODE none: all models, at start. explicit: on request. poll: all, and
+        whatever changes.
+    repository-poll-secs repository.poll_interval SECONDS Mode poll: how often the folders are looked at.
+    load-model repository.load NAME Explicit mode: load it at start; * is all. May be repeated.
+    strict-readiness repository.strict_readiness VALUE Not ready until every model wanted at the start has served.
+    exit-on-error repository.exit_on_error VALUE Exit when a model fails to load at start; false: not even without a repository.
+    allow-http http.enabled VALUE Serve HTTP.
+    http-address http.address ADDRESS Address to listen on, or unix:PATH; may be repeated.
+    http-port http.port PORT Port to listen on; 0 picks a free one.
+    http-processes http.processes COUNT HTTP fronts (processes) that share the port.
+    http-max-input-size http.max_body_byte_size BYTES Largest request body in bytes.
+    http-infer-response-compression-level http.response_compression LEVEL none, low, medium or high.
+    http-header-timeout http.head_timeout SECONDS How long a client may take for the head of a request.
+    http-restricted-api http.restricted_api GROUP[,GROUP]:KEY=VALUE Groups of calls that need a header; may be repeated.
+    http-header-forward-pattern http.header_forward_pattern RE2 Headers that become parameters of a request.
+    http-socket-mode http.socket_mode MODE Mode of the sockets of unix: addresses.
+    allow-grpc grpc.enabled VALUE Serve gRPC.
+    grpc-address grpc.address ADDRESS Address to listen on, or unix:PATH; may be repeated.
+    grpc-port grpc.port PORT Port to listen on; 0 picks a free one.
+    grpc-processes grpc.processes COUNT gRPC fronts that share the port.
+    grpc-socket-mode grpc.socket_mode MODE Mode of the sockets of unix: addresses.
+    grpc-max-input-size grpc.max_message_byte_size BYTES Largest message in bytes.
+    grpc-infer-response-compression-level grpc.response_compression LEVEL none, low, medium or high.
+    grpc-keepalive-time grpc.keepalive_time MS Silence before a connection is pinged.
+    grpc-keepalive-timeout grpc.keepalive_timeout MS Wait for the answer to a ping.
+    grpc-keepalive-permit-without-calls grpc.keepalive_permit_without_calls VALUE Ping connections without calls as well.
+    grpc-http2-min-recv-ping-interval-without-data grpc.min_ping_interval MS A client's pings that come faster are strikes.
+    grpc-http2-max-ping-strikes grpc.max_ping_strikes COUNT Strikes that a client may have; 0: any number.
+    grpc-max-connection-idle grpc.max_connection_idle MS Connections without calls are ended after this; 0: never.
+    grpc-max-connection-age grpc.max_connection_age MS Connections are ended after this; 0: never.
+    grpc-max-connection-age-grace grpc.max_connection_age_grace MS Connections of that age are cut off so much later.
+    grpc-restricted-protocol grpc.restricted_protocol GROUP[,GROUP]:KEY=VALUE As --http-restricted-api, for gRPC.
+    grpc-header-forward-pattern grpc.header_forward_pattern RE2 Metadata that become parameters of a request.
+    grpc-use-ssl grpc.use_tls VALUE TLS on the gRPC port.
+    grpc-use-ssl-mutual grpc.mutual_tls VALUE Clients must show a certificate.
+    grpc-server-cert grpc.certificate FILE PEM file of the certificate.
+    grpc-server-key grpc.key FILE PEM file of the certificate's key.
+    grpc-root-cert grpc.root_certificate FILE PEM file that clients' certificates are checked with.
+    allow-metrics metrics.enabled VALUE Serve metrics for Prometheus.
+    metrics-address metrics.address ADDRESS Address to listen on.
+    metrics-port metrics.port PORT Port to listen on; 0 picks a free one.
+    allow-gpu-metrics metrics.gpus VALUE Metrics of GPUs as well, where workers use them.
+    allow-client-shm regions.enabled VALUE Clients may register shared memory.
+    allow-client-lanes clients.lanes VALUE Clients get lanes to the workers.
+    device workers.device KIND What workers run on; auto: GPUs, or the CPU where there are none.
+    cpu-workers workers.cpu COUNT Number of CPU workers.
+    cpu-beside-gpus workers.cpu_beside_gpus VALUE CPU workers beside GPU workers as well.
+    workers-per-gpu workers.per_gpu COUNT Workers of one GPU, which divide its memory.
+    gpu-memory-fraction workers.gpu_memory_fraction PART What XLA takes of a GPU's memory, in all of its workers together.
+    cache-directory executables.cache_directory DIR Where compiled code is kept between starts.
+    response-cache-byte-size response_cache.byte_size BYTES Bytes of answers that are given again; also
+        --cache-config=local,size=BYTES.
+    rate-limit rate_limit.mode MODE off, or execution_count: instances wait for resources.
+    rate-limit-resource rate_limit.resources NAME:COUNT[:DEVICE] How much there is of a resource; may be repeated.
+    control-socket supervisor.control_socket PATH Unix socket for tensorctl.
+    exit-timeout-secs supervisor.exit_timeout SECONDS Seconds for accepted requests after SIGTERM.
+    drain-time-secs supervisor.drain_time SECONDS Seconds of serving on after SIGTERM, while it says that it is not ready.
+    id server_name NAME The server's name in GET /v2.
+    trace-level trace.level LEVEL TIMESTAMPS or TENSORS; may be repeated.
+    trace-rate trace.rate COUNT Trace one request in so many.
+    trace-count trace.count COUNT Traces until it stops; -1: no end.
+    trace-file trace.file FILE Where traces are written.
+    trace-log-frequency trace.log_frequency COUNT Traces in each file; 0: all in one.
+    log-verbose log.verbose LEVEL 0: off; 1: debug messages; 2: of libraries as well.
+    log-info log.info VALUE Log information.
+    log-warning log.warning VALUE Log warnings.
+    log-error log.error VALUE Log errors.
+    log-format log.format FORMAT default, ISO8601 or json.
+    log-file log.file FILE Log to this file instead of standard error.
+"""
+
+
+def _flags() -> Iterator[Flag]:
+    for line in _TABLE.strip().replace("\n        ", " ").splitlines():
+        names, key, metavar, text = line.split(maxsplit=3)
+        name, _, alias = names.partition("|")
+        yield Flag(name, key, text, metavar, alias)
+
+
+FLAGS = tuple(_flags())
 _BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, flag.alias) if name}
 
 #: Flags that name something tensord does not have: harmless with a value that asks for nothing, refused otherwise.
