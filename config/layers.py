@@ -15,7 +15,7 @@ import os
 import re
 import tomllib
 import typing
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,7 +242,15 @@ def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
     are looked at, too: no key that ends in PORT takes a URL.
     Source: Kubernetes "Accessing the Service", environment variables; Docker "Legacy container links".
     """
-    return _service_names(environment, PREFIX, _variables())
+    ours, keys = {name: value for name, value in environment.items() if name.startswith(PREFIX)}, _variables()
+    # What is linked by Docker has a ..._NAME, which no key is mistaken for.
+    aliases = {
+        name for name, value in ours.items() if name.endswith("_NAME") and name not in keys and _ALIAS.fullmatch(value)
+    }
+    linked = tuple(name.removesuffix("NAME") + "ENV_" for name in aliases)
+    return frozenset(
+        name for name, value in ours.items() if name in aliases or name.startswith(linked) or _describes(name, value)
+    )
 
 
 def _variables() -> dict[str, str]:
@@ -484,21 +492,6 @@ _OF_A_PORT = re.compile(r"[A-Z0-9_]+_PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADD
 #: The form ``/container/alias``; the other container's own variables only come along with it.
 _ALIAS = re.compile(r"/[^/\s]+/[^/\s]+")
 _SHOWN = 3
-
-
-def _service_names(environment: Mapping[str, str], prefix: str, keys: Container[str]) -> frozenset[str]:
-    """Returns the variables with this prefix that a container platform sets to describe a service.
-
-    ``keys``: the variables that set configuration keys; none is mistaken for the ``..._NAME`` of a container linked by Docker.
-    """
-    ours = {name: value for name, value in environment.items() if name.startswith(prefix)}
-    aliases = {
-        name for name, value in ours.items() if name.endswith("_NAME") and name not in keys and _ALIAS.fullmatch(value)
-    }
-    linked = tuple(name.removesuffix("NAME") + "ENV_" for name in aliases)
-    return frozenset(
-        name for name, value in ours.items() if name in aliases or name.startswith(linked) or _describes(name, value)
-    )
 
 
 def _describes(name: str, value: str) -> bool:

@@ -34,7 +34,6 @@ from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.daemon.tracing.span_exporter import SpanCounts
 from tensord.daemon.tracing.trace_settings import TraceSettings
-from tensord.shm import descriptors
 from tensord.shm.control_records import Footprint
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import Compiles, Figures
@@ -222,11 +221,8 @@ class Collection:
         Returns False if the worker did not answer in time, or not in the known format.
         """
         try:
-            async with asyncio.timeout(_PATIENCE):
-                answer, fds = await worker.call(WorkerFigures())
-            descriptors.close(fds)
-            figures = msgspec.json.decode(answer, type=Figures)
-        except (ServingError, TimeoutError):
+            figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _PATIENCE), type=Figures)
+        except ServingError:
             return False
         except msgspec.MsgspecError as error:
             _log.error("%s (process %d) counts in a form that is not understood: %s", worker.name, worker.pid, error)
@@ -244,11 +240,9 @@ class Collection:
         The list is empty if the front does not answer in time.
         """
         try:
-            async with asyncio.timeout(_PATIENCE):
-                answer, fds = await front.call(TraceExemplars())
-            descriptors.close(fds)
+            answer = await front.result_of(TraceExemplars(), _PATIENCE)
             told = msgspec.json.decode(answer, type=list[tuple[str, int, list[tuple[int, int, str, float, float]]]])
-        except (ServingError, TimeoutError, msgspec.MsgspecError):
+        except (ServingError, msgspec.MsgspecError):
             return []
         return [
             ((model, version, front.protocol, kind, bucket), (trace_id, seconds, at))

@@ -15,7 +15,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from tensord.daemon.processes.child import Child, FrontProcess
-from tensord.shm import descriptors
 from tensord.shm.errors import ServingError, Unavailable
 from tensord.shm.operations import AwaitIdle, EndIdleLanes
 
@@ -141,9 +140,9 @@ class Drain:
         """Waits until no request is in flight in this child process, or until it has ended."""
         try:
             if isinstance(child, FrontProcess):
-                descriptors.close((await child.call(AwaitIdle()))[1])
+                await child.result_of(AwaitIdle())
                 return
-            while (await child.call(EndIdleLanes()))[0] != b"0":
+            while await child.result_of(EndIdleLanes()) != b"0":
                 await asyncio.sleep(_LANES_POLL_SECONDS)
         except ServingError as error:
             _log.debug("%s is not waited for: %s", child.name, error)

@@ -183,9 +183,8 @@ class Operations:
     async def _slow(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
         """Returns, by version of a model, why a worker does not answer requests in C; {}: the worker does not say so in time."""
         try:
-            async with asyncio.timeout(_READY_SECONDS):
-                figures = msgspec.json.decode(await _ask(worker, WorkerFigures()), type=Figures)
-        except (ServingError, TimeoutError):
+            figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _READY_SECONDS), type=Figures)
+        except ServingError:
             return {}
         return {
             of.version: {SlowReason[label.upper()].value: count for label, count in of.counts.slow.items()}
@@ -203,7 +202,7 @@ class Operations:
         try:
             async with asyncio.timeout(_STATISTICS_TIMEOUT):
                 answers = await asyncio.gather(
-                    *(_ask(worker, operation) for worker in self._workers.ready()), return_exceptions=True
+                    *(worker.result_of(operation) for worker in self._workers.ready()), return_exceptions=True
                 )
         except TimeoutError:
             raise Unavailable("a worker is too busy to give its statistics") from None
@@ -243,13 +242,6 @@ class Operations:
 
     async def _says_ready(self, worker: WorkerProcess, name: str, number: int) -> bool:
         try:
-            async with asyncio.timeout(_READY_SECONDS):
-                return await _ask(worker, ModelReady(name, number)) == b"true"
-        except (ServingError, TimeoutError):
+            return await worker.result_of(ModelReady(name, number), _READY_SECONDS) == b"true"
+        except ServingError:
             return False
-
-
-async def _ask(worker: WorkerProcess, operation: Operation) -> bytes:
-    result, fds = await worker.call(operation)
-    descriptors.close(fds)
-    return result

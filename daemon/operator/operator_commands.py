@@ -18,7 +18,6 @@ from tensord.daemon.control.push_fields import PushFields
 from tensord.daemon.operator.operations import Operations
 from tensord.daemon.processes.child import Child
 from tensord.daemon.tracing import trace_settings
-from tensord.shm import descriptors
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 from tensord.shm.operations import (
     MAIN_SET,
@@ -157,7 +156,7 @@ class OperatorCommands:
             raise InvalidArgument(f"no worker '{name}' is up")
         at = os.environ.get("STATE_DIRECTORY", "").split(":")[0] or tempfile.gettempdir()
         folder = folder or f"{at}/tensord-profiles-{os.geteuid()}/{name}-{time.strftime('%Y%m%dT%H%M%S')}"
-        descriptors.close((await worker.call(TakeProfile(seconds, folder)))[1])
+        await worker.result_of(TakeProfile(seconds, folder))
         return msgspec.json.encode({"folder": folder})
 
     async def _connections(self) -> bytes:
@@ -228,12 +227,9 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
     A worker whose loop runs a long batch does not answer in time.
     """
     try:
-        async with asyncio.timeout(_LIST_SECONDS):
-            result, fds = await child.call(operation)
-    except (ServingError, TimeoutError):
+        return msgspec.json.decode(await child.result_of(operation, _LIST_SECONDS), type=list[dict[str, Any]])
+    except ServingError:
         return []
-    descriptors.close(fds)
-    return msgspec.json.decode(result, type=list[dict[str, Any]])
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:

@@ -247,6 +247,19 @@ class Child:
             raise from_code(reply.code, reply.message)
         return reply.result, received
 
+    async def result_of(self, operation: Operation, seconds: float | None = None) -> bytes:
+        """Calls an operation whose result comes without file descriptors, and returns the result. Raises ServingError.
+
+        ``seconds``: raise Unavailable if no answer has come by then; None: wait as long as the process lives.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                result, fds = await self.call(operation)
+        except TimeoutError:
+            raise Unavailable(f"{self.name} did not answer within {seconds:g} s") from None
+        descriptors.close(fds)
+        return result
+
     def answered(self, reply: Reply, fds: list[int]) -> None:
         """Passes a reply that the process sent, and its file descriptors, to the ``call`` that waits for it.
 
