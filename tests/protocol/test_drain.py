@@ -19,10 +19,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tensord.protocol import reflection_pb2
+from tensord.shm.channel import ChannelClosed
+from tensord.shm.messages import PreparedRequest
 from tests import repositories, scrapes
 from tests.daemon.clients.lane_client import LaneClient
 from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, tensorctl_status, wait_until
-from tests.protocol.test_client_lane import Lane
+from tests.raw_lane import RawLane, tensor
 
 BODY = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
 REFUSED = "the server is draining: it takes no new requests"
@@ -216,15 +218,28 @@ def test_a_drain_has_its_own_time(serve: Any) -> None:
     assert daemon.stop() == 0
 
 
+def ended(lane: RawLane) -> bool:
+    """Waits for the end of a lane."""
+    with contextlib.suppress(ChannelClosed):
+        while lane.poll(PATIENCE):
+            lane.receive()
+        return False
+    return True
+
+
 def test_lanes_end_once_nothing_is_in_flight_there(serve: Any, tmp_path: Path) -> None:
     daemon: Drained = serve()
     with LaneClient(tmp_path / "clients.sock") as client:
         client.ask(hello={})
         (entry,) = client.open("scale")["lanes"]
-        with contextlib.closing(Lane(client.lanes.pop(entry["lane"]))) as lane:
-            assert lane.infer("scale", np.zeros((1, 4), np.float32))[1] == [[1.0] * 4]
+        with contextlib.closing(RawLane(client.lanes.pop(entry["lane"]))) as lane:
+            x = np.zeros((1, 4), np.float32)
+            lane.ask(PreparedRequest("scale", 0, (tensor("x", x),)), x.tobytes())
+            while not (answers := lane.receive()):
+                assert lane.poll(PATIENCE)
+            assert np.frombuffer(lane.outputs(answers[0])["y"], np.float32).tolist() == [1.0] * 4
             assert daemon.told("drain", "--time", "0", "--wait") == (0, "")
-            assert lane.ended()
+            assert ended(lane)
         assert "the server is draining: it opens no lanes" in str(client.open("scale"))
         assert daemon.told("undrain") == (0, "")
         (entry,) = client.open("scale")["lanes"]
