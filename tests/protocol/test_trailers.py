@@ -1,13 +1,11 @@
-"""Tests what may stand around a chunked body: the protocol's port and the metrics' port accept and refuse the same."""
+"""Tests what may stand around a chunked body."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
 import pytest
 
-from tests import repositories
 from tests.daemon_process import PATIENCE, DaemonProcess
 
 #: Behind the last chunk, and whether it is read.
@@ -51,21 +49,13 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    folder = tmp_path_factory.mktemp("trailers")
-    with DaemonProcess(folder, [repositories.scale_model(folder / "repository")]) as daemon:
-        yield daemon
-
-
 #: A request for ``scale``, behind a blank that is a chunk of its own.
 BODY = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,4],"data":[1,2,3,4]}]}'
 
 
-def status(address: str, request: bytes, size: bytes, trailers: bytes) -> int:
-    host, port = address.rsplit(":", 1)
-    head = request + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with socket.create_connection((host, int(port)), PATIENCE) as sock:
+def status(daemon: DaemonProcess, size: bytes, trailers: bytes) -> int:
+    head = b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", daemon.port), PATIENCE) as sock:
         sock.sendall(head + size + b" \r\n%x\r\n%b\r\n0\r\n" % (len(BODY), BODY) + trailers + b"\r\n")
         answer = sock.makefile("rb").readline()
     return int(answer.split()[1])
@@ -78,7 +68,6 @@ def status(address: str, request: bytes, size: bytes, trailers: bytes) -> int:
         *((size, b"", taken) for size, taken in SIZES.items()),
     ],
 )
-def test_both_ports_read_the_same(daemon: DaemonProcess, size: bytes, trailers: bytes, taken: bool) -> None:
-    got = status(daemon.url, b"POST /v2/models/scale/infer", size, trailers)
+def test_what_is_read(daemon: DaemonProcess, size: bytes, trailers: bytes, taken: bool) -> None:
+    got = status(daemon, size, trailers)
     assert got == 200 if taken else got in (400, 413, 431)
-    assert status(daemon.metrics_url, b"GET /metrics", size, trailers) == got
