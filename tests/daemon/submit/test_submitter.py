@@ -847,29 +847,6 @@ def test_a_worker_dies_under_requests_of_a_kind(setting: Setting) -> None:
     assert [answer.outputs for answer in queued.answers] == [y_of(b"ab")]
 
 
-def test_a_struck_request_of_a_kind_is_answered(setting: Setting) -> None:
-    """By whichever kind of answer."""
-    kind = kind_of(setting)
-    for formed in (False, True):
-        first = setting.open_worker()
-        setting.ready(first)
-        asked = Repeated.ask(setting, kind)
-        setting.turn()
-        first.next()
-        first.page.begin(0, [(INCARNATION, asked.request_id)], 1, 1)
-        first.die()
-        second = setting.open_worker()
-        setting.ready(second)
-        setting.submitter.fence(WorkerFenced(first.incarnation))
-        setting.turn()
-        assert asked.came_whole(second.next(), strikes=1)
-        second.numbered = formed
-        second.complete(asked.request_id, outputs=y_of(b"ab"))
-        while setting.submitter.in_flight():
-            setting.turn()
-        assert [answer.outputs for answer in (*asked.answers, *asked.finals)] == [y_of(b"ab")]
-
-
 def test_what_a_dead_worker_answered_in_kinds_counts(setting: Setting) -> None:
     worker = setting.open_worker()
     setting.ready(worker)
