@@ -38,7 +38,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.prepared import validate_inner
-from tensord.workers.requests.request import Request, controls_of
+from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.threads.inbox import Inbox
 
@@ -195,8 +195,7 @@ class LocalWorker:
         try:
             version = self._models.find(prepared.model, prepared.version)
             if version.sequences is not None:
-                controls = controls_of(own)
-                version = self._models.home(version, controls.correlation_id, controls.start)
+                version = self._models.home(version, own.sequence_id, own.sequence_start)
             request = validate_inner(prepared, own, arrays, outputs, self._submitter, version, now_ns, answers.take)
             answers.request = request
             self._dispatcher.enter(version, request, now_ns)

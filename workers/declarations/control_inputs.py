@@ -3,13 +3,14 @@
     START, END, READY    one of two values that the configuration gives, as INT32, FP32 or BOOL
     CORRID               the correlation id
 
-Each has one element for a request: shape [1], with a batch dimension [1, 1].
+Each has one element for a request: shape [1], with a batch dimension [1, 1]. ``MadeInputs`` are these and the properties of
+requests that model.py asks for.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,10 @@ from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import RequestRecord
+from tensord.workers.declarations.request_inputs import RequestInputs
 from tensord.workers.scheduling.sequence import Asked, Controls
+from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import TensorSpec
 
 _DATATYPES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
@@ -145,3 +149,36 @@ def _constant(shape: tuple[int, ...], spec: TensorSpec, value: Any) -> Array:
     # All requests share the array.
     made.flags.writeable = False
     return made
+
+
+class MadeInputs:
+    """The inputs of one model version that the worker adds to each request: control inputs, and properties of the request."""
+
+    def __init__(self, controls: ControlInputs | None = None, asked: RequestInputs | None = None) -> None:
+        #: Control inputs, of a model with sequences.
+        self.controls = controls
+        #: Properties of requests that model.py asks for.
+        self.asked = asked
+        parts = [part for part in (controls, asked) if part is not None]
+        #: Such inputs by name.
+        self.specs: Mapping[str, TensorSpec] = {name: spec for part in parts for name, spec in part.specs.items()}
+        #: Arrays for a row that no request fills.
+        self.nobody: Mapping[str, Array] = {name: array for part in parts for name, array in part.nobody.items()}
+
+    def arrays(self, request: RequestTensors, own: RequestRecord) -> dict[str, Array]:
+        """Returns the inputs that the worker adds to a request. ``own``: what the request says of itself, such as its priority.
+
+        Raises InvalidArgument: an input's datatype cannot hold the request's value.
+        """
+        made: dict[str, Array] = {}
+        if self.controls is not None:
+            made = self.controls.arrays(request.controls)
+        if self.asked is not None:
+            made |= self.asked.arrays(request.prepared, own, request.rows)
+        return made
+
+    def __bool__(self) -> bool:
+        return bool(self.specs)
+
+    def __repr__(self) -> str:
+        return f"<MadeInputs {', '.join(self.specs)}>"

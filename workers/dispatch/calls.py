@@ -27,7 +27,7 @@ from tensord.workers.models.model_version import AgendaPart, ModelVersion
 from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.requests.inner_request import InnerRequest, not_kept
 from tensord.workers.requests.prepared import validate_inner
-from tensord.workers.requests.request import Moments, Request, controls_of
+from tensord.workers.requests.request import Moments, Request
 from tensord.workers.requests.result import Response, Result
 from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.scheduling.agenda import Agenda
@@ -217,8 +217,7 @@ class Calls:
         if version.loaded.streams and not call.streams:
             raise InvalidArgument(call.hint)
         if version.sequences is not None:
-            controls = controls_of(call.own)
-            version = self._models.home(version, controls.correlation_id, controls.start)
+            version = self._models.home(version, call.own.sequence_id, call.own.sequence_start)
         requests = call.requests
         if requests and all(each.cancelled for each in requests):
             raise Cancelled()

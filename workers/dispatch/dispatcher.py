@@ -48,7 +48,7 @@ from tensord.workers.programs.run_errors import CheckDevice, works
 from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.requests.preparation import Preparation
 from tensord.workers.requests.prepared import validate
-from tensord.workers.requests.request import Request, controls_of, named
+from tensord.workers.requests.request import Request, named
 from tensord.workers.requests.submitter_link import NEVER_LOOKED, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER, Agenda
 from tensord.workers.scheduling.planner import RUN, Refuse, WaitUntil
@@ -162,8 +162,7 @@ class Dispatcher:
         try:
             version = self._models.find(prepared.model, prepared.version)
             if version.sequences is not None:
-                controls = controls_of(record)
-                version = self._models.home(version, controls.correlation_id, controls.start)
+                version = self._models.home(version, record.sequence_id, record.sequence_start)
             request = validate(record, preparation, submitter, version, submitter.segments or self._regions, now_ns)
             if version.joins:
                 version.loaded.join(request)

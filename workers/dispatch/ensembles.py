@@ -156,8 +156,7 @@ class EnsembleRuns:
                 step = graph.steps[number]
                 member = self._models.find(step.model, step.version)
                 if member.sequences is not None:
-                    controls = controls_of(request.own)
-                    member = self._models.home(member, controls.correlation_id, controls.start)
+                    member = self._models.home(member, request.own.sequence_id, request.own.sequence_start)
                 run.members[number] = member
             _check_set(request, run.members.values())
         except ServingError as error:

@@ -15,9 +15,9 @@ from tensord.config import model_checks, model_config
 from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Load
 from tensord.shm.errors import InvalidArgument
+from tensord.workers.declarations.control_inputs import MadeInputs
 from tensord.workers.declarations.declaration import declare_tensors, read_labels
 from tensord.workers.declarations.device_choice import gpus
-from tensord.workers.declarations.made_inputs import MadeInputs
 from tensord.workers.declarations.parameter_declarations import declare_sets, is_on_demand
 from tensord.workers.declarations.request_inputs import request_inputs
 from tensord.workers.declarations.sequence_declaration import SequencePlan, sequence_plan

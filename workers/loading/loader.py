@@ -46,9 +46,8 @@ from tensord.workers.jax_internals.wide import precision
 from tensord.workers.loading.declared_version import DeclaredVersion, VersionLoad, declared_version
 from tensord.workers.loading.ensemble_declaration import load_ensemble
 from tensord.workers.loading.instance_groups import Aside, Starting, compiling_alone
-from tensord.workers.loading.jax_loading import InstancePlan, jitted_model, planned_instances, run_samples
+from tensord.workers.loading.jax_loading import InstancePlan, jitted_model, load_stepped, planned_instances, run_samples
 from tensord.workers.loading.parameters import host_sets, warn_of_keys, warn_of_leaves
-from tensord.workers.loading.step_loading import load_stepped
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.author_error import described_failure, without_frames
 from tensord.workers.models.free_state import program_signature

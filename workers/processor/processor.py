@@ -1,21 +1,241 @@
-"""Implements the execution device for a processor (CPU): large programs use all threads, small programs one thread."""
+"""The processor (CPU) as an execution device: its programs, whose arguments and outputs lie in host memory.
+
+Large programs use all threads, small programs one thread. Outputs are written at their places if possible.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tensord.shm.arena import ALIGNMENT
+from tensord.shm.arrays import Array, address_of
+from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.regions import Region
+from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.parameters.parameter_set import ParameterSets
-from tensord.workers.processor.host_executable import HostExecutable
+from tensord.workers.processor import output_memory
+from tensord.workers.processor.output_memory import OutputMemory
+from tensord.workers.processor.single_run import SingleRun
 from tensord.workers.processor.single_thread import SingleThreadDevice
 from tensord.workers.processor.small_programs import SmallPrograms
-from tensord.workers.programs.executable import Content, Executable, Wanted
+from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted, specs_of
 from tensord.workers.programs.execution_device import Argument, ExecutionDevice, Inputs
-from tensord.workers.programs.gather_buffer import HostInputs
+from tensord.workers.programs.gather_buffer import GatherBuffer, HostInputs, RaggedBuffer
 from tensord.workers.programs.placement import CompiledProgram
+from tensord.workers.regions.places import Places
+from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature
+
+if TYPE_CHECKING:
+    from tensord.shm.lane import WorkerLane
+    from tensord.shm.messages import PreparedTensor
+    from tensord.workers.requests.answer_plan import AnswerPlan
+
+
+#: A range of a file: which one, start, end.
+_Range = tuple[tuple[int, int], int, int]
+
+
+class _Buffers(dict[str, GatherBuffer | RaggedBuffer]):
+    """The buffers in which an executable's batches are gathered, input name -> buffer; each is made when it is first needed."""
+
+    #: Whether the inputs can be gathered here.
+    fit = True
+
+    def __init__(self, wanted: Wanted, signature: Signature) -> None:
+        self._rows = wanted.rows
+        self._batches = signature.batches
+        self._specs = {spec.name: (spec, shape) for spec, shape in specs_of(signature, wanted)}
+
+    def __missing__(self, name: str) -> GatherBuffer | RaggedBuffer:
+        spec, shape = self._specs[name]
+        buffer: GatherBuffer | RaggedBuffer
+        if spec.ragged:
+            buffer = RaggedBuffer(name, shape, spec.dtype)
+        else:
+            buffer = GatherBuffer(name, self._rows, shape, spec.dtype, self._batches)
+        self[name] = buffer
+        return buffer
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, Array]:
+        """The arrays of all buffers, by input name."""
+        return {name: self[name].array for name in self._specs}
+
+    def send(self) -> dict[str, Any]:
+        """Returns the gathered inputs as arguments of the program: the arrays of the buffers themselves, without a copy."""
+        return self.arrays
+
+
+class HostExecutable(Executable):
+    """A compiled program that runs on the processor, with the buffers in which its batches are gathered."""
+
+    def __init__(self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice) -> None:
+        self._buffers = _Buffers(wanted, signature)
+        super().__init__(wanted, signature, program, device, self._buffers)
+        #: Whether requests of several lengths are laid one behind the other.
+        self._laid = signature.ragged
+        #: How XLA allocates its outputs, once a run has shown it.
+        self.memory_of_outputs: OutputMemory | None = None
+
+    def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
+        """Gathers the arguments of a batch. Returns them, and how many bytes were copied.
+
+        The tensors of a single request with as many rows as the program are used without a copy, unless they lie in its record,
+        which is never aligned. XLA copies small unaligned arguments itself; large ones are copied here, which is faster.
+        """
+        arguments: dict[str, Any] = {}
+        copied = 0
+        whole = len(requests) == 1 and requests[0].rows == self.wanted.rows and not (requests[0].small or self._laid)
+        for spec, shape in self._specs:
+            if whole and self._fits(array := requests[0].arrays[spec.name], shape):
+                arguments[spec.name] = array
+            elif self._laid and spec.of_batch is not None:
+                arguments[spec.name] = self._batch_input(spec, shape, requests)
+            else:
+                buffer = self._buffers[spec.name]
+                arguments[spec.name] = buffer.array
+                copied += buffer.fill(requests)
+        return arguments, copied
+
+    def _fits(self, array: Array, shape: tuple[int, ...]) -> bool:
+        """Returns whether a tensor may be used without a copy: in host memory, in the program's shape, and aligned if large.
+
+        ``shape``: of the program's input, without the batch dimension.
+        """
+        if (array.shape[1:] if self._batches else array.shape) != shape or not isinstance(array, np.ndarray):
+            return False
+        return array.nbytes <= 4096 or not array.__array_interface__["data"][0] % ALIGNMENT
+
+    def _compute(
+        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
+    ) -> RunOutputs:
+        made = self.computed(parameters, arguments, {} if places is None else places.addresses)
+        outputs = self.outputs(made, requests)
+        if places is not None:
+            places.written = self.written(outputs.arrays, places.addresses)
+        return outputs
+
+    def computed(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
+        """Runs the program. Returns its outputs by name, which may not be computed yet.
+
+        Learns from the run how XLA allocates the outputs, if that is not known.
+
+        ``addresses``: output name -> address of the memory that XLA should write the output to; not heeded by a run that learns.
+        """
+        learned = self.memory_of_outputs
+        if learned is None and self.placement.several is None and output_memory.attached():
+            run = functools.partial(self.call, parameters, arguments)
+            made, self.memory_of_outputs = output_memory.watched(run, self._signature.outputs)
+            return made
+        if learned is not None and addresses:
+            return learned.run(functools.partial(self.call, parameters, arguments), addresses)
+        return self.call(parameters, arguments)
+
+    def outputs(self, made: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
+        """Waits until all outputs are computed and returns them. Only then may the memory of the run's inputs be changed."""
+        arrays = {name: np.asarray(made[name]) for name in self._signature.outputs}
+        return RunOutputs(arrays, [*arrays.values()])
+
+    # -------------------------------------------------------------------------------------------------------- outputs in place
+
+    def sizes(self, requests: Sequence[RequestTensors], whole: bool) -> Mapping[str, int] | None:
+        if self.memory_of_outputs is None or not whole:
+            return None
+        sizes = self.memory_of_outputs.sizes
+        return sizes if max(sizes.values(), default=0) >= output_memory.WORTH else None
+
+    def offer(self, places: Places) -> None:
+        """Chooses the places to which the next run is to write large outputs directly, and stores them in ``places``.
+
+        Only aligned places are chosen. A client can read and change its region while the program runs. So outputs go directly to
+        regions only for programs that write nothing else to their outputs' memory, and not to bytes that the request also reads
+        or writes otherwise.
+        """
+        outputs = self.memory_of_outputs
+        if outputs is None:
+            return
+        used, offerable = _ranges(places) if places.in_regions else [], outputs.offerable
+        for name, size in places.sizes.items():
+            memory = places.memory(name) if name in offerable and size >= output_memory.WORTH else None
+            address = 0 if memory is None else address_of(memory)
+            if memory is None or address % ALIGNMENT:
+                continue
+            if name in places.in_regions:
+                place, region = places.in_regions[name]
+                assert isinstance(region, Region)
+                # The range itself is one of the used ranges, so one overlap is always found.
+                if not self.plain or _overlapping(_range(region, place.offset, size), used) > 1:
+                    continue
+            places.offered[name] = memory
+            places.addresses[name] = address
+
+    def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
+        """Returns the names of the outputs that XLA has written to the addresses that it should write them to.
+
+        Args:
+          outputs: the outputs of the run.
+          addresses: output name -> address. If an output lies elsewhere, the next run learns again how XLA allocates the outputs.
+        """
+        found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
+        if len(found) < len(addresses):
+            self.memory_of_outputs = None
+        return found
+
+    def settle(self, places: Places) -> None:
+        """Ends the offer to XLA of memory in ``places`` for outputs, so that the memory can be used for something else.
+
+        Called after the answer. If an array still lies there, that memory is never unmapped, and the outputs of later runs are
+        copied to their places.
+        """
+        for name, memory in places.offered.items():
+            self.give_up(places.addresses[name], memory)
+        places.offered.clear()
+
+    def give_up(self, address: int, memory: memoryview) -> None:
+        """Checks that no array lies any more in memory that XLA was to write an output to.
+
+        If one does, the memory is never unmapped, and outputs of later runs are copied to their places. ``address``: of
+        ``memory``.
+        """
+        if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
+            self.memory_of_outputs.refuse()
+
+    def single_run(
+        self,
+        lane: WorkerLane,
+        inputs: Iterable[tuple[PreparedTensor, int]],
+        plan: AnswerPlan,
+        names: Mapping[int, str],
+        rows: int,
+        regions: Mapping[str, Region],
+    ) -> SingleRun | None:
+        run = SingleRun(self, lane, inputs, plan, names, rows, regions)
+        return run if run.is_aligned else None
+
+    def __repr__(self) -> str:
+        return f"<HostExecutable {self.wanted}>"
+
+
+def _ranges(places: Places) -> list[_Range]:
+    """Returns the ranges (file, start, end) of host regions that a request reads (inputs) and writes (outputs)."""
+    written = [(region, place.offset, places.sizes[name]) for name, (place, region) in places.in_regions.items()]
+    used = [*places.read, *written]
+    return [_range(region, offset, size) for region, offset, size in used if not isinstance(region, CudaRegion)]
+
+
+def _range(region: Region | SnapshotRegion, offset: int, byte_size: int) -> _Range:
+    start = region.offset + offset
+    return region.file, start, start + byte_size
+
+
+def _overlapping(one: _Range, others: list[_Range]) -> int:
+    file, start, end = one
+    return sum([file == other and start < other_end and begin < end for other, begin, other_end in others])
 
 
 class Processor(ExecutionDevice):

@@ -1,6 +1,6 @@
 """Runs a compiled program of a model version on batches, which are gathered in memory that belongs to the program.
 
-Where that memory is, and how outputs leave the device, depends on the device: ``workers/processor/host_executable.py``,
+Where that memory is, and how outputs leave the device, depends on the device: ``workers/processor/processor.py``,
 ``workers/gpu/gpu.py``.
 """
 

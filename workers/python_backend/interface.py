@@ -31,8 +31,11 @@ from tensord.workers.python_backend.request import (
     MemoryType,
     PreferredMemory,
 )
-from tensord.workers.python_backend.response import InferenceResponse
-from tensord.workers.python_backend.response_sender import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponseSender
+from tensord.workers.python_backend.response import (
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+    InferenceResponse,
+    InferenceResponseSender,
+)
 from tensord.workers.python_backend.services import (
     COUNTER,
     GAUGE,

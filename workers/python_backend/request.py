@@ -18,8 +18,7 @@ from tensord.workers.calls.asking import check_sequence
 from tensord.workers.calls.call import ModelCall
 from tensord.workers.python_backend.calls import ResponseIterator, answer_of, call_of, first_answer, one_response
 from tensord.workers.python_backend.errors import TritonModelException
-from tensord.workers.python_backend.response import InferenceResponse, checked_parameters
-from tensord.workers.python_backend.response_sender import InferenceResponseSender
+from tensord.workers.python_backend.response import InferenceResponse, InferenceResponseSender, checked_parameters
 from tensord.workers.python_backend.tensors import Tensor
 from tensord.workers.requests.timeline import RequestTimeline
 

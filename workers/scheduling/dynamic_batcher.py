@@ -17,13 +17,12 @@ shape comes, because its queue is one line: there, it can grow no further.)
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tensord.shm.errors import ServingError
-from tensord.workers.scheduling.planner import RUN, Decision, Refuse, WaitUntil
-from tensord.workers.scheduling.queue import QueuePlanner, RequestQueue, W, shapes_of
+from tensord.workers.scheduling.planner import RUN, Decision, QueuePlanner, Refuse, WaitUntil
+from tensord.workers.scheduling.queue import RequestQueue, W, shapes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,7 @@ class Company(NamedTuple):
 
 
 class DynamicBatcher(QueuePlanner[W]):
-    """Makes batches of the requests in the queue of one model version; delays requests as ``BatchRules`` say, to fill batches.
-
-    Implements ``Planner``, which says what its methods do.
-    """
+    """Makes batches of the requests in the queue of one model version; delays requests as ``BatchRules`` say, to fill batches."""
 
     def __init__(self, rules: BatchRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
@@ -72,22 +68,6 @@ class DynamicBatcher(QueuePlanner[W]):
         self._changed: set[Hashable] = set()
         if self.delays:
             queue.changed = self._changed
-
-    @property
-    def lives(self) -> bool:
-        """Always False: the dispatcher need not call ``decide`` while no request waits."""
-        return False
-
-    def done(self, requests: Iterable[W], now_ns: int) -> None:
-        """Does nothing when requests have run, because no other request waits for their end."""
-
-    def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Returns an empty list: no other request fails because one that ``take`` returned will never run."""
-        return []
-
-    def stop(self) -> None:
-        """Stops delaying requests, because the worker is about to end: requests that still come run at once."""
-        self.end_delays()
 
     def at_once(self, key: Hashable) -> Sequence[range]:
         if not self._rules.joins or self._rules.delay_ns:
@@ -120,7 +100,7 @@ class DynamicBatcher(QueuePlanner[W]):
             self._changed.add(key)
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
-        # As ``planner.decide``, which asks three others for what is at hand here.
+        # As ``Planner.decide``, which asks three others for what is at hand here.
         expiries = self._queue.expiries
         if expiries and expiries[0][0] <= now_ns:
             return Refuse(self.tick(now_ns))

@@ -1,4 +1,4 @@
-"""Defines the interface of planners, which decide which requests of one model version run together, and when.
+"""Defines planners, which decide which requests of one model version run together, and when.
 
 A planner is a ``DynamicBatcher``, ``SequenceBatcher`` or ``StepBatcher``; ``tensord.workers.dispatch.dispatcher`` carries out its
 decisions.
@@ -19,11 +19,12 @@ that do, each with the error that answers it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from tensord.shm.errors import ServingError
-from tensord.workers.scheduling.queue import Replacement, Waiting
+from tensord.shm.errors import Cancelled, DeadlineExceeded, ServingError, Unavailable
+from tensord.workers.scheduling.queue import Replacement, RequestQueue, Waiting
 
 P = TypeVar("P", bound=Waiting)
 
@@ -52,88 +53,127 @@ class Refuse(NamedTuple, Generic[P]):
     answers: list[tuple[P, ServingError]]
 
 
-class Planner(Protocol[P]):
+Decision = Run | WaitUntil | Refuse[P] | None
+
+
+class Planner(ABC, Generic[P]):
     """Decides which requests to one model version run together and when; the dispatcher asks it and carries out its decisions."""
 
+    #: A function that queues a request. It returns a ``Replacement`` if the request replaces an older one, else None.
+    #:
+    #: It raises InvalidArgument: the request fits no sequence; Unavailable: there is no room. Then nothing has changed.
+    arrived: Callable[[P], Replacement[P] | None]
+
+    @abstractmethod
     def __len__(self) -> int:
         """Returns how many requests wait."""
 
-    @property
-    def arrived(self) -> Callable[[P], Replacement[P] | None]:
-        """A function that queues a request. It returns a ``Replacement`` if a newer request replaces an older one, else None.
-
-        It raises InvalidArgument: the request fits no sequence; Unavailable: there is no room. Then nothing has changed.
-        """
-
+    @abstractmethod
     def cancelled(self, request: P) -> list[tuple[P, ServingError]]:
         """Cancels a waiting request; a running one goes on. Returns all requests that will not run now, each with its error."""
 
+    @abstractmethod
     def tick(self, now_ns: int) -> list[tuple[P, ServingError]]:
         """Removes requests that waited too long. Returns each with the error that answers it."""
 
     @property
+    @abstractmethod
     def next_tick_ns(self) -> int:
         """The earliest time at which ``tick`` may have something to do, in ns; 0: never."""
 
     @property
     def lives(self) -> bool:
-        """True while the dispatcher must go on to call ``decide`` although no request waits."""
+        """True while the dispatcher must go on to call ``decide`` although no request waits; by default never."""
+        return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
         """Returns what to do for a free instance: run a batch, refuse requests that waited too long, or wait until a time.
 
-        None: nothing before a request comes or a run ends.
+        None: nothing before a request comes or a run ends. Refused requests are removed.
         """
+        tick_ns = self.next_tick_ns
+        if 0 < tick_ns <= now_ns:
+            return Refuse(self.tick(now_ns))
+        due_ns = self.due_ns(instance)
+        if due_ns is not None and due_ns <= now_ns:
+            return RUN
+        if due_ns is None:
+            return WaitUntil(tick_ns) if tick_ns else None
+        return WaitUntil(min(due_ns, tick_ns or due_ns))
 
+    @abstractmethod
     def due_ns(self, instance: int = 0) -> int | None:
         """Returns when an instance's next batch should run, or None while no request waits for it."""
 
+    @abstractmethod
     def take(self, now_ns: int, instance: int = 0) -> list[P]:
         """Removes and returns the requests of a free instance's next batch; empty if no batch is due."""
 
     def done(self, requests: Iterable[P], now_ns: int) -> None:
-        """Marks requests as run, successfully or not: the next ones of their sequences may run."""
+        """Marks requests as run, successfully or not, for whom others wait. By default none waits for their end."""
 
     def dropped(self, request: P, now_ns: int) -> list[tuple[P, ServingError]]:
         """Drops a request that ``take`` returned and that will never run.
 
-        Returns requests that fail because of that, such as later ones of its sequence, each with its error.
+        Returns requests that fail because of that, such as later ones of its sequence, each with its error; by default none.
         """
+        return []
 
+    @abstractmethod
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
         """Queues requests again that ``take`` returned and that could not run. Returns those that fail instead, with errors."""
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow.
+
+        By default requests share no batch.
+        """
 
     def at_once(self, key: Hashable) -> Sequence[range]:
         """Returns which numbers of waiting rows with this batching key are a batch as they are, in ascending ranges.
 
-        ``take`` divides those between. The last is the most that share a batch. Empty: they are delayed, or never share one.
+        ``take`` divides those between. The last is the most that share a batch. Empty, the default: they are delayed, or never
+        share one.
         """
+        return ()
 
     def end_delays(self) -> None:
-        """Stops delaying requests for fuller batches, because no more requests will come."""
+        """Stops delaying requests for fuller batches, because no more requests will come. By default none is delayed."""
 
     def stop(self) -> None:
         """Prepares for the end of the worker: no request is delayed any more, and new sequences are refused."""
+        self.end_delays()
 
 
-Decision = Run | WaitUntil | Refuse[P] | None
+class QueuePlanner(Planner[P]):
+    """Base of planners whose requests wait in a ``RequestQueue``; implements the arrival, cancellation and expiry of requests."""
 
+    def __init__(self, queue: RequestQueue[P]) -> None:
+        self._queue = queue
+        self.arrived = queue.push
 
-def decide(planner: Planner[P], now_ns: int, instance: int) -> Decision[P]:
-    """Implements ``Planner.decide``: compares the time with when the planner's next batch is due and when a request expires.
+    def __len__(self) -> int:
+        return self._queue.size
 
-    Returns whether to run a batch, refuse requests (which are then removed from the planner), or wait until a time; None: wait
-    for a request or the end of a run.
-    """
-    tick_ns = planner.next_tick_ns
-    if 0 < tick_ns <= now_ns:
-        return Refuse(planner.tick(now_ns))
-    due_ns = planner.due_ns(instance)
-    if due_ns is not None and due_ns <= now_ns:
-        return RUN
-    if due_ns is None:
-        return WaitUntil(tick_ns) if tick_ns else None
-    return WaitUntil(min(due_ns, tick_ns or due_ns))
+    def cancelled(self, request: P) -> list[tuple[P, ServingError]]:
+        """Cancels a waiting request. Returns it with its error; nothing if it does not wait in the queue."""
+        return [(request, Cancelled())] if self._queue.remove(request) else []
+
+    def tick(self, now_ns: int) -> list[tuple[P, ServingError]]:
+        return [
+            (
+                request,
+                DeadlineExceeded() if 0 < request.deadline_ns <= now_ns else Unavailable("Request timeout expired"),
+            )
+            for request in self._queue.expire(now_ns)
+        ]
+
+    @property
+    def next_tick_ns(self) -> int:
+        """The earliest time at which ``tick`` may find an expired request, in ns; 0: none can expire."""
+        expiries = self._queue.expiries
+        return expiries[0][0] if expiries else 0
+
+    def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
+        """Queues requests again that were taken but could not run. Returns those that newer ones replace, each with its error."""
+        return [(replacement.old, replacement.error) for replacement in self._queue.restore(requests)]

@@ -27,7 +27,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from tensord.shm.errors import Cancelled, DeadlineExceeded, Replaced, ServingError, Unavailable
+from tensord.shm.errors import Replaced, Unavailable
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -545,40 +545,6 @@ class RequestQueue(Generic[W]):
 
     def __repr__(self) -> str:
         return f"<RequestQueue {self.size} waiting, {len(self._rows)} keys>"
-
-
-class QueuePlanner(Generic[W]):
-    """Base of planners whose requests wait in a ``RequestQueue``; implements the arrival, cancellation and expiry of requests."""
-
-    def __init__(self, queue: RequestQueue[W]) -> None:
-        self._queue = queue
-        self.arrived = queue.push
-
-    def __len__(self) -> int:
-        return self._queue.size
-
-    def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
-        """Cancels a waiting request. Returns it with its error; nothing if it does not wait in the queue."""
-        return [(request, Cancelled())] if self._queue.remove(request) else []
-
-    def tick(self, now_ns: int) -> list[tuple[W, ServingError]]:
-        return [
-            (
-                request,
-                DeadlineExceeded() if 0 < request.deadline_ns <= now_ns else Unavailable("Request timeout expired"),
-            )
-            for request in self._queue.expire(now_ns)
-        ]
-
-    @property
-    def next_tick_ns(self) -> int:
-        """The earliest time at which ``tick`` may find an expired request, in ns; 0: none can expire."""
-        expiries = self._queue.expiries
-        return expiries[0][0] if expiries else 0
-
-    def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
-        """Queues requests again that were taken but could not run. Returns those that newer ones replace, each with its error."""
-        return [(replacement.old, replacement.error) for replacement in self._queue.restore(requests)]
 
 
 def _first(waiting: OrderedDict[int, W]) -> W:

@@ -8,10 +8,10 @@ Pure. ``tensord.workers.dispatch.dispatcher`` calls it, runs the batches, and an
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING
 
 from tensord.shm.errors import Cancelled, ServingError
-from tensord.workers.scheduling.planner import Decision, decide
+from tensord.workers.scheduling.planner import Planner
 from tensord.workers.scheduling.sequence import Asked, LiveSequence, S, state_lost
 from tensord.workers.scheduling.sequence_table import TIMED_OUT, SequenceRules, SequenceTable
 from tensord.workers.scheduling.strategies import Strategy
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tensord.workers.models.sequence_register import RegisteredSequences
 
 
-class SequenceBatcher(Generic[S]):
+class SequenceBatcher(Planner[S]):
     """Plans which requests of sequences of one model version run together, on which instance, and when; a ``Planner``."""
 
     def __init__(
@@ -150,14 +150,6 @@ class SequenceBatcher(Generic[S]):
     def next_tick_ns(self) -> int:
         return self.table.next_tick_ns
 
-    @property
-    def lives(self) -> bool:
-        """Always False: ``decide`` need not be called while no request waits; ``Expiry`` ends sequences silent for too long."""
-        return False
-
-    def decide(self, now_ns: int, instance: int = 0) -> Decision[S]:
-        return decide(self, now_ns, instance)
-
     def due_ns(self, instance: int = 0) -> int | None:
         """Returns when an instance's next batch should run, or None while none of its sequences is ready."""
         return self._strategies[instance].due_ns()
@@ -167,7 +159,7 @@ class SequenceBatcher(Generic[S]):
 
         Each returned request has its ``slot`` set; with Triton's strategy "direct" they are in the order of their slots.
         """
-        return [self.table.take(live) for live in self._strategies[instance].take(now_ns)]
+        return [self.table.take(request.live) for request in self._strategies[instance].take(now_ns)]
 
     def limit(self, key: Hashable, rows: int) -> None:
         for strategy in self._strategies:

@@ -15,13 +15,13 @@ that has got the slot since.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
 from tensord.shm.errors import ServingError
-from tensord.workers.scheduling.planner import Decision, decide
-from tensord.workers.scheduling.queue import QueuePlanner, RequestQueue, W
+from tensord.workers.scheduling.planner import QueuePlanner
+from tensord.workers.scheduling.queue import RequestQueue, W
 
 #: Steps on their way to the device, or on it.
 AHEAD = 2
@@ -90,7 +90,10 @@ class SlotAnswer(NamedTuple, Generic[W]):
 
 
 class StepBatcher(QueuePlanner[W]):
-    """Plans, for one version of a model that runs requests step by step, which of them get a slot, and which join each step."""
+    """Plans, for one version of a model that runs requests step by step, which of them get a slot, and which join each step.
+
+    Its decision ``Run`` stands for giving slots to waiting requests.
+    """
 
     def __init__(self, rules: StepRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
@@ -121,10 +124,6 @@ class StepBatcher(QueuePlanner[W]):
     def lives(self) -> bool:
         """True while a request has a slot, or the results of a step on the device are not read yet."""
         return bool(self._holders) or self._on_their_way > 0
-
-    def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
-        # ``Run`` stands for giving slots to waiting requests.
-        return decide(self, now_ns, instance)
 
     def due_ns(self, instance: int = 0) -> int | None:
         """Returns when the next requests should get slots, or None while none waits or no slot is free."""
@@ -167,19 +166,6 @@ class StepBatcher(QueuePlanner[W]):
         """
         self.done(requests, now_ns)
         return super().restore(requests, now_ns)
-
-    def limit(self, key: Hashable, rows: int) -> None:
-        """Does nothing: requests to a stepped model have slots and do not share batches, so no batch has to be limited."""
-
-    def at_once(self, key: Hashable) -> Sequence[range]:
-        """Always returns nothing: requests to a stepped model have slots and do not share batches."""
-        return ()
-
-    def end_delays(self) -> None:
-        """Does nothing: requests to a stepped model are never delayed for fuller batches."""
-
-    def stop(self) -> None:
-        """Does nothing: requests that wait or run when the worker is about to end still run."""
 
     # ------------------------------------------------------------------------------------------------------------ slots
 

@@ -79,8 +79,8 @@ class DirectBatcher(Generic[S]):
         oldest_ns = min(live.waiting[0].arrived_ns for live in self._ready)
         return oldest_ns if len(self._ready) >= self._rules.enough else oldest_ns + self._delay_ns
 
-    def take(self, now_ns: int) -> list[LiveSequence[S]]:
-        """Removes and returns the sequences of the next batch, in the order of their slots; empty if no batch is due."""
+    def take(self, now_ns: int) -> list[S]:
+        """Removes and returns the requests of the next batch, in the order of their slots; empty if no batch is due."""
         due_ns = self.due_ns()
         if due_ns is None or (self._delay_ns and due_ns > now_ns):
             return []
@@ -89,7 +89,7 @@ class DirectBatcher(Generic[S]):
         del chosen[self._limits.get(key, len(chosen)) :]
         for live in chosen:
             del self._ready[live]
-        return sorted(chosen, key=_number)
+        return [live.waiting[0] for live in sorted(chosen, key=_number)]
 
     def check_invariants(self) -> None:
         """Asserts, for tests, that ready sequences have different slots."""
@@ -105,15 +105,14 @@ def _number(live: LiveSequence[S]) -> int:
     return live.slot.number
 
 
-class OldestBatcher(Generic[S]):
+class OldestBatcher(DynamicBatcher[S]):
     """Makes one instance's batches for Triton's strategy "oldest": of those requests of its sequences that have waited longest.
 
-    They are batched like those of a model without sequences (``DynamicBatcher``).
+    They are batched like those of a model without sequences.
     """
 
     def __init__(self, rules: BatchRules) -> None:
-        self._queue: RequestQueue[S] = RequestQueue(_UNBOUNDED)
-        self._batcher = DynamicBatcher(rules, self._queue)
+        super().__init__(rules, RequestQueue(_UNBOUNDED))
 
     def ready(self, live: LiveSequence[S]) -> None:
         self._queue.push(live.waiting[0])
@@ -121,31 +120,12 @@ class OldestBatcher(Generic[S]):
     def withdraw(self, live: LiveSequence[S]) -> None:
         self._queue.remove(live.waiting[0])
 
-    def limit(self, key: Hashable, rows: int) -> None:
-        self._batcher.limit(key, rows)
-
-    def at_once(self, key: Hashable) -> Sequence[range]:
-        return self._batcher.at_once(key)
-
-    def end_delays(self) -> None:
-        self._batcher.end_delays()
-
-    def due_ns(self) -> int | None:
-        return self._batcher.due_ns()
-
-    def take(self, now_ns: int) -> list[LiveSequence[S]]:
-        """Removes and returns the sequences of the next batch, the one with the oldest request first; empty if none is due."""
-        return [request.live for request in self._batcher.take(now_ns)]
-
     def check_invariants(self) -> None:
         """Asserts, for tests, that each sequence has at most one request in this batcher's queue."""
-        self._batcher.check_invariants()
+        super().check_invariants()
         requests = self._queue.requests()
         assert len({request.live for request in requests}) == len(requests)
         assert all(request.live.ready and request.live.waiting[0] is request for request in requests)
-
-    def __repr__(self) -> str:
-        return f"<OldestBatcher over {self._batcher!r}>"
 
 
 Strategy = DirectBatcher[S] | OldestBatcher[S]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tensord.shm.arrays import DTYPES
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.dispatch.classification import classify
+from tensord.workers.dispatch.answers import classify
 from tensord.workers.tensors.signature import TensorSpec
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.workers.processor.host_executable import HostExecutable
+from tensord.workers.processor.processor import HostExecutable
 from tensord.workers.programs.grouped_program import GroupedProgram
 from tests.records import Tensor
 from tests.repositories import write_model

@@ -25,9 +25,8 @@ from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.dispatch.answers import find_places
 from tensord.workers.native.extensions import available
 from tensord.workers.processor import output_memory
-from tensord.workers.processor.host_executable import HostExecutable
 from tensord.workers.processor.output_memory import OutputMemory
-from tensord.workers.processor.processor import Processor
+from tensord.workers.processor.processor import HostExecutable, Processor
 from tensord.workers.programs.executable import Wanted
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.regions.places import Places

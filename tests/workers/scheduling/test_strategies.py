@@ -11,7 +11,8 @@ from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules
 def ready(batcher: DirectBatcher[Sequenced], number: int, key: str, arrived_ns: int) -> LiveSequence[Sequenced]:
     live: LiveSequence[Sequenced] = LiveSequence(number + 1, number)
     live.slot = Slot(number, 0)
-    live.waiting.append(Sequenced(key, arrived_ns, Controls(number + 1, True, False)))
+    live.waiting.append(request := Sequenced(key, arrived_ns, Controls(number + 1, True, False)))
+    request.live = live
     batcher.ready(live)
     return live
 
@@ -41,7 +42,7 @@ def test_decisions(
         ready(batcher, *each)
     batcher.check_invariants()
     assert batcher.due_ns() == due, why
-    assert [live.slot.number for live in batcher.take(now) if live.slot] == batch, why
+    assert [request.live.slot.number for request in batcher.take(now) if request.live.slot] == batch, why
 
 
 def test_no_more_rows_than_are_compiled() -> None:
@@ -49,9 +50,9 @@ def test_no_more_rows_than_are_compiled() -> None:
     for number in (3, 1, 2):
         ready(batcher, number, "a", number)
     batcher.limit("a", 2)
-    assert [live.correlation_id for live in batcher.take(9)] == [2, 4]
+    assert [request.live.correlation_id for request in batcher.take(9)] == [2, 4]
     batcher.limit("a", 0)
-    assert [live.correlation_id for live in batcher.take(9)] == [3]
+    assert [request.live.correlation_id for request in batcher.take(9)] == [3]
 
 
 def test_who_is_withdrawn_is_not_taken() -> None:
