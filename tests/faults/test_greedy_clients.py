@@ -9,7 +9,6 @@ import contextlib
 import gzip
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,8 +20,9 @@ from tritonclient.grpc import service_pb2
 
 from tensord.daemon.grpc import frames
 from tests import repositories
-from tests.daemon.grpc.frame_client import STREAM, FrameClient, prefixed
+from tests.daemon.grpc.frame_client import FrameClient, prefixed
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.faults.ordinary import Ordinary
 
 MIB = 1 << 20
 #: All that an arena holds.
@@ -66,52 +66,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, reque
         assert "Traceback" not in running.log
 
 
-class Neighbour:
-    """Asks all the time over both protocols, small requests and some of ``byte_size``; counts what is not as it should be."""
-
-    def __init__(self, daemon: DaemonProcess, byte_size: int) -> None:
-        self.answers = 0
-        self.wrong: list[str] = []
-        self._stop = threading.Event()
-        self._urls = daemon.url, daemon.grpc_url
-        self._values = np.arange(byte_size, dtype=np.uint32).astype(np.uint8)
-        self._threads = [threading.Thread(target=self._run, args=(kind,)) for kind in (httpclient, grpcclient)]
-
-    def __enter__(self) -> Neighbour:
-        for thread in self._threads:
-            thread.start()
-        wait_until(lambda: self.answers >= 4, "the neighbour's first answers")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self, kind: Any) -> None:
-        timeouts = {"network_timeout": PATIENCE, "connection_timeout": PATIENCE} if kind is httpclient else {}
-        with kind.InferenceServerClient(self._urls[kind is grpcclient], **timeouts) as client:
-            small = kind.InferInput("x", [1, 4], "FP32")
-            small.set_data_from_numpy(np.array([[1, 2, 3, 4]], np.float32))
-            larger = kind.InferInput("x", [len(self._values)], "UINT8")
-            larger.set_data_from_numpy(self._values)
-            while not self._stop.wait(0.005):
-                try:
-                    good = client.infer("scale", [small]).as_numpy("y").tolist() == [[4, 7, 10, 13]]
-                    good = good and bool((client.infer("echo_uint8", [larger]).as_numpy("y") == self._values).all())
-                except Exception as error:
-                    self.wrong.append(repr(error))
-                else:
-                    self.wrong += [] if good else ["another answer"]
-                self.answers += 1
-
-    def goes_on(self, count: int = 10) -> None:
-        """Returns when it was answered so often again."""
-        before = self.answers
-        wait_until(lambda: self.answers >= before + count or self.wrong, "the neighbour to be answered")
-        assert not self.wrong
-
-
 def everything_is_free(daemon: DaemonProcess) -> None:
     """Checks that all memory of the request arena and of the response arena can be used again, by one client."""
     with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
@@ -136,39 +90,18 @@ def grpc_port(daemon: DaemonProcess) -> int:
     return int(daemon.grpc_url.split(":")[1])
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_grpc_clients_that_give_no_window(daemon: DaemonProcess, streamed: bool) -> None:
-    """1. two connections without a window ask for several times the arena; 2. the neighbour goes on; 3. they leave."""
-    with Neighbour(daemon, 20_000) as neighbour:
-        clients = [FrameClient(grpc_port(daemon), ((frames.INITIAL_WINDOW_SIZE, 0),)) for _ in range(2)]
-        for client in clients:
-            if streamed:
-                stream = client.open(STREAM)
-                for _ in range(100):
-                    client.data(stream, prefixed(wants_large()))
-            else:
-                for _ in range(100):
-                    client.call(wants_large())
-            client.synchronise()
-        neighbour.goes_on(40)
-        for client in clients:
-            client.sock.close()
-        neighbour.goes_on()
-    everything_is_free(daemon)
-
-
 def test_a_grpc_client_that_takes_its_answers_late(daemon: DaemonProcess) -> None:
     """All of them come in the end, though they are several times what its connection may hold."""
-    with Neighbour(daemon, 20_000) as neighbour:
+    with Ordinary(daemon) as neighbour:
         with FrameClient(grpc_port(daemon), ((frames.INITIAL_WINDOW_SIZE, 0),)) as client:
             calls = [client.call(wants_large()) for _ in range(40)]
             client.synchronise()
-            neighbour.goes_on()
+            neighbour.go_on()
             client.send(frames.settings(((frames.INITIAL_WINDOW_SIZE, 2 * LARGE),)))
             for number in calls:
                 assert client.answer(number).status == 0
                 client.send(frames.window_update(0, LARGE))
-        neighbour.goes_on()
+        neighbour.go_on()
     everything_is_free(daemon)
 
 
@@ -218,15 +151,6 @@ def not_reading(daemon: DaemonProcess, count: int, requests: int = 1) -> Iterato
         yield socks
 
 
-@pytest.mark.parametrize(("count", "requests"), [(40, 1), (2, 60)])
-def test_http_clients_that_do_not_read(daemon: DaemonProcess, count: int, requests: int) -> None:
-    with Neighbour(daemon, 20_000) as neighbour:
-        with not_reading(daemon, count, requests):
-            neighbour.goes_on(40)
-        neighbour.goes_on()
-    everything_is_free(daemon)
-
-
 def announced(byte_size: int, binary: bool) -> bytes:
     """Builds the head of a request with a body of that size."""
     extra = "Inference-Header-Content-Length: 100\r\n" if binary else ""
@@ -236,21 +160,6 @@ def announced(byte_size: int, binary: bool) -> bytes:
 
 
 SLOW = {"http": {"min_rate": 100_000}, "grpc": {"min_rate": 100_000}}
-
-
-@pytest.mark.parametrize("daemon", [{}, {"http": {"max_collected_byte_size": 16 * MIB}}], indirect=True)
-@pytest.mark.parametrize("binary", [True, False])
-def test_http_bodies_that_are_announced_and_hardly_come(daemon: DaemonProcess, binary: bool) -> None:
-    """1. heads for several times the arena come, and some bytes of each body; 2. the neighbour's requests of 1 MiB go on."""
-    with Neighbour(daemon, MIB) as neighbour, contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port))) for _ in range(20)]
-        for sock in socks:
-            sock.sendall(announced(8 * MIB, binary))
-        for _ in range(4):
-            for sock in socks:
-                sock.sendall(bytes(1000))
-            neighbour.goes_on(4)
-    everything_is_free(daemon)
 
 
 @pytest.mark.parametrize("daemon", [SLOW], indirect=True)
@@ -263,20 +172,6 @@ def test_http_bodies_below_the_least_rate(daemon: DaemonProcess) -> None:
             assert sock.recv(12) == b"HTTP/1.1 408"
             answer = sock.recv(10_000)
             assert b"the request body came at fewer than 100000 bytes a second" in answer
-    everything_is_free(daemon)
-
-
-@pytest.mark.parametrize("connections", [1, 20])
-def test_grpc_messages_that_are_announced_and_hardly_come(daemon: DaemonProcess, connections: int) -> None:
-    with Neighbour(daemon, MIB) as neighbour, contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(FrameClient(grpc_port(daemon))) for _ in range(connections)]
-        whole = prefixed(large_message())
-        for number in range(20):
-            client = clients[number % connections]
-            client.data(client.open(), whole[:100_000])
-        for client in clients:
-            client.synchronise()
-        neighbour.goes_on(10)
     everything_is_free(daemon)
 
 

@@ -205,19 +205,6 @@ def test_timestamps_and_tensors_of_a_request(daemon: DaemonProcess, client: trit
     assert client.get_trace_settings()["trace_count"] == "0"
 
 
-def test_rate_and_model(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
-    path = daemon.folder / "trace.json"
-    before = written(path).keys()
-    client.update_trace_settings("scale", {"trace_level": ["TIMESTAMPS"], "trace_rate": "3"})
-    assert client.get_trace_settings()["trace_level"] == ["OFF"]
-    for _ in range(9):
-        ask(client)
-    wait_until(lambda: len(written(path)) == len(before) + 3, "three traces", daemon)
-    new = [entries for number, entries in written(path).items() if number not in before]
-    assert {entries[0]["model_name"] for entries in new} == {"scale"}
-    assert not any("tensor" in entry for entries in new for entry in entries)
-
-
 def test_an_error_is_traced_as_far_as_it_came(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
     path = daemon.folder / "trace.json"
     before = written(path).keys()
@@ -229,23 +216,6 @@ def test_an_error_is_traced_as_far_as_it_came(daemon: DaemonProcess, client: tri
     names = [stamp["name"] for entry in entries for stamp in entry.get("timestamps", ())]
     assert names[-3:] == ["REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END"]
     assert "COMPUTE_START" not in names
-
-
-def test_so_many_traces_a_file(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
-    client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "log_frequency": "2"})
-    for _ in range(5):
-        ask(client)
-    # The rest is written when other settings come.
-    client.update_trace_settings(settings=OFF)
-    paths = [daemon.folder / f"trace.json.{index}" for index in range(3)]
-    wait_until(lambda: all(path.exists() and path.read_text().endswith("]") for path in paths), "three files", daemon)
-    assert [len(written(path)) for path in paths] == [2, 2, 1]
-
-
-def test_no_path_from_a_client(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
-    with pytest.raises(InferenceServerException, match="can not be updated through network protocol"):
-        client.update_trace_settings(settings={"trace_file": str(daemon.folder / "mine")})
-    assert not (daemon.folder / "mine").exists()
 
 
 def grpc_input(name: str = "x") -> list[grpcclient.InferInput]:
@@ -281,18 +251,6 @@ def test_grpc_calls(daemon: DaemonProcess, client: triton.InferenceServerClient)
         assert names(entries) == GRPC_STAMPS
         tensors = {entry["activity"]: entry["tensor"]["data"] for entry in entries if "tensor" in entry}
         assert tensors["TENSOR_QUEUE_INPUT"] == "1.0,2.0,3.0,0.5"
-
-
-def test_a_grpc_error_is_traced_as_far_as_it_came(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
-    before = set(written(daemon.folder / "trace.json"))
-    with grpcclient.InferenceServerClient(daemon.grpc_url) as grpc:
-        grpc.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
-        with pytest.raises(InferenceServerException, match="no_such_input"):
-            grpc.infer("scale", grpc_input("no_such_input"))
-    (entries,) = traces_since(daemon, before, 1)
-    assert names(entries)[:3] == ["GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "REQUEST_START"]
-    assert names(entries)[-3:] == ["REQUEST_END", "GRPC_SEND_START", "GRPC_SEND_END"]
-    assert "COMPUTE_START" not in names(entries)
 
 
 def test_requests_of_a_stream(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:

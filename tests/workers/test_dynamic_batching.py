@@ -1,16 +1,14 @@
-"""Queues and batches as a configuration asks for them, in a real worker: who runs with whom, and what a configuration costs.
+"""Queues and batches as a configuration asks for them, in a real worker: who runs with whom.
 
 Delays are an hour: a batch that waits for one is never answered within a test.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from tests.repositories import scale_model, write_model
@@ -94,38 +92,6 @@ def test_a_jax_model_batches_by_the_same_rules_however_often_it_is_asked(worker:
             assert worker.arrays(worker.answer(number))["y"].tolist() == [[4.0] * 4] * 2
 
 
-def test_a_batch_that_nobody_can_join_any_more_runs_at_once(worker: WorkerProcess, tmp_path: Path) -> None:
-    """Its model is unloaded, or its worker stops."""
-    rules = f"dynamic_batching {{ max_queue_delay_microseconds: {HOUR} }}"
-    write_model(tmp_path, "counts", COUNTS, TENSORS + rules)
-    for end in (lambda: worker.unload("counts"), worker.stop):
-        worker.serve(tmp_path, "counts")
-        number = ask(worker, "counts", 3)
-        end()
-        assert together(worker, number) == [3]
-
-
-def test_as_many_levels_as_can_be_said_cost_nothing(worker: WorkerProcess, tmp_path: Path) -> None:
-    """They took the worker's loop for as long as it took to make a queue for each of them, or all of its memory."""
-    scale_model(tmp_path)
-    many = (1 << 64) - 1
-    rules = f"""
-    dynamic_batching {{
-      priority_levels: {many}
-      default_priority_level: 4294967297
-      priority_queue_policy {{ key: {many} value {{ max_queue_size: 1 }} }}
-    }}
-    """
-    write_model(tmp_path, "counts", COUNTS, TENSORS + rules)
-    worker.serve(tmp_path, "scale")
-    before = psutil.Process(worker.process.pid).memory_info().rss
-    worker.serve(tmp_path, "counts")
-    for priority in (0, 1, 7, many):
-        assert together(worker, ask(worker, "counts", 1, priority=priority)) == [1]
-    assert worker.infer("scale", {"x": np.ones((1, 4), np.float32)})["y"].tolist() == [[4.0] * 4]
-    assert psutil.Process(worker.process.pid).memory_info().rss - before < 64 << 20
-
-
 def test_urgent_requests_overtake_in_the_order_of_their_levels(worker: WorkerProcess, tmp_path: Path) -> None:
     """Five wait for the one that runs; then each runs alone, level by level."""
     write_model(
@@ -174,24 +140,3 @@ def test_urgent_requests_overtake_in_the_order_of_their_levels(worker: WorkerPro
     wait_until(worker.lane.flush)
     gate.touch()
     assert together(worker, *numbers) == [1, 6, 4, 3, 5, 2]
-
-
-def test_requests_to_compiled_code_wait_for_others_however_long_that_is(worker: WorkerProcess, tmp_path: Path) -> None:
-    """The C part holds them until the worker's loop looks, once a second, and Python from then on."""
-    rules = f"dynamic_batching {{ max_queue_delay_microseconds: {HOUR} }}"
-    scale_model(tmp_path)
-    (tmp_path / "scale" / "config.pbtxt").write_text(f'name: "scale" max_batch_size: 2 {rules}')
-    worker.serve(tmp_path, "scale")
-
-    def pair(seconds: float = 0.0) -> None:
-        first = worker.submit("scale", {"x": np.full((1, 4), 3, np.float32)})
-        time.sleep(seconds)
-        second = worker.submit("scale", {"x": np.full((1, 4), 5, np.float32)})
-        for number, expected in ((first, 10), (second, 16)):
-            assert set(worker.arrays(worker.answer(number))["y"].ravel().tolist()) == {expected}
-
-    for _ in range(5):
-        pair()
-    pair(0.2)
-    pair(2.5)
-    pair()

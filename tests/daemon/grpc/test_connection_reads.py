@@ -6,14 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.codes import CANCELLED
 from tensord.daemon.grpc.connection import Http2Connection
 from tests.work.connection import MIB
 from tests.work.counter import Work
-from tests.work.grpc_connection import GrpcBench, call, payloads
-from tests.work.test_front_work import one_large, two_small
-from tests.work.test_grpc_work import large, small
+from tests.work.grpc_connection import GrpcBench, call
+from tests.work.test_front_work import one_large
+from tests.work.test_grpc_work import large
 
 #: Sizes of the front's read buffer, and of the part of it that clients get who send large messages.
 WHOLE, FIRST = 256 << 10, 16 << 10
@@ -67,47 +65,5 @@ def test_all_but_the_first_pages_of_a_large_message_are_read_to_their_place() ->
         assert (first, rest > MIB - WHOLE) == (WHOLE, True)
         first, rest, *_ = await made.ask(large(""), one_large)
         assert (first, MIB - FIRST < rest < MIB) == (FIRST, True)
-
-    client(test)
-
-
-def test_a_client_that_sends_nothing_large_any_more() -> None:
-    async def test(made: Client) -> None:
-        assert await made.ask(small(""), two_small) == [WHOLE]
-        await made.ask(large(""), one_large)
-        rooms = [(await made.ask(small(""), two_small))[0] for _ in range(20)]
-        assert rooms[0] == FIRST
-        assert rooms[-1] == WHOLE
-        assert rooms == sorted(rooms)
-
-    client(test)
-
-
-def test_a_large_message_that_is_not_wanted_any_more() -> None:
-    """Its memory is given back, nothing is read there any more, and what follows it is parsed."""
-
-    async def test(made: Client) -> None:
-        content, connection = call(1, large(""), MIB + 240), made.connection
-        made.transport.arrive(content[: MIB // 2])
-        assert made.rooms[-1] > MIB // 2
-        assert made.leases == 1
-        connection.http2.streams[1].refuse(CANCELLED, "no more")
-        assert made.leases == 0
-        made.rooms.clear()
-        made.transport.arrive(content[MIB // 2 :] + frames.frame(frames.PING, 0, 0, b"12345678"))
-        assert max(made.rooms) <= WHOLE
-        await asyncio.sleep(0)
-        written = b"".join(piece for write in made.transport.writes for piece in write)
-        assert payloads(written, frames.PING) == [b"12345678"]
-
-    client(test)
-
-
-def test_a_connection_that_is_lost_in_the_middle_of_a_large_message() -> None:
-    async def test(made: Client) -> None:
-        made.transport.arrive(call(1, large(""), 0)[: MIB // 2])
-        assert made.leases == 1
-        made.connection.connection_lost(None)
-        assert made.leases == 0
 
     client(test)

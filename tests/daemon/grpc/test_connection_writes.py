@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 from tensord.config.options import Grpc
 from tensord.daemon.grpc.connection import Http2Connection
-from tensord.daemon.grpc.http2 import WRITE_BUFFER, ConnectionPhase
+from tensord.daemon.grpc.http2 import ConnectionPhase
 
 
 def connection(test: Callable[[Http2Connection, Mock], Any]) -> None:
@@ -27,85 +27,6 @@ def connection(test: Callable[[Http2Connection, Mock], Any]) -> None:
         await test(outgoing, transport)
 
     asyncio.run(run())
-
-
-def test_one_turn_is_one_write() -> None:
-    async def test(outgoing: Http2Connection, transport: Mock) -> None:
-        for piece in (b"ab", memoryview(b"cd"), b"ef"):
-            outgoing.http2.write(piece)
-        assert not transport.mock_calls
-        assert outgoing.http2.room == WRITE_BUFFER - 6
-        await asyncio.sleep(0)
-        transport.write.assert_called_once_with(b"abcdef")
-        outgoing.http2.write(b"g")
-        await asyncio.sleep(0)
-        assert [call.args for call in transport.write.mock_calls] == [(b"abcdef",), (b"g",)]
-
-    connection(test)
-
-
-def test_large_pieces_are_not_joined() -> None:
-    async def test(outgoing: Http2Connection, transport: Mock) -> None:
-        large = memoryview(bytes(100_000))
-        outgoing.http2.write(b"head")
-        outgoing.http2.write(large)
-        await asyncio.sleep(0)
-        ((pieces,),) = [call.args for call in transport.writelines.mock_calls]
-        assert pieces[0] == b"head"
-        assert pieces[1] is large
-
-    connection(test)
-
-
-def test_who_waits_for_it_to_leave() -> None:
-    """At once if nothing is unsent; when it was handed over; when the kernel has taken it; when the client is gone."""
-
-    async def test(outgoing: Http2Connection, transport: Mock) -> None:
-        heard: list[str] = []
-        outgoing.when_written(lambda: heard.append("nothing"))
-        assert heard == ["nothing"]
-        outgoing.http2.write(b"a")
-        outgoing.when_written(lambda: heard.append("written"))
-        assert heard == ["nothing"]
-        await asyncio.sleep(0)
-        assert heard == ["nothing", "written"]
-
-        transport.write.side_effect = lambda _: outgoing.pause_writing()
-        outgoing.http2.write(b"b")
-        outgoing.when_written(lambda: heard.append("taken"))
-        await asyncio.sleep(0)
-        assert (heard[2:], outgoing.http2.room) == ([], 0)
-        transport.pause_reading.assert_called_once()
-        outgoing.resume_writing()
-        assert heard[2:] == ["taken"]
-        transport.resume_reading.assert_called_once()
-
-    connection(test)
-
-
-def test_what_is_lent_is_given_back_when_it_has_left() -> None:
-    """At once where the kernel takes it; when it has, where it does not."""
-
-    async def test(outgoing: Http2Connection, transport: Mock) -> None:
-        heard: list[str] = []
-        large = memoryview(bytes(100_000))
-        outgoing.http2.write_pieces(b"head", large, b"end")
-        outgoing.when_written(lambda: heard.append("written"))
-        assert outgoing.http2.room == WRITE_BUFFER - 100_007
-        assert heard == []
-        await asyncio.sleep(0)
-        ((pieces,),) = [call.args for call in transport.writelines.mock_calls]
-        assert pieces[1] is large
-        assert heard == ["written"]
-        transport.writelines.side_effect = lambda _: outgoing.pause_writing()
-        outgoing.http2.write_pieces(b"head", large)
-        outgoing.when_written(lambda: heard.append("taken"))
-        await asyncio.sleep(0)
-        assert heard == ["written"]
-        outgoing.resume_writing()
-        assert heard == ["written", "taken"]
-
-    connection(test)
 
 
 def test_blocked_streams_take_turns() -> None:

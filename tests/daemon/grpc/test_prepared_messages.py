@@ -18,7 +18,7 @@ from tensord.shm.errors import NotFound
 from tensord.shm.messages import Buffer, RequestRecord
 from tensord.shm.prepared import MAX_NUMBERS
 from tests.daemon.grpc.requests import REQUESTS, Parameter
-from tests.daemon.grpc.test_request_codec import forms_of, located, message, read, reader, request_of, table, tensor
+from tests.daemon.grpc.test_request_codec import forms_of, message, read, reader, request_of, table, tensor
 from tests.records import whole_request
 
 
@@ -123,17 +123,6 @@ def test_the_second_is_of_a_form_whatever_its_id_and_tensors(client_id: str) -> 
     assert caught.value.client_id == "late"
 
 
-def test_forms_in_turn() -> None:
-    """Each is known from its second time on, however many others come between."""
-    front = Front()
-    contents = [message(tensor(shape=(size,)), raw=(bytes(size),)) for size in range(1, 9)]
-    for content in contents:
-        read(front.messages, content)
-    found = [front.formed(content) for content in contents * 2]
-    assert all(found)
-    assert len({each[0] for each in found if each}) == len(contents)
-
-
 def test_ids_of_sequences_priorities_timeouts_and_sets_are_each_message_s_own() -> None:
     """Messages that differ only in these share one prepared request; so does a message that sets none of them."""
     front = Front()
@@ -188,46 +177,6 @@ def test_parameters_that_schedule_as_no_client_writes_them(name: str) -> None:
         # Whoever says nothing of it is not taken for one that does.
         assert read(front.messages, written).scheduling == UNSCHEDULED
         assert (found := front.formed(written)) is None or found[3] == UNSCHEDULED
-
-
-def test_a_wrong_one_beside_a_right_one() -> None:
-    """The last one holds, as protobuf reads them, in whichever spelling it is written."""
-    front = Front()
-    right = b"\x22\x0e\x0a\x08priority\x12\x02\x10\x05"
-    wrong = b"\x22\x17\x12\x0b\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x0a\x08priority"
-    for _ in range(3):
-        assert read(front.messages, message(tensor(), raw=(b"ab",)) + wrong + right).scheduling == Scheduling(5)
-        with pytest.raises(RefusedRequest, match="invalid value for 'priority'"):
-            read(front.messages, message(tensor(), raw=(b"ab",)) + right + wrong)
-
-
-def test_one_in_regions_alone() -> None:
-    front = Front()
-    for number in range(3):
-        content = message(located(region="r", byte_size=2), id=f"id-{number}")
-        found = front.formed(content)
-        assert (found is not None) == (number > 0)
-        read(front.messages, content)
-    assert found is not None
-    assert found[1:3] == (b"id-2", ())
-
-
-def test_a_typed_one_is_of_none() -> None:
-    """Its tensors are in its rest."""
-    front = Front()
-    content = message(tensor(uint_contents=[1, 2]))
-    for _ in range(3):
-        assert front.formed(content) is None
-        read(front.messages, content)
-    assert repr(front.messages) == "<PreparedMessages of 0 and 0, 0 forgotten>"
-
-
-def test_what_is_refused_leaves_nothing() -> None:
-    front = Front()
-    for content in (b"\xff", message(tensor(), raw=(b"ab", b"cd")), message(tensor(), id="late"), message(tensor("X"))):
-        with pytest.raises(RefusedRequest):
-            read(front.messages, content)
-    assert repr(front.messages) == "<PreparedMessages of 0 and 0, 0 forgotten>"
 
 
 def test_what_comes_once_has_no_number() -> None:

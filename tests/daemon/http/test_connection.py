@@ -111,29 +111,12 @@ def test_split_at_every_boundary(client: Client, worker: EchoWorker, request_: b
         assert client.answer().status == 200
 
 
-def test_byte_by_byte(client: Client, worker: EchoWorker) -> None:
-    client.send(*[bytes([byte]) for byte in json_request(b"\7")])
-    worker.echo(worker.next())
-    assert client.answer().values == b"\7"
-
-
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_chunked(client: Client, worker: EchoWorker, size: int) -> None:
     client.send(chunked(JSON, size), chunked(JSON, size))
     for _ in range(2):
         worker.echo(worker.next())
         assert client.answer().values == b"\1\2\3"
-
-
-def test_chunked_binary(client: Client, worker: EchoWorker) -> None:
-    content = bytes(range(256)) * 1000
-    head, _, body = binary_request(content).partition(b"\r\n\r\n")
-    size = head.partition(b"Inference-Header-Content-Length: ")[2].decode()
-    client.send(chunked(body, 10_000, f"Inference-Header-Content-Length: {size}"))
-    request = worker.next()
-    assert worker.content(request) == content
-    worker.echo(request)
-    assert client.answer().parts == content
 
 
 def test_expect_continue(client: Client, worker: EchoWorker) -> None:
@@ -220,13 +203,6 @@ def test_http_10_keep_alive(client: Client, worker: EchoWorker) -> None:
     assert (answer.status, answer.headers["connection"]) == (400, "keep-alive")
 
 
-def test_http_10_has_no_interim_answers(front: FrontProcess, worker: EchoWorker) -> None:
-    with front.client() as client:
-        client.send(json_request(b"\1", "Expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0"))
-        worker.echo(worker.next())
-        assert client.answer().status == 200
-
-
 def test_an_encoded_slash_is_no_border_of_segments(front: FrontProcess) -> None:
     with front.client() as client:
         client.send(b"GET /v2/models/echo%2Fready HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -236,34 +212,10 @@ def test_an_encoded_slash_is_no_border_of_segments(front: FrontProcess) -> None:
         assert client.answer().status == 200
 
 
-def test_other_methods(client: Client) -> None:
-    for target, status in ((b"/v2/models/echo/infer", 405), (b"/v2/health/live", 405), (b"/nothing", 404)):
-        for method in (b"OPTIONS", b"PUT", b"DELETE", b"PATCH", b"TRACE", b"PROPFIND"):
-            client.send(b"%b %b HTTP/1.1\r\nHost: x\r\n\r\n" % (method, target))
-            assert client.answer().status == status
-    client.send(b"HEAD /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
-    client.send(GET)
-    assert client.answer().status == 200
-
-
 def test_an_offered_upgrade_is_not_taken(client: Client, worker: EchoWorker) -> None:
     """Java's client offers HTTP/2 with its first request, and keeps the connection."""
     for _ in range(2):
         client.send(json_request(b"\1", "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMA"))
-        worker.echo(worker.next())
-        assert client.answer().values == b"\1"
-
-
-def test_paths(client: Client, worker: EchoWorker) -> None:
-    for target in (
-        b"/v2/models/echo/infer?a=b",
-        b"/v2/models/echo/versions/1/infer",
-        b"/v2/models/echo/versions/01/infer",
-        b"/v2/models/%65cho/infer",
-        b"http://host/v2/models/echo/infer",
-    ):
-        client.send(json_request(b"\1").replace(b"/v2/models/echo/infer", target))
         worker.echo(worker.next())
         assert client.answer().values == b"\1"
 
@@ -309,16 +261,6 @@ def test_a_pipelined_body_that_comes_later(
         assert client.answer().values == b"\1"
         worker.answer(worker.next(), b"\2")
         assert client.answer().status == 200
-
-
-def test_a_pipelined_body_that_comes_after_the_first_answer(client: Client, worker: EchoWorker) -> None:
-    second = json_request(b"\2")
-    client.send(json_request(b"\1") + second[:-5])
-    worker.echo(worker.next())
-    assert client.answer().values == b"\1"
-    client.send(second[-5:])
-    worker.echo(worker.next())
-    assert client.answer().values == b"\2"
 
 
 def test_a_large_body_followed_by_another_request(client: Client, worker: EchoWorker) -> None:
@@ -450,22 +392,6 @@ def test_refused_headers_keep_the_connection(
     assert client.answer().values == b"\1"
 
 
-def test_a_large_body_of_a_refused_request_is_skipped(client: Client, worker: EchoWorker) -> None:
-    client.send(binary_request(bytes(2 * MIB), model="nope") + json_request(b"\1"))
-    assert client.answer().status == 404
-    worker.echo(worker.next())
-    assert client.answer().values == b"\1"
-
-
-def test_a_raw_request(client: Client, worker: EchoWorker) -> None:
-    for size in (5, 5000, 100_000):
-        client.send(post(bytes(size), "Inference-Header-Content-Length: 0"))
-        request = worker.next()
-        assert request.inputs[0].shape == (size,)
-        worker.echo(request)
-        assert client.answer().parts == bytes(size)
-
-
 # ------------------------------------------------------------------------------------------------- clients that leave
 
 
@@ -564,12 +490,3 @@ def test_a_few_trailers_are_ignored(client: Client, worker: EchoWorker) -> None:
     for values in (b"\1\2\3", b"\2"):
         worker.echo(worker.next())
         assert client.answer().values == values
-
-
-def test_two_length_headers(client: Client, worker: EchoWorker) -> None:
-    """The request is refused, since nobody can know which length is meant."""
-    client.send(binary_request(b"abc", "Inference-Header-Content-Length: 5"))
-    assert client.answer().status == 400
-    client.send(binary_request(b"abc"))
-    worker.echo(worker.next())
-    assert client.answer().parts == b"abc"

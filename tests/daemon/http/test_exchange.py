@@ -11,7 +11,6 @@ import pytest
 from tensord.shm.control_records import ModelGone
 from tensord.shm.messages import Slice
 from tests.fakes import (
-    INCARNATION,
     MIB,
     SMALL_BUFFER,
     Client,
@@ -80,31 +79,6 @@ def test_too_many_connections() -> None:
             in_service(front, worker, client)
 
 
-def test_those_idle_longest_make_room() -> None:
-    """
-    1. One connection waits for its answer, one was answered, one has half a head, one is answered last.
-    2. New ones come. Result: those that have asked nothing for longest go, the one that waits does not.
-    """
-    with serving(http={"port": 0, "max_connections": 4}) as (front, (worker,)), contextlib.ExitStack() as stack:
-        until(lambda: front.counters.connections(0) == 0)
-        waits, sent = asked(front, worker)
-        stack.enter_context(waits)
-        answered, half, last = (stack.enter_context(front.client()) for _ in range(3))
-        in_service(front, worker, answered)
-        half.send(b"GET /v2/health/live HTTP/1.1\r\nHo")
-        in_service(front, worker, last)
-        in_service(front, worker, last)
-        gone = {answered, half}
-        for _ in range(2):
-            new = stack.enter_context(front.client())
-            assert new.ask("GET", "/v2/health/live").status == 200
-        for client in gone:
-            assert client.ends()
-        in_service(front, worker, last)
-        worker.echo(sent)
-        assert waits.answer().values == b"\1"
-
-
 def test_too_many_requests_in_flight() -> None:
     with serving(requests={"max_in_flight": 2}) as (front, (worker,)), contextlib.ExitStack() as stack:
         clients = [stack.enter_context(front.client()) for _ in range(2)]
@@ -142,22 +116,6 @@ def test_an_answer_that_comes_too_late() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- workers that die
-
-
-def test_what_a_worker_answered_before_it_died_counts() -> None:
-    """More answers than the front takes at one go."""
-    with serving() as (front, (worker,)), contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(front.client()) for _ in range(100)]
-        for client in clients:
-            client.send(json_request(b"\1"))
-        requests = [worker.next() for _ in clients]
-        for request in requests:
-            worker.page.begin(0, [(INCARNATION, request.request_id)], 1, 1)
-            worker.answer(request, b"\2")
-        worker.die()
-        front.fence(worker)
-        for client in clients:
-            assert client.answer().values == b"\2"
 
 
 def test_a_dead_workers_answer_is_still_read_to_its_end() -> None:
