@@ -1,4 +1,4 @@
-"""Tests that texts used in several places are worded once: limits that clients exceed, and names of a trace's moments."""
+"""Tests that texts used in several places are worded once, such as limits that clients exceed, and how wide pages are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from tensord.shm import trace_stamps
 from tests.test_imports import ROOT, modules
@@ -56,3 +59,18 @@ def test_moments_of_a_trace_are_named_in_one_module() -> None:
     }
     names = {value for name, value in vars(trace_stamps).items() if name.isupper()}
     assert found == {(name, "shm/trace_stamps.py") for name in names}
+
+
+def prose(page: Path) -> Iterator[str]:
+    """Yields a page's lines but blocks of code, tables, headings and routes of files, without targets of links and short code."""
+    fenced = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced and not re.match(r"\s*(\||#|\d+\. `)", line):
+            yield re.sub(r"\]\([^)]*\)|`[^`]*`", "", line)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))], ids=lambda page: page.name)
+def test_lines_of_prose_have_at_most_120_characters(page: Path) -> None:
+    assert [line for line in prose(page) if len(line) > 120] == []
