@@ -102,9 +102,9 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# PEER: a folder with the peer's setup.sh, triton.sh and compare.py; table and plot then go into docs/.
+# PEER: a folder with the peer's setup.sh, triton.sh and compare.py; table and plot then go into docs/. Without: this checkout.
 bench: $(VENV)/.test
-	$(BIN)/python -m bench $(if $(PEER),--peer $(PEER) --docs docs) $(ARGS)
+	$(BIN)/python -m $(if $(PEER),bench --peer $(PEER) --docs docs,bench.vary) $(ARGS)
 
 # The wheels in empty environments of each Python on this host, with what pip finds for them.
 test-wheel: $(VENV)/.test

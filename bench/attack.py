@@ -5,83 +5,49 @@ an ordinary client of HTTP, one of gRPC and one on a lane go on with small reque
 how many answers these clients got, how many failed or were wrong, their longest wait over HTTP, gRPC and the lane, and the memory
 and descriptors of each process before the attack and some seconds after it.
 The first line is measured without an attack: the machine by itself. At the end a body of the largest allowed size is answered,
-for which the arenas must be free again, and the log is searched for tracebacks. Then each attack is tried once where arenas are
-small, with a table of its own (bench/small_arenas.py). Exit status 1: an answer was wrong, a request failed, there is a
-traceback, or a trial of the second part failed.
+for which the arenas must be free again, and the log is searched for tracebacks. Exit status 1: an answer was wrong, a request
+failed, or there is a traceback.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tritonclient.http as httpclient
 
-from bench import small_arenas
-from bench.attackers.catalogue import ATTACKS
-from bench.bystander import BEGUN
+from bench.attackers.catalogue import ATTACKS, named
+from bench.bystander import bystanders
 from bench.footprint import Footprint, footprints
-from bench.helper import helper, report, reports
+from bench.helper import helper, report
 from bench.server import serving
 
-_HTTP, _GRPC = "127.0.0.1:18160", "127.0.0.1:18161"
 #: Floats of one tensor that is nearly as large as a body may be.
 _LARGEST = 15 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of one attack: what the ordinary client of each protocol reported, and what the attacker counted."""
+def attack(
+    name: str | None, addresses: dict[str, str], seconds: float
+) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+    """Runs one attack beside the ordinary clients; ``name`` None: no attack. Raises SystemExit: the attacker itself failed.
 
-    others: dict[str, dict[str, Any]]
-    attacker: dict[str, int]
-
-    @property
-    def noticed(self) -> int:
-        """Returns how many requests of the ordinary clients failed or were answered wrongly."""
-        return sum(sum(other["failures"].values()) for other in self.others.values())
-
-
-@contextlib.contextmanager
-def bystanders(http: str, grpc: str, clients: str, kind: str = "small") -> Iterator[dict[str, dict[str, Any]]]:
-    """Runs an ordinary client of HTTP, one of gRPC and one on a lane, which have asked once when the block begins.
-
-    Yields a dictionary, protocol -> the client's report, which is filled when the block ends.
+    Returns what each ordinary client reports, by protocol, and what the attacker counted.
     """
-    seen: dict[str, dict[str, Any]] = {}
-    with contextlib.ExitStack() as stack:
-        addresses = {"http": http, "grpc": grpc, "lane": clients}
-        running = [
-            stack.enter_context(helper("bench.bystander", protocol, address, kind))
-            for protocol, address in addresses.items()
-        ]
-        for each in running:
-            assert each.stdout is not None
-            if each.stdout.readline().strip() != BEGUN:
-                raise SystemExit(f"{each.args} did not begin")
-        yield seen
-        seen.update(zip(addresses, reports(running), strict=True))
-
-
-def attack(name: str | None, http: str, grpc: str, clients: str, seconds: float) -> Outcome:
-    """Runs one attack beside the ordinary clients; ``name`` None: no attack. Raises SystemExit: the attacker itself failed."""
     counts: dict[str, int] = {}
-    with bystanders(http, grpc, clients) as seen:
+    with bystanders(addresses) as seen:
         if name is None:
             time.sleep(seconds)
         else:
-            with helper("bench.attackers", name, http, grpc, str(seconds), clients) as attacker:
+            words = (addresses["http"], addresses["grpc"], str(seconds), addresses["lane"])
+            with helper("bench.attackers", name, *words) as attacker:
                 counts = report(attacker)
-    return Outcome(seen, counts)
+    return seen, counts
 
 
 def largest_is_answered(http: str) -> bool:
@@ -96,68 +62,50 @@ def largest_is_answered(http: str) -> bool:
 
 
 def main() -> int:
-    """Parses the command line, runs the attacks and prints both tables."""
+    """Parses the command line, runs the attacks and prints the table."""
     parser = argparse.ArgumentParser(
         prog="bench.attack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="by name, comma-separated; all by default")
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of each; 0: only where arenas are small")
-    parser.add_argument(
-        "--trial", type=float, default=4.0, help="length of each where arenas are small; 0: none of these"
-    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each")
     parser.add_argument("--settle", type=float, default=5.0, help="seconds after it before the daemon is looked at")
     parser.add_argument("--log", type=Path, default=Path("/tmp/bench-attack.log"), help="where the daemon's log goes")
     arguments = parser.parse_args()
-    names = arguments.attacks.split(",")
-    for name in names:
-        if name not in ATTACKS:
-            parser.error(f"no attack '{name}', there are {', '.join(ATTACKS)}")
-    status = 0
+    names = named(parser, arguments.attacks)
     with tempfile.TemporaryDirectory(prefix="tensord-bench-") as folder:
         # Where the user's own daemon has it there may be one.
         clients = os.environ["TENSORD_CLIENTS_SOCKET"] = str(Path(folder, "clients.sock"))
-        if arguments.seconds:
-            status = _default_bounds(names, clients, arguments.seconds, arguments.settle, arguments.log)
-        if arguments.trial and small_arenas.run(names, clients, arguments.trial, arguments.log):
-            status = 1
-    return status
+        addresses = {"http": "127.0.0.1:18160", "grpc": "127.0.0.1:18161", "lane": clients}
+        return _attacked(names, addresses, arguments.seconds, arguments.settle, arguments.log)
 
 
-def _default_bounds(names: list[str], clients: str, seconds: float, settle: float, log: Path) -> int:
+def _attacked(names: list[str], addresses: dict[str, str], seconds: float, settle: float, log: Path) -> int:
     command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/attackers/serve.toml"]
     noticed = 0
     print("| attack | others' answers | failed or wrong | worst wait, ms: http | grpc | lane | attacker |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    with serving(command, _HTTP, log) as pid:
-        warm(_HTTP, _GRPC, clients)
+    with serving(command, addresses["http"], log) as pid:
+        # What a first request compiles or builds is to exist before anything is measured.
+        attack(None, addresses, 2)
+        largest_is_answered(addresses["http"])
         first = footprints(pid)
         for name in (None, *names):
-            outcome = attack(name, _HTTP, _GRPC, clients, seconds)
-            noticed += outcome.noticed
-            print(_line(name, outcome), flush=True)
+            others, counts = attack(name, addresses, seconds)
+            failed = sum(sum(other["failures"].values()) for other in others.values())
+            noticed += failed
+            answers = sum(other["answers"] for other in others.values())
+            waits = " | ".join(f"{other['worst_ms']:.0f}" for other in others.values())
+            counted = ", ".join(f"{what} {count}" for what, count in counts.items())
+            print(f"| {name or 'none'} | {answers} | {failed} | {waits} | {counted} |", flush=True)
+            for protocol, other in others.items():
+                for said, count in other["failures"].items():
+                    print(f"|   {protocol}: {count} x {said} |", flush=True)
             time.sleep(settle)
             print(_held(first, footprints(pid)), flush=True)
-        whole = largest_is_answered(_HTTP)
+        whole = largest_is_answered(addresses["http"])
     tracebacks = log.read_text(errors="replace").count("Traceback")
     print(f"\nlargest body answered: {whole}; tracebacks in the log: {tracebacks}; others' failed or wrong: {noticed}")
     return int(noticed > 0 or tracebacks > 0 or not whole)
-
-
-def warm(http: str, grpc: str, clients: str) -> None:
-    """Sends requests of each kind once, so that what a first request compiles or builds exists before anything is measured."""
-    attack(None, http, grpc, clients, 2)
-    largest_is_answered(http)
-
-
-def _line(name: str | None, outcome: Outcome) -> str:
-    others = outcome.others
-    answers = sum(other["answers"] for other in others.values())
-    waits = " | ".join(f"{others[protocol]['worst_ms']:.0f}" for protocol in ("http", "grpc", "lane"))
-    attacker = ", ".join(f"{what} {count}" for what, count in outcome.attacker.items())
-    line = f"| {name or 'none'} | {answers} | {outcome.noticed} | {waits} | {attacker} |"
-    for protocol, other in others.items():
-        line += "".join(f"\n|   {protocol}: {count} x {said} |" for said, count in other["failures"].items())
-    return line
 
 
 def _held(before: dict[str, Footprint], after: dict[str, Footprint]) -> str:

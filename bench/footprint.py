@@ -7,9 +7,13 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+
+import psutil
 
 from bench.server import children
+
+#: The path of an arena's mappings.
+_ARENA = "/memfd:tensord"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +21,8 @@ class Footprint:
     """File descriptors and memory of one process at one moment."""
 
     descriptors: int
-    #: Resident and shared with nobody. Arenas are in ``shared_bytes``, but for what no other process has mapped now.
+    #: Resident and shared with nobody: of arenas what no other process has mapped now.
     private_bytes: int
-    shared_bytes: int
     #: The part of ``private_bytes`` that is arenas; ``arenas.keep_byte_size`` of it may be kept for the next large tensors.
     arena_bytes: int = 0
     #: Kind of descriptor, such as "socket" or "memfd:tensord" -> how many of it there are.
@@ -27,33 +30,16 @@ class Footprint:
 
     @classmethod
     def of(cls, pid: int) -> Footprint:
-        """Reads a process's footprint from /proc. Raises OSError: the process has ended."""
-        kilobytes = {"Private": 0, "Shared": 0}
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            kind = line.partition("_")[0]
-            if kind in kilobytes:
-                kilobytes[kind] += int(line.split()[1])
-        kinds = Counter(_kinds(pid))
-        private, shared, arenas = kilobytes["Private"] << 10, kilobytes["Shared"] << 10, _arena_kilobytes(pid) << 10
-        return cls(kinds.total(), private, shared, arenas, kinds)
+        """Reads a process's footprint. Raises psutil.NoSuchProcess, OSError: the process has ended."""
+        kinds, memory = Counter(_kinds(pid)), psutil.Process(pid)
+        arenas = sum(one.private_clean + one.private_dirty for one in memory.memory_maps() if one.path == _ARENA)
+        return cls(kinds.total(), memory.memory_full_info().uss, arenas, kinds)
 
 
 def _kinds(pid: int) -> Iterator[str]:
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
             yield os.readlink(entry.path).removesuffix(" (deleted)").partition(":[")[0].strip("/")
-
-
-def _arena_kilobytes(pid: int) -> int:
-    """Counts resident memory of arenas' segments that no other process has mapped."""
-    found, inside = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        name = line.split(maxsplit=1)[0]
-        if not name.endswith(":"):  # the first line of a mapping
-            inside = "/memfd:tensord " in line
-        elif inside and name.startswith("Private_"):
-            found += int(line.split()[1])
-    return found
 
 
 def footprints(supervisor: int) -> dict[str, Footprint]:
@@ -73,10 +59,8 @@ def footprints(supervisor: int) -> dict[str, Footprint]:
 
 def proportional(server: int) -> int:
     """Returns the proportional set size of a process and its children in bytes: memory that they share counts once."""
-    kilobytes = 0
+    found = 0
     for pid in (server, *children(server)):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    kilobytes += int(line.split()[1])
-    return kilobytes << 10
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += psutil.Process(pid).memory_full_info().pss
+    return int(found)

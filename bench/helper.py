@@ -66,6 +66,15 @@ def reports(processes: Iterable[subprocess.Popen[str]]) -> list[dict[str, Any]]:
     return [report(process) for process in running]
 
 
+def line(process: subprocess.Popen[str]) -> str:
+    """Waits for a process to say something, and returns the line. Raises SystemExit: it has ended."""
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    if not said:
+        raise SystemExit(f"{process.args} ended with {process.wait()}")
+    return said
+
+
 def report(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Waits for a process to end and returns the JSON object in its last line. Raises SystemExit: it failed."""
     assert process.stdout is not None

@@ -15,9 +15,8 @@ sets      1000 sets of 1 MiB with room for 100 on the device: the rate of reques
 mixed     a model with ``batch_sets``, a base of 64 MiB and adapters of 128 KiB: requests of 16 sets at once from one event loop,
           which share a call (how many calls there were is printed), beside as many of which each is sent when the one before it
           is answered, to a model without a queue delay (at least 6 times faster), and as many at once to that
-          model: the first runs by itself, and others join those that come meanwhile. XLA sets the bound:
-          the same function is measured without a server, in this process, in 16 calls with one row and one with 16. On a
-          processor the product of 16 rows with the base alone takes three to four times as long as that of one row.
+          model: the first runs by itself, and others join those that come meanwhile. XLA sets the bound: the same function is
+          measured without a server, in this process, in 16 calls with one row and one with 16.
 narrow    like mixed, with a base of 1 MiB and adapters of 16 KiB, whose product takes less than all else of a request.
 
 Daemon and this process compute on the processor, or with ``--device cuda`` on the first GPU. Every answer is compared with what
@@ -37,10 +36,12 @@ import re
 import statistics
 import sys
 import tempfile
-import threading
 import time
+import urllib.error
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -222,15 +223,12 @@ def post(path: str, body: bytes, head_size: int | None = None) -> Any:
 
     ``head_size``: bytes of JSON at the body's beginning; None: the whole body is JSON.
     """
-    connection = http.client.HTTPConnection(_ADDRESS)
     head = {} if head_size is None else {"Inference-Header-Content-Length": str(head_size)}
-    with contextlib.closing(connection):
-        connection.request("POST", path, body, head)
-        answer = connection.getresponse()
-        content = answer.read()
-    if answer.status != 200:
-        raise SystemExit(f"{path}: {content.decode()}")
-    return json.loads(content) if content else None
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"http://{_ADDRESS}{path}", body, head)) as answer:
+            return json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"{path}: {error.read().decode()}") from None
 
 
 @contextlib.contextmanager
@@ -284,23 +282,17 @@ def p99(until: float) -> tuple[float, int]:
 
     ``until``: on the clock of time.perf_counter.
     """
-    took: list[float] = []
-    wrong: list[int] = []
 
-    def run() -> None:
-        ask, mine = Asker("small"), []
-        while time.perf_counter() < until:
-            mine.append(seconds(ask))
-        ask.close()
-        took.extend(mine)
-        wrong.append(ask.wrong)
+    def run() -> tuple[list[float], int]:
+        took = []
+        with contextlib.closing(Asker("small")) as ask:
+            while time.perf_counter() < until:
+                took.append(seconds(ask))
+            return took, ask.wrong
 
-    threads = [threading.Thread(target=run) for _ in range(_CONNECTIONS)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    return float(np.percentile(took, 99)) * 1e3, sum(wrong)
+    with ThreadPoolExecutor(_CONNECTIONS) as threads:
+        found = [one.result() for one in [threads.submit(run) for _ in range(_CONNECTIONS)]]
+    return float(np.percentile([each for took, _ in found for each in took], 99)) * 1e3, sum(bad for _, bad in found)
 
 
 def while_row(rounds: int, client: tensord_client.Client, socket: Path) -> int:
@@ -310,21 +302,19 @@ def while_row(rounds: int, client: tensord_client.Client, socket: Path) -> int:
     wrong = pushes = 0
     for number in range(2 * rounds):
         until = time.perf_counter() + _SECONDS
-        stop = threading.Event()
 
-        def push(until: float = until, stop: threading.Event = stop) -> None:
+        def push(until: float = until) -> None:
             nonlocal pushes
-            while not stop.wait(1 / _PUSHES) and time.perf_counter() < until:
+            while time.perf_counter() < until:
+                time.sleep(1 / _PUSHES)
                 parameters.update(tree(_SMALL, pushes))
                 pushes += 1
 
-        pusher = threading.Thread(target=push)
-        if number % 2:
-            pusher.start()
-        took, bad = p99(until)
-        stop.set()
-        if number % 2:
-            pusher.join()
+        with ThreadPoolExecutor(1) as pusher:
+            pushed = pusher.submit(push) if number % 2 else None
+            took, bad = p99(until)
+            if pushed is not None:
+                pushed.result()
         found[bool(number % 2)].append(took)
         wrong += bad
     quiet, busy = (statistics.median(found[key]) for key in (False, True))
@@ -348,10 +338,8 @@ def shifted_array(value: float) -> np.ndarray:
 
 def counted(metric: str, model: str) -> int:
     """Returns the value of one of the daemon's counters for a model so far, over all its versions."""
-    connection = http.client.HTTPConnection(_METRICS)
-    with contextlib.closing(connection):
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
+    with urllib.request.urlopen(f"http://{_METRICS}/metrics") as answer:
+        text = answer.read().decode()
     found = re.findall(rf'^{metric}\{{model="{model}".*\}} (\S+)', text, re.MULTILINE)
     return sum(map(int, map(float, found)))
 
@@ -454,16 +442,10 @@ async def _mixed(rounds: int, socket: Path, row: str, found: dict[str, list[floa
         nonlocal wrong
         wrong += sum(not np.all(answer["y"] == 0.5 + number * _RANK) for number, answer in enumerate(answers))
 
-    async def at_once(models: list[Any]) -> float:
+    async def timed(models: list[Any], together: bool) -> float:
         began = time.perf_counter()
-        answers = await asyncio.gather(*[model({"x": x}) for model in models])
-        took = time.perf_counter() - began
-        check(answers)
-        return took
-
-    async def in_turn(models: list[Any]) -> float:
-        began = time.perf_counter()
-        answers = [await model({"x": x}) for model in models]
+        calls = [model({"x": x}) for model in models]
+        answers = await asyncio.gather(*calls) if together else [await call for call in calls]
         took = time.perf_counter() - began
         check(answers)
         return took
@@ -474,14 +456,13 @@ async def _mixed(rounds: int, socket: Path, row: str, found: dict[str, list[floa
             for name in (row, f"{row}-single")
         ]
         for _ in range(3):
-            await at_once(together)
-            await at_once(alone)
-            await in_turn(alone)
+            for models, at_once in ((together, True), (alone, True), (alone, False)):
+                await timed(models, at_once)
         before = counted("nv_inference_exec_count", row)
         for _ in range(_REPEATS * rounds):
-            found["at once"].append(await at_once(together))
-            found["no delay"].append(await at_once(alone))
-            found["in turn"].append(await in_turn(alone))
+            found["at once"].append(await timed(together, True))
+            found["no delay"].append(await timed(alone, True))
+            found["in turn"].append(await timed(alone, False))
         return wrong, (counted("nv_inference_exec_count", row) - before) / (_REPEATS * rounds)
 
 

@@ -3,11 +3,10 @@
     python -m bench.route                     every row, for the front, for the worker, and for both together
     python -m bench.route --files http-first  what one row went through, file by file in the order of the first calls
     python -m bench.route --map http-first    its files as a list for docs/architecture.md, each with its first sentence
-    python -m bench.route --lines             lines and modules of the product
     python -m bench.route --other DIR         another checkout of ours, for each of these
 
     http, grpc      two tensors of 64 bytes     grpc-1MiB  one of 1 MiB     python  small, for a model that C does not answer for
-    step            a step of a sequence        token      one token of generate_stream     idle  the worker's loop, nothing due
+    step            a step of a sequence        token      one token of generate_stream
 
 ``first``: the first request of its kind, on a connection that has carried another one. ``known``: the sixth.
 A daemon is started in whose processes ``bench/entered`` writes down each call while a request is under way. It counts calls of
@@ -23,6 +22,7 @@ import argparse
 import ast
 import contextlib
 import functools
+import http.client
 import json
 import os
 import re
@@ -33,33 +33,32 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 from typing import NamedTuple
+from unittest import mock
 
+import hpack
 import numpy as np
 
-from bench import closed_loop, grpc_connection
-from bench.closed_loop import Connection
-from bench.grpc_connection import GrpcConnection
+from bench import grpc_frames
 from bench.server import ROOT, serving
+from bench.vary import grpc_requests, http_requests
+from bench.vary.http_requests import Step
+from tensord.daemon.grpc import frames
 
-MIB = 1 << 20
 #: How often each row is asked for; of rows that are first ones there is a model for each time.
 TIMES = 3
 #: Requests before one of a known kind is counted.
 _WARM = 5
 #: Seconds in which everything that belongs to a request is over.
 _QUIET = 0.05
-#: Calls with more time than that between them belong to two iterations, or to two tokens.
+#: Calls with more time than that between them belong to two tokens.
 _GAP_NS = 12_000_000
 #: Tokens of the row of one token; a step takes several times the gap.
 _TOKENS = 12
-#: Seconds without a request, in which a worker's loop wakes up by itself.
-_REST = 4.5
-PRODUCT = ("daemon", "shm", "workers", "config", "tensord")
 _HOOK = Path(__file__).with_name("entered")
 
 #: Requests of a model with a rule for its queue are never answered in C (docs/decisions/fast-path.md).
@@ -210,7 +209,7 @@ def usual(ways: Sequence[Way]) -> Way:
 
 
 def shown(rows: Sequence[Row]) -> Row:
-    """Returns the row to show of several tries: of requests the one with the fewest calls, of tokens and iterations the usual."""
+    """Returns the row to show of several tries: of requests the one with the fewest calls, of tokens the usual."""
     name = rows[0].name
     choose = functools.partial(min, key=lambda way: way.figures) if name in ASKED else usual
     return Row(name, choose([row.front for row in rows]), choose([row.worker for row in rows]))
@@ -223,20 +222,16 @@ class Client:
         self._recording = recording
         self._http, self._grpc = (split(address) for address in (http, grpc))
 
-    def asked(self, name: str, protocol: str, requests: Sequence[bytes]) -> Row:
+    def asked(self, name: str, protocol: str, requests: Sequence[Asked]) -> Row:
         """Sends the requests on a connection that has carried another one; returns the row of the last request."""
-        kind, address = (Connection, self._http) if protocol == "http" else (GrpcConnection, self._grpc)
-        connection = kind(address)
-        try:
+        connect, address = (OverHttp, self._http) if protocol == "http" else (OverGrpc, self._grpc)
+        with contextlib.closing(connect(address)) as ask:
             # A connection's first request costs more, whatever it says.
-            first = small_request(protocol, "other")
-            for request in [first, *requests[:-1]]:
-                ask(connection, request)
+            for request in [small_request("other"), *requests[:-1]]:
+                ask(request)
             time.sleep(_QUIET)
             with self._recording.row() as ways:
-                ask(connection, requests[-1])
-        finally:
-            connection.socket.close()
+                ask(requests[-1])
         return Row(name, without_sends(ways[protocol]), until_sent(ways["worker"]))
 
     def tokens(self) -> list[Row]:
@@ -256,12 +251,6 @@ class Client:
         parts = (bursts(ways[part])[3:-3] for part in ("http", "worker"))
         return [Row("token", front, worker) for front, worker in zip(*parts, strict=False)]
 
-    def idle(self) -> list[Row]:
-        """Returns a row for each iteration of a worker's loop while no request is sent."""
-        with self._recording.row() as ways:
-            time.sleep(_REST)
-        return [Row("idle", Way(()), worker) for worker in bursts(ways["worker"])]
-
 
 def split(address: str) -> tuple[str, int]:
     """Splits ``host:port`` into what a socket connects to."""
@@ -269,41 +258,79 @@ def split(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def ask(connection: Connection, request: bytes) -> None:
-    """Sends a request and reads its whole answer. Raises AssertionError: the request is refused."""
-    connection.send(request)
-    while not connection.read():
-        pass
-    if not isinstance(connection, GrpcConnection):
-        assert connection.received.startswith(b"HTTP/1.1 200"), bytes(connection.received[:300])
+class Asked(NamedTuple):
+    """The contents of a request."""
+
+    model: str
+    inputs: Mapping[str, np.ndarray]
+    output: str
+    step: Step | None = None
 
 
-def small_request(protocol: str, model: str) -> bytes:
-    """Builds a request with two tensors of 64 bytes."""
+class OverHttp:
+    """Asks on one kept connection, each request in one piece."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._socket = socket.create_connection(address)
+        self.close = self._socket.close
+
+    def __call__(self, asked: Asked) -> None:
+        """Sends a request and reads its whole answer. Raises AssertionError: the request is refused."""
+        self._socket.sendall(http_requests.tritonclient(asked.model, "", "", asked.inputs, (asked.output,), asked.step))
+        with http.client.HTTPResponse(self._socket) as answer:
+            answer.begin()
+            content = answer.read()
+            assert answer.status == 200, content[:300]
+
+
+class OverGrpc:
+    """Asks by unary calls on one connection, one after the other."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._socket = socket.create_connection(address)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.sendall(grpc_frames.HELLO)
+        self._received = self._socket.makefile("rb")
+        self._stream = -1
+
+    def __call__(self, asked: Asked) -> None:
+        """Sends a request and reads its whole answer. Raises AssertionError: the request is refused."""
+        self._stream += 2
+        message = grpc_requests.tritonclient(asked.model, "", asked.inputs, (asked.output,), asked.step)
+        self._socket.sendall(grpc_frames.call(self._stream, message))
+        while True:
+            high, low, kind, flags, _ = frames.read_head(self._received.read(frames.HEAD_SIZE))
+            content = self._received.read(high << 16 | low)
+            if kind == frames.SETTINGS and not flags & frames.ACK:
+                self._socket.sendall(frames.frame(frames.SETTINGS, frames.ACK, 0))
+            elif kind == frames.HEADERS and flags & frames.END_STREAM:
+                said = dict(hpack.Decoder().decode(content))
+                assert said["grpc-status"] == "0", said
+                return
+
+    def close(self) -> None:
+        self._received.close()
+        self._socket.close()
+
+
+def small_request(model: str) -> Asked:
+    """Returns a request with two tensors of 64 bytes."""
     a = np.arange(16, dtype=np.float32).reshape(1, 16)
-    return infer_request(protocol)(model, [("INPUT0", a), ("INPUT1", a)], "OUTPUT0")
+    return Asked(model, {"INPUT0": a, "INPUT1": a}, "OUTPUT0")
 
 
-def large_request(protocol: str, model: str) -> bytes:
-    """Builds a request with a tensor of 1 MiB."""
-    return infer_request(protocol)(model, [("INPUT0", np.zeros(MIB // 4, np.float32))], "OUTPUT0")
+def large_request(model: str) -> Asked:
+    """Returns a request with a tensor of 1 MiB."""
+    return Asked(model, {"INPUT0": np.zeros(1 << 18, np.float32)}, "OUTPUT0")
 
 
-def infer_request(protocol: str) -> Callable[..., bytes]:
-    """Returns the function that builds requests of a protocol."""
-    return closed_loop.infer_request if protocol == "http" else grpc_connection.infer_request
-
-
-def steps(model: str, count: int) -> list[bytes]:
-    """Builds the first ``count`` steps of a sequence."""
+def steps(model: str, count: int) -> list[Asked]:
+    """Returns the first ``count`` steps of a sequence."""
     x = np.zeros((1, 64), np.float32)
-    return [
-        closed_loop.infer_request(model, [("x", x)], "y", {"sequence_id": 7, "sequence_start": not number})
-        for number in range(count)
-    ]
+    return [Asked(model, {"x": x}, "y", Step(7, not number, False)) for number in range(count)]
 
 
-def repeated(request: bytes) -> list[bytes]:
+def repeated(request: Asked) -> list[Asked]:
     """Returns the request so many times that the last one is of a known kind."""
     return [request] * (_WARM + 1)
 
@@ -317,31 +344,31 @@ def rows(client: Client, names: Sequence[str]) -> Iterator[Row]:
 def asked(client: Client, name: str) -> list[Row]:
     """Measures a row several times; returns all tries."""
     if name not in ASKED:
-        return {"token": client.tokens, "idle": client.idle}[name]()
+        return client.tokens()
     protocol, kind, request = ASKED[name]
     made = [request(f"{kind}{number}") for number in range(TIMES)]
     return [client.asked(name, protocol, requests) for requests in made]
 
 
 #: Row -> protocol, whose models it asks, and the requests of which the last is shown. A first one comes before one that is known.
-ASKED: dict[str, tuple[str, str, Callable[[str], list[bytes]]]] = {
-    "http-first": ("http", "http", lambda model: [small_request("http", model)]),
-    "http-known": ("http", "http", lambda model: repeated(small_request("http", model))),
-    "grpc-first": ("grpc", "grpc", lambda model: [small_request("grpc", model)]),
-    "grpc-known": ("grpc", "grpc", lambda model: repeated(small_request("grpc", model))),
-    "grpc-1MiB-first": ("grpc", "large", lambda model: [large_request("grpc", model)]),
-    "grpc-1MiB-known": ("grpc", "large", lambda model: repeated(large_request("grpc", model))),
-    "python-first": ("http", "python", lambda model: [small_request("http", model)]),
-    "python-known": ("http", "python", lambda model: repeated(small_request("http", model))),
+ASKED: dict[str, tuple[str, str, Callable[[str], list[Asked]]]] = {
+    "http-first": ("http", "http", lambda model: [small_request(model)]),
+    "http-known": ("http", "http", lambda model: repeated(small_request(model))),
+    "grpc-first": ("grpc", "grpc", lambda model: [small_request(model)]),
+    "grpc-known": ("grpc", "grpc", lambda model: repeated(small_request(model))),
+    "grpc-1MiB-first": ("grpc", "large", lambda model: [large_request(model)]),
+    "grpc-1MiB-known": ("grpc", "large", lambda model: repeated(large_request(model))),
+    "python-first": ("http", "python", lambda model: [small_request(model)]),
+    "python-known": ("http", "python", lambda model: repeated(small_request(model))),
     "step-first": ("http", "rnn", lambda model: steps(model, 1)),
     "step-known": ("http", "rnn", lambda model: steps(model, _WARM + 1)),
 }
-ROWS = [*ASKED, "token", "idle"]
+ROWS = [*ASKED, "token"]
 #: Kind of model -> the one of ``bench/models`` that it is, its shape, and what its configuration has besides.
 _MODELS = {
     "http": ("addsub", "1, 16", ""),
     "grpc": ("addsub", "1, 16", ""),
-    "large": ("identity", str(MIB // 4), ""),
+    "large": ("identity", str(1 << 18), ""),
     "python": ("addsub", "16", _IN_PYTHON),
     "rnn": ("rnn", "64", ""),
 }
@@ -395,44 +422,15 @@ def recorded(tree: Path, names: Sequence[str]) -> Iterator[Client]:
             "ROUTE_TREE": f"{tree}/tensord/",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(_HOOK), os.environ.get("PYTHONPATH")))),
         }
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        stack.callback(restore, before)
+        stack.enter_context(mock.patch.dict(os.environ, variables))
         stack.enter_context(serving(command, http, Path(folder, "log"), tree))
         yield Client(recording, http, grpc)
-
-
-def restore(variables: dict[str, str | None]) -> None:
-    """Sets environment variables back to their former values; None: there was none."""
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def free_ports(count: int) -> list[int]:
     """Returns ports of 127.0.0.1 that nobody listens on."""
     with contextlib.ExitStack() as stack:
         return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
-
-
-def lines(tree: Path) -> str:
-    """Counts the product's lines (.py, .c, .h) and its modules without ``__init__``, by package and in all; returns the table."""
-    told, all_lines, all_modules = [], 0, 0
-    for package in PRODUCT:
-        files = [
-            path
-            for path in sorted((tree / package).rglob("*"))
-            if path.suffix in (".py", ".c", ".h") and path.is_file()
-        ]
-        count, modules = (
-            sum(len(path.read_text().splitlines()) for path in files),
-            sum(path.suffix == ".py" and path.name != "__init__.py" for path in files),
-        )
-        told.append(f"{package:10} {count:7} lines {modules:5} modules")
-        all_lines, all_modules = all_lines + count, all_modules + modules
-    return "\n".join([*told, f"{'all':10} {all_lines:7} lines {all_modules:5} modules"])
 
 
 def through(row: Row) -> str:
@@ -492,13 +490,9 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS), help="of: %(default)s")
     parser.add_argument("--files", metavar="ROW", choices=ROWS, help="what this row went through")
     parser.add_argument("--map", metavar="ROW", choices=ROWS, help="its files as a list for docs/architecture.md")
-    parser.add_argument("--lines", action="store_true", help="lines and modules of the product alone")
     parser.add_argument("--other", type=Path, default=ROOT, metavar="DIR", help="another checkout of ours")
     arguments = parser.parse_args()
     tree = arguments.other.resolve()
-    if arguments.lines:
-        print(lines(tree))
-        return
     alone = arguments.files or arguments.map
     names = [alone] if alone else arguments.rows.split(",")
     if unknown := set(names) - set(ROWS):

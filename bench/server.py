@@ -13,14 +13,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import psutil
 
 from bench.helper import end, leaves_blocks
 
 ROOT = Path(__file__).parent.parent
-_TICK_US = 1e6 / os.sysconf("SC_CLK_TCK")
 #: Seconds in which a server has to be ready, and how many lines of its log are told if it is not.
 _PATIENCE = 300.0
 _LINES = 12
@@ -84,59 +84,42 @@ def ready(address: str) -> bool:
         return False
 
 
-def answered(address: str, model: str = "") -> int:
-    """Returns how many inference requests a server has answered rightly since its start: to a model, or to all with ""."""
-    which = f"{model}/stats" if model else "stats"
-    with urllib.request.urlopen(f"http://{address}/v2/models/{which}", timeout=30) as answer:
-        return sum(model["inference_stats"]["success"]["count"] for model in json.load(answer)["model_stats"])
+def answered(address: str) -> int:
+    """Returns how many inference requests a server has answered rightly since its start."""
+    return sum(model["inference_stats"]["success"]["count"] for model in statistics(address))
 
 
 def copied(address: str, model: str) -> int:
     """Returns how many bytes of tensors a server has copied for a model since its start, by its own statistics."""
-    with urllib.request.urlopen(f"http://{address}/v2/models/{model}/stats", timeout=30) as answer:
-        return sum(int(version["copied_byte_size"]) for version in json.load(answer)["model_stats"])
+    return sum(int(version["copied_byte_size"]) for version in statistics(address, f"/{model}"))
+
+
+def statistics(address: str, model: str = "") -> Any:
+    """Returns the statistics that a server has of each model version: of all, or of those of "/MODEL"."""
+    with urllib.request.urlopen(f"http://{address}/v2/models{model}/stats", timeout=30) as answer:
+        return json.load(answer)["model_stats"]
 
 
 def children(pid: int) -> dict[int, str]:
     """Returns the direct children of a process: process id -> the module that it runs, or its command's name."""
     found = {}
-    # Any thread may have started it.
-    for child in "".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split():
-        words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
-        module = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
-        # Older checkouts, which are measured too, have the packages by those names alone.
-        found[int(child)] = module.removeprefix("tensord.")
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = child.cmdline() or [""]
+            module = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
+            # Older checkouts, which are measured too, have the packages by those names alone.
+            found[child.pid] = module.removeprefix("tensord.")
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """The processor time and other resources that a process has used since its start."""
+def used_us(server: int) -> dict[str, float]:
+    """Returns the processor time of a process and its children in microseconds, by their modules.
 
-    user_us: float
-    kernel_us: float
-    #: Times it slept and was woken, all threads.
-    sleeps: int
-    #: User and kernel mode together, of the threads that there are, as the scheduler counts: not in ticks of 10 ms.
-    busy_us: float
-
-    @classmethod
-    def of(cls, pid: int) -> Usage:
-        """Reads a process's usage from /proc: processor time of all threads, and their voluntary context switches."""
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        sleeps, busy_ns = 0, 0
+    It is that of the threads that there are, in user and kernel mode, as the scheduler counts it: not in ticks of 10 ms.
+    """
+    found: dict[str, float] = {}
+    for pid, name in {server: "supervisor", **children(server)}.items():
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                status = (thread / "status").read_text()
-                sleeps += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
-                busy_ns += int((thread / "schedstat").read_text().split()[0])
-        return cls(int(fields[11]) * _TICK_US, int(fields[12]) * _TICK_US, sleeps, busy_ns / 1e3)
-
-    def since(self, earlier: Usage) -> Usage:
-        """Returns what was used between an earlier reading and this one."""
-        return Usage(
-            self.user_us - earlier.user_us,
-            self.kernel_us - earlier.kernel_us,
-            max(0, self.sleeps - earlier.sleeps),
-            self.busy_us - earlier.busy_us,
-        )
+                found[name] = found.get(name, 0.0) + int((thread / "schedstat").read_text().split()[0]) / 1e3
+    return found

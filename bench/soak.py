@@ -1,7 +1,7 @@
 """Runs load, attacks and kills at once for many minutes: ``python -m bench.soak MINUTES``.
 
 A daemon has two workers and two fronts of each protocol. Ordinary clients of each protocol send requests of all kinds
-(bench/mixture.py) and compare every answer; one attack after the other runs, in random order; and now and then a process is
+(bench/bystander.py) and compare every answer; one attack after the other runs, in random order; and now and then a process is
 killed. The first worker and the first front of each protocol are never killed, so that their memory can be followed: every so
 often a line is printed with descriptors and private memory of these and of the supervisor, and the attack that runs, and at the
 end how much each grew since the first quarter. A killed front takes its connections with it: requests lost with them are counted
@@ -19,19 +19,19 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.attackers.catalogue import ATTACKS
+from bench.attackers.catalogue import ATTACKS, named
+from bench.bystander import LOST, bystanders
 from bench.footprint import Footprint
-from bench.helper import helper, report, reports
+from bench.helper import helper, report
 from bench.server import children, serving
 
 _HTTP, _GRPC = "127.0.0.1:18170", "127.0.0.1:18171"
-#: What a client says that lost its connection with a front.
-LOST = ("ConnectionResetError", "ConnectionError", "BrokenPipeError", "ConnectionRefusedError")
 _ATTACK_SECONDS = 10.0
 #: Connections of the ordinary clients and their lanes' channels come and go: so many more are no leak.
 _MORE_DESCRIPTORS = 32
@@ -66,8 +66,10 @@ class Killer:
 class Attacks:
     """Runs one attacker at a time, until the block ends; ``done`` counts those that have ended."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], clients: str) -> None:
+        """Starts none yet. ``clients``: path of the daemon's socket for clients."""
         self._names = names
+        self._clients = clients
         self._stack = contextlib.ExitStack()
         self._running: subprocess.Popen[str] | None = None
         #: The one that runs now, or ran last; "": none has.
@@ -90,22 +92,8 @@ class Attacks:
             self.done += 1
         if self._names:
             self.name = random.choice(self._names)
-            words = (self.name, _HTTP, _GRPC, str(_ATTACK_SECONDS))
+            words = (self.name, _HTTP, _GRPC, str(_ATTACK_SECONDS), self._clients)
             self._running = self._stack.enter_context(helper("bench.attackers", *words))
-
-
-@contextlib.contextmanager
-def clients(count: int) -> Iterator[list[dict[str, Any]]]:
-    """Runs ``count`` ordinary clients of each protocol within the block; the list that it yields has their reports afterwards."""
-    seen: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        running = [
-            stack.enter_context(helper("bench.bystander", protocol, address, "mixed"))
-            for protocol, address in (("http", _HTTP), ("grpc", _GRPC))
-            for _ in range(count)
-        ]
-        yield seen
-        seen += reports(running)
 
 
 def first_of_each(supervisor: int) -> dict[str, int]:
@@ -147,20 +135,21 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=20, help="lines")
     parser.add_argument("--log", type=Path, default=Path("/tmp/bench-soak.log"), help="where the daemon's log goes")
     arguments = parser.parse_args()
-    names = [name for name in arguments.attacks.split(",") if name]
-    for name in names:
-        if name not in ATTACKS:
-            parser.error(f"no attack '{name}', there are {', '.join(ATTACKS)}")
+    names = named(parser, arguments.attacks)
     if arguments.minutes <= 0 or arguments.samples < 1 or arguments.clients < 1 or arguments.kill_pause < 0:
         parser.error("minutes, --samples and --clients must be more than 0, --kill-pause no less")
-    command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml", "--allow-metrics=false"]
+    command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/attackers/serve.toml"]
     command += [f"--http-port={_HTTP.rpartition(':')[2]}", f"--grpc-port={_GRPC.rpartition(':')[2]}"]
     command += ["--http-processes=2", "--grpc-processes=2"]
     os.environ["TENSORD_WORKERS_CPU"] = "2"
     samples: list[dict[str, Footprint]] = []
-    with serving(command, _HTTP, arguments.log) as pid, clients(arguments.clients) as seen:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tensord-bench-"))
+        clients = os.environ["TENSORD_CLIENTS_SOCKET"] = str(Path(folder, "clients.sock"))
+        pid = stack.enter_context(serving(command, _HTTP, arguments.log))
+        seen = stack.enter_context(bystanders({"http": _HTTP, "grpc": _GRPC}, "mixed", arguments.clients))
         killer = Killer(pid, arguments.kill_pause)
-        with Attacks(names) as attacks:
+        with Attacks(names, clients) as attacks:
             staying = first_of_each(pid)
             begin, length = time.monotonic(), 60 * arguments.minutes
             while (passed := time.monotonic() - begin) < length:
@@ -175,7 +164,7 @@ def main() -> int:
         samples.append({name: Footprint.of(number) for name, number in staying.items()})
         print(_line(time.monotonic() - begin, samples[-1], "all over"), flush=True)
     tracebacks = arguments.log.read_text(errors="replace").count("Traceback")
-    return _report(samples, seen, killer.killed, attacks.done, tracebacks)
+    return _report(samples, list(seen.values()), killer.killed, attacks.done, tracebacks)
 
 
 def _line(passed: float, sample: dict[str, Footprint], attack: str) -> str:
@@ -191,10 +180,7 @@ def _report(
     tracebacks: int,
 ) -> int:
     """Prints the outcome of the run; returns the exit status."""
-    failures: dict[str, int] = {}
-    for client in seen:
-        for said, count in client["failures"].items():
-            failures[said] = failures.get(said, 0) + count
+    failures = sum((Counter(client["failures"]) for client in seen), Counter[str]())
     lost = sum(count for said, count in failures.items() if said.startswith(LOST))
     failed = {said: count for said, count in failures.items() if not said.startswith(LOST)}
     answers = sum(client["answers"] for client in seen)

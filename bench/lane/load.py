@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import statistics
 import sys
@@ -79,56 +80,42 @@ class Fixed:
             memory[0] ^= 1
 
 
-class Regions:
-    """System regions for one request at a time: one for its inputs, in a row, and one for its outputs."""
+class Region:
+    """A system region for one request at a time: its inputs in a row, and behind them its outputs."""
 
     def __init__(self, library: Any, row: Row) -> None:
         self._library = library
-        self.sizes = dict(zip(("input", "output"), row.byte_sizes, strict=True))
-        self.names = {kind: object_name() for kind in self.sizes}
-        self.memory = {kind: self._made(kind) for kind in self.sizes}
-
-    def _made(self, kind: str) -> Array:
-        path = Path("/dev/shm", self.names[kind])
+        self._outputs_at, self.byte_size = row.byte_sizes[0], sum(row.byte_sizes)
+        self.name = object_name()
+        path = Path("/dev/shm", self.name)
         path.touch(0o600)
-        with path.open("r+b") as file:
-            file.truncate(self.sizes[kind])
-        return np.memmap(path, np.uint8, "r+")
-
-    def registrations(self) -> Iterator[tuple[str, str, int]]:
-        """Yields name, key and size in bytes of each region."""
-        for kind, name in self.names.items():
-            yield name, f"/{name}", self.sizes[kind]
+        os.truncate(path, self.byte_size)
+        self._memory = np.memmap(path, np.uint8, "r+")
+        self.close = path.unlink
 
     def tensors(self, inputs: Tensors, right: Tensors) -> tuple[list[Any], list[Any]]:
-        """Writes a request's inputs into their region; returns tritonclient's objects for its inputs and its outputs."""
+        """Writes a request's inputs to the region; returns tritonclient's objects for its inputs and its outputs."""
         said: tuple[list[Any], list[Any]] = [], []
         at = 0
         for name, values in inputs.items():
-            self.memory["input"][at : at + values.nbytes] = values.reshape(-1).view(np.uint8)
-            tensor = self._library.InferInput(name, list(values.shape), _NAMES[values.dtype.name])
-            tensor.set_shared_memory(self.names["input"], values.nbytes, at)
-            said[0].append(tensor)
+            self._memory[at : at + values.nbytes] = values.reshape(-1).view(np.uint8)
+            said[0].append(self._library.InferInput(name, list(values.shape), _NAMES[values.dtype.name]))
+            said[0][-1].set_shared_memory(self.name, values.nbytes, at)
             at += values.nbytes
-        at = 0
+        at = self._outputs_at
         for name, values in right.items():
-            output = self._library.InferRequestedOutput(name)
-            output.set_shared_memory(self.names["output"], values.nbytes, at)
-            said[1].append(output)
+            said[1].append(self._library.InferRequestedOutput(name))
+            said[1][-1].set_shared_memory(self.name, values.nbytes, at)
             at += values.nbytes
         return said
 
     def outputs(self, right: Tensors) -> Fixed:
-        """Returns the outputs in their region, to be compared with the right ones."""
-        at, found = 0, {}
+        """Returns the outputs in the region, to be compared with the right ones."""
+        at, found = self._outputs_at, {}
         for name, values in right.items():
-            found[name] = self.memory["output"][at : at + values.nbytes].view(values.dtype).reshape(values.shape)
+            found[name] = self._memory[at : at + values.nbytes].view(values.dtype).reshape(values.shape)
             at += values.nbytes
         return Fixed(found, right)
-
-    def close(self) -> None:
-        for name in self.names.values():
-            Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------- one after the other
@@ -140,45 +127,39 @@ def over_lane(row: Row, address: str, number: int) -> Iterator[Ask]:
 
     Where nothing varies it is a prepared call.
     """
-    from tensord_client.lane import Call, LaneConnection
+    import tensord_client
 
     source = requests(row, number)
-    with contextlib.closing(LaneConnection(address)) as connection:
+    with tensord_client.connect(address) as client:
+        model = client.model(row.model, timeout=_TIMEOUT)
+        kept: dict[tuple[str, tuple[int, ...]], Array] = {}
 
-        def shared(values: Array) -> Array:
-            made = connection.empty(values.shape, values.dtype)
-            made[...] = values
-            return made
+        def written(tensors: Tensors) -> Tensors:
+            for name, values in tensors.items():
+                if (name, values.shape) not in kept:
+                    kept[name, values.shape] = client.empty(values.shape, values.dtype)
+                kept[name, values.shape][...] = values
+            return {name: kept[name, values.shape] for name, values in tensors.items()}
 
         if not row.varies:
             _, inputs, right = next(source)
-            given = {name: shared(values) for name, values in inputs.items()}
-            places = {name: shared(values) for name, values in right.items()}
-            call = connection.prepare(Call(row.model, given, places=places))
+            places = written(right)
+            call = model.prepare(written(inputs), out=places)
             compare = Fixed(places, right).check
 
             def ask() -> Callable[[], None]:
-                call(_TIMEOUT)
+                call()
                 return compare
 
         else:
-            kept: dict[tuple[str, tuple[int, ...]], Array] = {}
-
-            def written(name: str, values: Array) -> Array:
-                made = kept.get((name, values.shape))
-                if made is None:
-                    made = kept[name, values.shape] = connection.empty(values.shape, values.dtype)
-                made[...] = values
-                return made
 
             def ask() -> Callable[[], None]:
                 request_id, inputs, right = next(source)
-                given = {name: written(name, values) for name, values in inputs.items()}
-                outputs = connection.ask(Call(row.model, given, request_id=request_id)).result(_TIMEOUT)
+                answer = model(written(inputs), request_id=request_id)
 
                 def compare() -> None:
-                    with outputs:
-                        check(outputs, right)
+                    with answer:
+                        check(answer, right)
 
                 return compare
 
@@ -194,21 +175,20 @@ def over_library(way: str, row: Row, address: str, number: int) -> Iterator[Ask]
     source = requests(row, number)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(library.InferenceServerClient(address))
-        regions = Regions(library, row)
-        stack.callback(regions.close)
-        for name, key, byte_size in regions.registrations():
-            client.register_system_shared_memory(name, key, byte_size)
-            stack.callback(client.unregister_system_shared_memory, name)
+        region = Region(library, row)
+        stack.callback(region.close)
+        client.register_system_shared_memory(region.name, f"/{region.name}", region.byte_size)
+        stack.callback(client.unregister_system_shared_memory, region.name)
         _, inputs, right = next(source)
-        said = regions.tensors(inputs, right)
-        outputs = regions.outputs(right)
+        said = region.tensors(inputs, right)
+        outputs = region.outputs(right)
 
         def ask() -> Callable[[], None]:
             nonlocal said, outputs
             request_id = ""
             if row.varies:
                 request_id, inputs, right = next(source)
-                said, outputs = regions.tensors(inputs, right), regions.outputs(right)
+                said, outputs = region.tensors(inputs, right), region.outputs(right)
             client.infer(row.model, said[0], outputs=said[1], request_id=request_id)
             return outputs.check
 
@@ -244,48 +224,40 @@ async def flights(way: str, row: Row, address: str, number: int) -> AsyncIterato
     async with contextlib.AsyncExitStack() as stack:
         askers: list[AsyncAsk] = []
         if way == "lane":
-            from tensord_client.lane import Call, LaneConnection
+            import tensord_client
 
-            connection = LaneConnection(address, max_results=4 * row.in_flight)
-            stack.callback(connection.close)
-            for each in range(row.in_flight):
-                askers.append(_lane_asker(connection, Call, row, requests(row, 1000 * number + each)))
+            model = await (await stack.enter_async_context(await tensord_client.connect_async(address))).model(
+                row.model
+            )
+            askers += [_lane_asker(model, requests(row, 1000 * number + each)) for each in range(row.in_flight)]
         else:
             import importlib
 
             library = importlib.import_module(f"tritonclient.{way}.aio")
             client = await stack.enter_async_context(library.InferenceServerClient(address))
             for each in range(row.in_flight):
-                regions = Regions(library, row)
-                stack.callback(regions.close)
-                for name, key, byte_size in regions.registrations():
-                    await client.register_system_shared_memory(name, key, byte_size)
-                    stack.push_async_callback(client.unregister_system_shared_memory, name)
-                askers.append(_library_asker(client, regions, row, requests(row, 1000 * number + each)))
+                region = Region(library, row)
+                stack.callback(region.close)
+                await client.register_system_shared_memory(region.name, f"/{region.name}", region.byte_size)
+                stack.push_async_callback(client.unregister_system_shared_memory, region.name)
+                askers.append(_library_asker(client, region, row, requests(row, 1000 * number + each)))
         yield askers
 
 
-def _lane_asker(connection: Any, call: Any, row: Row, source: Iterator[tuple[str, Tensors, Tensors]]) -> AsyncAsk:
+def _lane_asker(model: Any, source: Iterator[tuple[str, Tensors, Tensors]]) -> AsyncAsk:
     async def ask() -> None:
         request_id, inputs, right = next(source)
-        outputs = await connection.ask(call(row.model, inputs, request_id=request_id))
-        check(outputs, right)
+        check(await model(inputs, request_id=request_id), right)
 
     return ask
 
 
-def _library_asker(client: Any, regions: Regions, row: Row, source: Iterator[tuple[str, Tensors, Tensors]]) -> AsyncAsk:
-    last: Tensors = {}
-    outputs = regions.outputs(last)
-
+def _library_asker(client: Any, region: Region, row: Row, source: Iterator[tuple[str, Tensors, Tensors]]) -> AsyncAsk:
     async def ask() -> None:
-        nonlocal last, outputs
         request_id, inputs, right = next(source)
-        if right is not last:
-            last, outputs = right, regions.outputs(right)
-        given, wanted = regions.tensors(inputs, right)
+        given, wanted = region.tensors(inputs, right)
         await client.infer(row.model, given, outputs=wanted, request_id=request_id)
-        outputs.check()
+        region.outputs(right).check()
 
     return ask
 

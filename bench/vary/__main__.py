@@ -8,7 +8,7 @@
 
 A row vary-PROTOCOL-KIND-cN has N connections, of which each sends, waits for its whole answer and sends the next request of a
 pool in which no two are the same. KIND says what differs: id; trace, a trace header, and over gRPC a deadline, in header blocks
-as grpc-core writes them; shape; models, three in turn; new, a connection for each request; all, ids, trace headers, values and
+that use the HPACK table; shape; models, three in turn; new, a connection for each request; all, ids, trace headers, values and
 the heads of four clients in turn; rnn, steps of sequences of one to forty steps, each of which one connection sends in order.
 Before a row is measured each request is sent once to each server and the answers are checked in full; then every answer is
 compared with the first, byte for byte. The client is one thread in C (client.c); its own time for each answer is printed.
@@ -18,7 +18,7 @@ of the rounds' ratios ours/that server (rate: more is better), with the least an
 with the last server, so that none always comes first. How far the control's x is from 1 is noise, and so much of any other x may
 be. On a busy machine the processor times say more than the rates. MB is the memory of all the server's processes after the row.
 The number of requests that were never answered is printed beside the rate. A server that answers wrongly or not at all fails the
-row, and the error is printed instead; the other rows are still measured, and a server that has died is started again before them.
+row, and the error is printed instead; the other rows are still measured.
 Exit status 1: an answer was wrong or never came.
 """
 
@@ -39,8 +39,7 @@ from bench.server import ROOT
 from bench.vary import servers
 from bench.vary.answers import WrongAnswer
 from bench.vary.client import Client, Figures, compiled
-from bench.vary.pools import pool
-from bench.vary.rows import ROWS, Row
+from bench.vary.pools import ROWS, Row, pool
 from bench.vary.servers import Server
 
 #: A smaller pool would fit into what a server may remember of requests.
@@ -62,8 +61,8 @@ def main() -> int:
             measured.append(stack.enter_context(servers.peer(arguments.peer, arguments.logs)))
         print(head([server.name for server in measured]), flush=True)
         failed = 0
-        for rows in _alike(arguments.rows):
-            failed += _measure(client, measured, rows, arguments, report)
+        for _, rows in itertools.groupby(map(ROWS.__getitem__, arguments.rows), lambda row: (row.protocol, row.kind)):
+            failed += _measure(client, measured, list(rows), arguments, report)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
     return int(failed > 0)
@@ -98,12 +97,6 @@ def _parse() -> argparse.Namespace:
     return arguments
 
 
-def _alike(names: Sequence[str]) -> list[list[Row]]:
-    """Groups the rows, in their order, into runs of rows that send the same pool."""
-    rows = [ROWS[name] for name in names]
-    return [list(group) for _, group in itertools.groupby(rows, lambda row: (row.protocol, row.kind))]
-
-
 def _measure(
     client: Client, measured: list[Server], rows: list[Row], arguments: argparse.Namespace, report: dict[str, Any]
 ) -> int:
@@ -111,7 +104,6 @@ def _measure(
     protocol, failed = rows[0].protocol, 0
     requests = pool(protocol, rows[0].kind, arguments.pool)
     files: list[Path] = []
-    _revive(measured)
     try:
         for server in measured:
             files.append(client.record(server.address(protocol), requests))
@@ -119,7 +111,6 @@ def _measure(
         print(f"{', '.join(row.name for row in rows)} not measured: {error}", flush=True)
         failed, rows = len(rows), []
     for row in rows:
-        _revive(measured)
         try:
             rounds = []
             for order in itertools.islice(orders(len(measured)), arguments.rounds):
@@ -147,21 +138,14 @@ def orders(count: int) -> Iterator[range]:
     return itertools.cycle((forwards, forwards[::-1]))
 
 
-def _revive(measured: list[Server]) -> None:
-    """Starts servers that have died again, so that only the row in which one died fails."""
-    for server in measured:
-        if server.revive():
-            print(f"{server.name} had died and was started again", flush=True)
-
-
 def _figures(client: Client, server: Server, row: Row, file: Path, seconds: float) -> Figures:
     """Makes one measurement, with the processor time that the server used in it."""
     before = server.used_us()
     figures = client.measure(row.protocol, server.address(row.protocol), file, row.connections, seconds, row.renews)
     after = server.used_us()
-    if before is None or after is None:
+    if not after:
         return figures
-    return dataclasses.replace(figures, server_us=(after - before) / figures.total)
+    return dataclasses.replace(figures, server_us=(sum(after.values()) - sum(before.values())) / figures.total)
 
 
 def head(names: Sequence[str]) -> str:

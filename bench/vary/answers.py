@@ -42,8 +42,8 @@ def check(protocol: str, asked: Asked, answer: bytes) -> None:
         raise WrongAnswer(f"outputs {', '.join(outputs)}: {', '.join(asked.outputs)} were asked for")
     for name, right in asked.outputs.items():
         values = outputs[name]
-        same = np.allclose(values, right, 1e-4, 1e-6) if asked.rounded else np.array_equal(values, right)
-        if values.shape != right.shape or not same:
+        absolute, relative = asked.rounded
+        if values.shape != right.shape or not np.allclose(values, right, relative, absolute):
             raise WrongAnswer(f"output '{name}' of '{model}' is {values}, right is {right}")
 
 

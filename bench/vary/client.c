@@ -14,7 +14,7 @@
  * answer, ends it with status 1.
  *
  *     pool:      u32 entries | u32 size, opening | u32 blocks, { u32 size, block } |
- *                { u32 size, request | u32 size, answer | u32 rounded | u32 goes on } all numbers little-endian
+ *                { u32 size, request | u32 size, answer | u32 rounded, f32, f32 | u32 goes on } all numbers little-endian
  *     recorded:  u32 blocks, { u32 size, block } | { u32 size, answer }
  *
  * Prints JSON: answers, total with those that were not counted, lost, seconds, p50_us, p99_us, worst_us, and client_us, the processor time
@@ -102,12 +102,12 @@ size_t receive(int fd, void *room, size_t size) {
     return received > 0 ? (size_t)received : 0;
 }
 
-static bool nearly(const uint8_t *one, const uint8_t *other, size_t size) {
-    for (size_t at = 0; at + sizeof(float) <= size; at += sizeof(float)) {
+static bool nearly(const entry_t *entry, const uint8_t *one, const uint8_t *other) {
+    for (size_t at = 0; at + sizeof(float) <= entry->rounded; at += sizeof(float)) {
         float a, b;
         memcpy(&a, one + at, sizeof a);
         memcpy(&b, other + at, sizeof b);
-        if (!(fabsf(a - b) <= 1e-6f + 1e-4f * fabsf(b)))
+        if (!(fabsf(a - b) <= entry->absolute + entry->relative * fabsf(b)))
             return false;
     }
     return true;
@@ -117,7 +117,7 @@ bool right(const pool_t *pool, const connection_t *connection) {
     const entry_t *entry = &pool->entries[connection->entry];
     size_t size = connection->size, whole = entry->answer.size, exact = whole - entry->rounded;
     if (size > whole || memcmp(connection->answer, entry->answer.bytes, size < exact ? size : exact) != 0 ||
-        (size == whole && !nearly(connection->answer + exact, entry->answer.bytes + exact, entry->rounded)))
+        (size == whole && !nearly(entry, connection->answer + exact, entry->answer.bytes + exact)))
         fail(connection->answer, size, "wrong answer to request %u, %zu bytes of %zu", connection->entry, size, whole);
     return size == whole;
 }
@@ -293,6 +293,13 @@ static uint32_t read_number(reader_t *reader) {
     return number;
 }
 
+static float read_float(reader_t *reader) {
+    uint32_t bits = read_number(reader);
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 static piece_t read_piece(reader_t *reader) {
     uint32_t size = read_number(reader);
     if ((size_t)(reader->end - reader->at) < size || size > BUFFER_SIZE)
@@ -325,6 +332,8 @@ static void load(pool_t *pool, const char *name) {
         entry->request = read_piece(&reader);
         entry->answer = read_piece(&reader);
         entry->rounded = read_number(&reader);
+        entry->absolute = read_float(&reader);
+        entry->relative = read_float(&reader);
         entry->goes_on = read_number(&reader) != 0;
         entry->taken = false;
         if (entry->goes_on && i + 1 == pool->count)

@@ -21,8 +21,9 @@ typedef struct {
     /* What the server answered when each was asked for the first time, and was found right. Empty while that is recorded. */
     piece_t answer;
     /* So many of its last bytes are FP32 that may differ a little: a model that computes several requests together rounds
-     * differently with each number of them. */
+     * differently with each number of them. By so much, and by this part of the value. */
     uint32_t rounded;
+    float absolute, relative;
     /* The entry behind it is to be asked next, by whoever asked this one. Never of the last one. */
     bool goes_on;
     /* Of the first of those that belong together: a connection has them. */

@@ -120,8 +120,9 @@ def _file(pool: Pool, blocks: list[bytes], answers: list[bytes]) -> bytes:
     pieces += map(_piece, blocks)
     for exchange, answer in zip(pool.exchanges, answers, strict=True):
         asked = exchange.asked
-        rounded = sum(values.nbytes for values in asked.outputs.values()) if asked.rounded and answer else 0
-        pieces += (_piece(exchange.request), _piece(answer), struct.pack("<II", rounded, exchange.goes_on))
+        rounded = sum(values.nbytes for values in asked.outputs.values()) if any(asked.rounded) and answer else 0
+        numbers = struct.pack("<IffI", rounded, *asked.rounded, exchange.goes_on)
+        pieces += (_piece(exchange.request), _piece(answer), numbers)
     return b"".join(pieces)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from bench.grpc_connection import HELLO, call, headers, last_message
-from bench.vary.step import Step
+from bench import grpc_frames
+from bench.vary.http_requests import Step
 from tensord.daemon.grpc import frames
 
 #: Makes a message of model, id, inputs and the outputs' names.
@@ -65,22 +65,20 @@ def _message(
 
 def unary(message: bytes) -> bytes:
     """Builds the frames of a unary call on stream 0."""
-    return call(message)
+    return grpc_frames.call(0, message)
 
 
 def unary_with(block: bytes, message: bytes) -> bytes:
     """Builds the frames of a unary call on stream 0 with a given header block."""
-    return frames.frame(frames.HEADERS, frames.END_HEADERS, 0, block) + last_message(message)
+    return frames.frame(frames.HEADERS, frames.END_HEADERS, 0, block) + grpc_frames.data(0, message)
 
 
 def on_stream(message: bytes) -> bytes:
     """Builds the DATA frame of a message on a stream that is already open."""
-    return frames.frame(frames.DATA, 0, 0, b"\0" + len(message).to_bytes(4, "big") + message)
+    return grpc_frames.data(0, message, flags=0)
 
 
 def opening(streams: bool) -> bytes:
     """Returns the bytes that begin a connection; with ``streams`` they also open ModelStreamInfer as stream 1."""
-    if not streams:
-        return HELLO
     # A stream carries many answers: the client in C grants its window again.
-    return HELLO + headers("ModelStreamInfer", 1)
+    return grpc_frames.HELLO + (grpc_frames.headers("ModelStreamInfer", 1) if streams else b"")

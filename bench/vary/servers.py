@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from bench.footprint import proportional
-from bench.server import ROOT, Usage, children, serving
+from bench.server import ROOT, serving, used_us
 
 OURS, OTHER, CONTROL, PEER = "ours", "other", "control", "peer"
 _PORTS = {OURS: 18180, OTHER: 18190, CONTROL: 18170}
@@ -20,52 +18,22 @@ _PORTS = {OURS: 18180, OTHER: 18190, CONTROL: 18170}
 _PEER_HTTP, _PEER_GRPC = "127.0.0.1:18000", "127.0.0.1:18001"
 
 
+@dataclass(frozen=True, slots=True)
 class Server:
-    """One server that is measured; it runs within the block.
+    """One server that is measured. ``pid``: of its first process; None: it is not known."""
 
-    Args:
-      run: starts the server and yields its process id; called with how many times it was started before. None: it runs already.
-    """
-
-    def __init__(
-        self, name: str, http: str, grpc: str, run: Callable[[int], AbstractContextManager[int]] | None = None
-    ) -> None:
-        self.name = name
-        self.http = http
-        self.grpc = grpc
-        self.pid: int | None = None
-        self._run = run
-        self._starts = itertools.count()
-        self._running = contextlib.ExitStack()
-
-    def __enter__(self) -> Server:
-        if self._run is not None:
-            self.pid = self._running.enter_context(self._run(next(self._starts)))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._running.close()
-
-    def revive(self) -> bool:
-        """Starts the server again if it has died. Returns whether it had."""
-        if self.pid is None or _lives(self.pid):
-            return False
-        self._running.close()
-        self.__enter__()
-        return True
+    name: str
+    http: str
+    grpc: str
+    pid: int | None = None
 
     def address(self, protocol: str) -> str:
         """Returns the address for a protocol, named as in a pool."""
         return self.http if protocol == "http" else self.grpc
 
-    def used_us(self) -> float | None:
-        """Returns the processor time of all its processes since they started, in microseconds; None: not known."""
-        if self.pid is None:
-            return None
-        usages = [Usage.of(pid) for pid in (self.pid, *children(self.pid))]
-        return sum(usage.user_us + usage.kernel_us for usage in usages)
+    def used_us(self) -> dict[str, float]:
+        """Returns the processor time of its processes so far, in microseconds, by their names; empty: it is not known."""
+        return {} if self.pid is None else used_us(self.pid)
 
     def megabytes(self) -> float | None:
         """Returns the memory of all its processes in MB, what several share counted once; None: not known."""
@@ -80,35 +48,34 @@ def program(checkout: Path) -> list[str]:
     return [str(python) if python.exists() else sys.executable, "-m", module]
 
 
-def _lives(pid: int) -> bool:
-    """Returns whether a child process of ours is still running."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+@contextlib.contextmanager
+def ours(name: str, checkout: Path, logs: Path, *words: str) -> Iterator[Server]:
+    """Runs a daemon of a checkout within the block. The models and the configuration are those of this checkout.
 
-
-def ours(name: str, checkout: Path, logs: Path) -> Server:
-    """Describes a daemon of a checkout. The models and the configuration are those of this checkout."""
-    port = _PORTS[name]
-    http, grpc = f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"
+    ``words``: of its command line, besides.
+    """
+    http, grpc = (f"127.0.0.1:{_PORTS[name] + more}" for more in (0, 1))
     command = [*program(checkout), "serve", "--config", str(ROOT / "bench" / "serve.toml")]
-    command += [f"--model-repository={ROOT / 'bench' / 'models'}"]
-    command += [f"--http-port={port}", f"--grpc-port={port + 1}", "--allow-metrics=false"]
-    return Server(name, http, grpc, lambda n: serving(command, http, _log(logs, f"bench-vary-{name}", n), cwd=checkout))
+    command += [f"--model-repository={ROOT / 'bench' / 'models'}", "--allow-metrics=false", *words]
+    command += [f"--http-port={_PORTS[name]}", f"--grpc-port={_PORTS[name] + 1}"]
+    with serving(command, http, logs / f"bench-{name}.log", cwd=checkout) as pid:
+        yield Server(name, http, grpc, pid)
 
 
-def peer(where: str, logs: Path) -> Server:
-    """Describes a real Triton.
+@contextlib.contextmanager
+def peer(where: str, logs: Path, models: Path | None = None) -> Iterator[Server]:
+    """Runs a real Triton within the block.
 
-    ``where``: a folder with setup.sh and triton.sh, which is started; or HTTP,GRPC, the addresses of one that runs.
+    Args:
+      where: a folder with setup.sh and triton.sh; or HTTP,GRPC, the addresses of one that runs already.
+      models: what it serves; None: the models of its folder.
     """
     if ":" in where:
         http, _, grpc = where.partition(",")
-        return Server(PEER, http, grpc)
+        yield Server(PEER, http, grpc)
+        return
     folder = Path(where).resolve()
     subprocess.run([folder / "setup.sh"], check=True, stdout=subprocess.DEVNULL)
-    command = [str(folder / "triton.sh"), str(folder / "models")]
-    return Server(PEER, _PEER_HTTP, _PEER_GRPC, lambda n: serving(command, _PEER_HTTP, _log(logs, "bench-peer", n)))
-
-
-def _log(logs: Path, name: str, start: int) -> Path:
-    """Returns the path of a start's log. Each start has one of its own, so that the one before still says why the server died."""
-    return logs / f"{name}{f'-{start + 1}' if start else ''}.log"
+    command = [str(folder / "triton.sh"), str(models or folder / "models")]
+    with serving(command, _PEER_HTTP, logs / "bench-peer.log") as pid:
+        yield Server(PEER, _PEER_HTTP, _PEER_GRPC, pid)

@@ -43,7 +43,7 @@ def test_a_process_holds_descriptors_and_memory() -> None:
 
 def test_growth_is_what_exceeds_the_first_quarter() -> None:
     def sample(descriptors: int, private_bytes: int) -> dict[str, Footprint]:
-        return {"workers": Footprint(descriptors, private_bytes, 0)}
+        return {"workers": Footprint(descriptors, private_bytes)}
 
     samples = [sample(10, 100), sample(14, 140), sample(12, 120), *[sample(12, 130)] * 4, sample(15, 150)]
     assert grown(samples) == {"workers": (1, 10)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from bench.route import (
@@ -13,7 +11,6 @@ from bench.route import (
     asked,
     bursts,
     documented,
-    lines,
     mapped,
     recorded,
     route_files,
@@ -100,13 +97,3 @@ def test_routes_of_the_architecture_are_those_that_requests_take(tried: dict[str
 def test_figures_of_both_count_a_file_once() -> None:
     row = Row("http-first", way("shm/a.py", "daemon/b.py", "shm/a.py"), way("workers/c.py", "shm/a.py"))
     assert row.line().split() == ["http-first", "3", "2", "1", "2", "2", "0", "5", "3", "1"]
-
-
-def test_lines_are_counted_by_package(tmp_path: Path) -> None:
-    for package, text in (("daemon", "a\nb\n"), ("workers", "c\n")):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "m.py").write_text(text)
-    (tmp_path / "workers" / "m.c").write_text("d\n" * 10)
-    counted = [line.split() for line in lines(tmp_path).splitlines()]
-    assert ["workers", "11", "lines", "1", "modules"] in counted
-    assert counted[-1] == ["all", "13", "lines", "2", "modules"]

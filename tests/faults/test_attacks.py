@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.attack import bystanders, largest_is_answered
+from bench.attack import largest_is_answered
 from bench.attackers.catalogue import ATTACKS
+from bench.bystander import bystanders
 from bench.footprint import footprints
 from tests import prepared
 from tests.daemon_process import ROOT, DaemonProcess, nothing_left_behind, wait_until
@@ -48,9 +49,13 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         nothing_left_behind(),
         DaemonProcess(folder, models, options) as daemon,
     ):
-        with bystanders(daemon.url, daemon.grpc_url, str(daemon.folder / "clients.sock")):
+        with bystanders(_addresses(daemon)):
             assert largest_is_answered(daemon.url)
         yield daemon
+
+
+def _addresses(daemon: DaemonProcess) -> dict[str, str]:
+    return {"http": daemon.url, "grpc": daemon.grpc_url, "lane": str(daemon.folder / "clients.sock")}
 
 
 def _batches() -> list[list[str]]:
@@ -61,7 +66,7 @@ def _batches() -> list[list[str]]:
 @pytest.mark.parametrize("names", _batches(), ids=lambda names: names[0] + "-to-" + names[-1])
 def test_others_do_not_notice(daemon: DaemonProcess, names: list[str]) -> None:
     before = footprints(daemon.pid)
-    with bystanders(daemon.url, daemon.grpc_url, str(daemon.folder / "clients.sock")) as seen:
+    with bystanders(_addresses(daemon)) as seen:
         for counts in _attack(daemon, names):
             assert sum(counts.values()) > 0, "the attack did nothing"
     for protocol, client in seen.items():

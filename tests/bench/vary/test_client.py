@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import socket
+import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_each_request_has_its_connection(daemon: DaemonProcess, client: Client) 
     requests = pool("http", "new", 1)
     (exchange,) = requests.exchanges
     file = client.record(daemon.url, requests)
-    answer = file.read_bytes().partition(exchange.request)[2][4:-8]
+    answer = file.read_bytes().partition(exchange.request)[2][4:-16]
 
     def serve() -> int:
         ended = 0
@@ -182,9 +183,9 @@ def test_small_differences_of_what_is_computed_together_are_right(daemon: Daemon
     requests = pool("http", "models", 3)
     file = client.record(daemon.url, requests)
     content = bytearray(file.read_bytes())
-    # The file ends with post's tensor, the number that says how large it is, and that nothing belongs to it.
-    assert content[-8:] == (40).to_bytes(4, "little") + bytes(4)
-    values = np.frombuffer(content, np.float32, 10, len(content) - 48)
+    # The file ends with post's tensor, the numbers that say how large it is and how exact, and that nothing belongs to it.
+    assert content[-16:] == struct.pack("<IffI", 40, *requests.exchanges[2].asked.rounded, 0)
+    values = np.frombuffer(content, np.float32, 10, len(content) - 56)
     values *= np.float32(1 + 1e-6)
     file.write_bytes(content)
     assert client.measure("http", daemon.url, file, 2, 0.2).answers > 0

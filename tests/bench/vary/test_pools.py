@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from bench.vary.grpc_headers import EMPTIED
-from bench.vary.pools import KINDS, Asked, Exchange, pool
-from bench.vary.rows import ROWS
+from bench.vary.pools import KINDS, ROWS, Asked, Exchange, pool
 from tensord.daemon.grpc import frames
 
 _EVERY = [(protocol, kind) for protocol, kinds in KINDS.items() for kind in kinds]
@@ -90,8 +88,8 @@ def test_traces_and_deadlines_of_calls() -> None:
     assert not exchanges[-1].goes_on
     firsts = [number + 1 for number, one in enumerate(exchanges[:-1]) if not one.goes_on]
     assert firsts == list(range(120, 1000, 120))
-    assert all(_block(exchanges[number]).startswith(EMPTIED) for number in (0, *firsts))
-    assert sum(b":path" in _block(one) for one in exchanges) > 1 + len(firsts)
+    assert all(_block(exchanges[number]).startswith(b"\x20\x3f\xe1\x1f") for number in (0, *firsts))
+    assert sum(b"ModelInfer" in _block(one) for one in exchanges) > 1 + len(firsts)
 
 
 def _block(exchange: Exchange) -> bytes:
@@ -164,7 +162,9 @@ def test_rows() -> None:
     kinds = ("id", "trace", "all", "shape", "models", "new")
     expected = {f"vary-http-{kind}-c{count}" for kind in kinds for count in (4, 16)}
     expected |= {f"vary-http-all-c{count}" for count in (64, 256, 3000)}
-    expected |= {f"vary-grpc-{kind}-c{count}" for kind in ("id", "trace", "models", "shape") for count in (4, 16)}
+    expected |= {
+        f"vary-grpc-{kind}-c{count}" for kind in ("id", "trace", "models", "shape", "mlp") for count in (4, 16)
+    }
     expected |= {f"vary-{protocol}-rnn-c{count}" for protocol in ("http", "stream") for count in (4, 16)}
     expected |= {"vary-stream-rnn-c64"} | {f"vary-stream-all-c{count}" for count in (4, 16)}
     assert set(ROWS) == expected

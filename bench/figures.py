@@ -1,13 +1,9 @@
-"""Formats the figures of a side-by-side run as a Markdown table, beside the ratios that were asked for.
-
-python -m bench.table FIGURES.json        FIGURES.json as ``python -m bench --peer DIR --json`` writes it
-"""
+"""Formats the figures of a side-by-side run, as ``python -m bench --json`` writes them: a Markdown table and a picture."""
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +55,28 @@ def _marked(ratio: float, asked: float, met: bool) -> str:
     return f"**{ratio:.2f}**" if asked and met else f"{ratio:.2f}"
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    print(markdown(Path(sys.argv[1])), end="")
+def ratios(figures: Path, picture: Path) -> None:
+    """Reads compare.py's figures and draws them into an SVG or PNG, as the suffix of ``picture`` says."""
+    # Only who draws needs the library.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "tensord"
+    from matplotlib import pyplot
+
+    rows = {name: row for name, row in json.loads(figures.read_text()).items() if "rate_ratio" in row}
+    names = list(reversed(rows))
+    drawn, (rate, latency) = pyplot.subplots(1, 2, sharey=True, figsize=(10, 0.4 * len(rows) + 1.2))
+    for axes, key, title in (
+        (rate, "rate_ratio", "rate, times Triton's (more is better)"),
+        (latency, "p50_ratio", "median latency, part of Triton's (less is better)"),
+    ):
+        values = [rows[name][key] for name in names]
+        bars = axes.barh(names, values, color="#3465a4")
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        axes.axvline(1, color="#555753", linewidth=1, linestyle=":")
+        axes.set_xlim(0, max(1.2, *values) * 1.15)
+        axes.set_title(title, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    drawn.tight_layout()
+    drawn.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 from bench import __main__ as bench
-from bench.table import ASKED, markdown
+from bench.figures import ASKED, markdown
+from bench.server import ROOT
 
 
 def test_a_line_for_each_row_with_what_was_asked_for(tmp_path: Path) -> None:
@@ -31,3 +36,20 @@ def test_a_line_for_each_row_with_what_was_asked_for(tmp_path: Path) -> None:
 
 def test_what_is_asked_for_is_measured() -> None:
     assert set(ASKED) <= set(bench.ROWS.split(","))
+
+
+_DRAWS = "import pathlib, sys; from bench.figures import ratios; ratios(*map(pathlib.Path, sys.argv[1:]))"
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+def test_a_picture_of_the_measured_rows(tmp_path: Path, suffix: str, start: bytes) -> None:
+    figures = tmp_path / "figures.json"
+    figures.write_text(
+        json.dumps(
+            {"small-http-c1": {"rate_ratio": 1.7, "p50_ratio": 0.5}, "small-grpc-c1": {"error": "no server answered"}}
+        )
+    )
+    picture = tmp_path / f"ratios{suffix}"
+    # The library keeps its fonts open as long as its process lives.
+    subprocess.run([sys.executable, "-c", _DRAWS, figures, picture], cwd=ROOT, check=True)
+    assert picture.read_bytes().startswith(start)
