@@ -22,7 +22,7 @@ from tensord.shm.errors import InvalidArgument
 
 Array = npt.NDArray[Any]
 
-DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(kind) for name, (kind, _) in DATATYPES.items()}
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(each.dtype) for name, each in DATATYPES.items()}
 _DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 #: Strings that are converted in one call, in which Python serves no other thread.
 SLICE = 4096

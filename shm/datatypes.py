@@ -12,7 +12,7 @@ from tensord.shm.common.datatypes import DATATYPES
 from tensord.shm.errors import InvalidArgument
 
 #: Bytes per element; None where an element's length varies (BYTES: u32 little-endian length, then the bytes).
-ELEMENT_SIZES = {name: size for name, (_, size) in DATATYPES.items()}
+ELEMENT_SIZES = {name: each.byte_size for name, each in DATATYPES.items()}
 
 #: KServe's other name for BYTES: its schema of requests has both.
 _BYTES_ALIAS = "STRING"

@@ -18,29 +18,13 @@ from typing import Any, Protocol, Union
 
 import numpy as np
 
+from tensord_client.common.datatypes import FILE_TYPES
 from tensord_client.common.results import Array
 from tensord_client.common.tensors import bfloat16_of_torch, leaves
 from tensord_client.errors import InvalidArgument, Unavailable
 
-#: numpy's names of dtypes -> those of safetensors.
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
-}
+#: numpy's names of dtypes -> those in files.
+_NAMES = {dtype: name for name, dtype in FILE_TYPES.items()}
 #: The tensors begin behind the header, at a multiple of so many bytes.
 _ALIGNMENT = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -220,7 +204,7 @@ def _array(leaf: Any) -> tuple[str, Array] | None:
         array = np.ascontiguousarray(leaf if bits is None else bits)
     except (TypeError, ValueError, RuntimeError):
         return None
-    kind = _DTYPES.get(array.dtype.name) if bits is None else "BF16"
+    kind = _NAMES.get(array.dtype.name) if bits is None else "BF16"
     if kind is None:
         return None
     if array.dtype.byteorder == ">":

@@ -20,6 +20,7 @@ from tensord.daemon.submit.model_states import ModelStates, parse_version
 from tensord.daemon.submit.placement import InputContent, UnsentRequest
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.arrays import DTYPES, encoded
+from tensord.shm.common.datatypes import DATATYPES
 from tensord.shm.common.scheduling import MAX_SEQUENCE_ID, PARAMETERS, UNSCHEDULED, Kind, Scheduling, checked_set_name
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
@@ -38,17 +39,8 @@ _INT64 = (1 << 63) - 1
 _MAX_NAME = 300
 #: Tag byte of the field ``model_name``.
 _MODEL_NAME = 0x0A
-#: Datatype of a contents field, and the datatypes that may come in it.
-_CONTENTS = {
-    "bool_contents": ("BOOL", ("BOOL",)),
-    "int_contents": ("INT32", ("INT8", "INT16", "INT32")),
-    "int64_contents": ("INT64", ("INT64",)),
-    "uint_contents": ("UINT32", ("UINT8", "UINT16", "UINT32")),
-    "uint64_contents": ("UINT64", ("UINT64",)),
-    "fp32_contents": ("FP32", ("FP32",)),
-    "fp64_contents": ("FP64", ("FP64",)),
-    "bytes_contents": ("BYTES", ("BYTES",)),
-}
+#: A contents field -> the datatype of its numbers.
+_CONTENTS = {each.contents: name for name, each in DATATYPES.items() if each.contents}
 
 
 @dataclass(slots=True)
@@ -204,8 +196,8 @@ def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputConte
     what = f"unexpected explicit tensor data for input tensor '{name}' for model '{model}'"
     if len(filled) > 1:
         raise InvalidArgument(f"{what}, binary data was already supplied.")
-    kind, takes = _CONTENTS[filled[0]]
-    if datatype not in takes:
+    kind = _CONTENTS[filled[0]]
+    if DATATYPES[datatype].contents != filled[0]:
         raise InvalidArgument(f"{what} of type '{kind}', expected datatype '{datatype}'")
     return _typed_bytes(name, datatype, kind, entry.contents)
 

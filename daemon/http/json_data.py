@@ -23,20 +23,20 @@ import numpy as np
 
 from tensord.daemon.http.request_head import UnusualText, refusal
 from tensord.shm.arrays import DTYPES, array, encoded
+from tensord.shm.common.datatypes import DATATYPES
 from tensord.shm.datatypes import MAX_RANK
 from tensord.shm.errors import InvalidArgument
 
 _text = msgspec.json.Decoder(str)
-_floats = msgspec.json.Decoder(list[float])
 _integers = msgspec.json.Decoder(list[int])
+#: By what an element is in JSON.
 _QUICK: dict[str, msgspec.json.Decoder[Any]] = {
-    "BOOL": msgspec.json.Decoder(list[bool]),
-    "BYTES": msgspec.json.Decoder(list[str]),
-    "FP32": _floats,
-    "FP64": _floats,
-    **dict.fromkeys(("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"), _integers),
+    "boolean": msgspec.json.Decoder(list[bool]),
+    "string": msgspec.json.Decoder(list[str]),
+    "double": msgspec.json.Decoder(list[float]),
+    "signed-integer": _integers,
+    "unsigned-integer": _integers,
 }
-_NO_JSON = ("FP16", "BF16")
 #: The error for data with more or fewer values than its shape has.
 MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' field"
 
@@ -48,7 +48,7 @@ def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
     """
     if bytes(memoryview(text)[:1]) == b'"':
         return _from_base64(_quick_text(text), datatype, [count])
-    decoder = _QUICK.get(datatype)
+    decoder = _QUICK.get(DATATYPES[datatype].json)
     if decoder is None:
         raise UnusualText
     try:
@@ -109,7 +109,7 @@ def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
 
 def refuse_half_floats(datatype: str, count: int, name: str) -> None:
     """Checks that a datatype can be sent as JSON. Raises InvalidArgument: it is FP16 or BF16, and ``count`` is not 0."""
-    if datatype in _NO_JSON and count:
+    if count and not DATATYPES[datatype].json:
         raise InvalidArgument(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
         )
@@ -161,15 +161,10 @@ def misnested(shape: list[int], name: str) -> InvalidArgument:
 
 def of_wrong_kind(datatype: str) -> InvalidArgument:
     """Returns the error for a JSON value that cannot be an element of a tensor of ``datatype``."""
-    if datatype == "BYTES":
+    kind = DATATYPES[datatype].json or "signed-integer"
+    if kind == "string":
         return InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
-    if datatype == "BOOL":
-        return refusal("data", "non-boolean", "boolean")
-    if datatype in ("FP32", "FP64"):
-        return refusal("data", "non-number", "double")
-    if datatype.startswith("UINT"):
-        return refusal("data", "non-unsigned-integer", "unsigned-integer")
-    return refusal("data", "non-signed-integer", "signed-integer")
+    return refusal("data", "non-number" if kind == "double" else f"non-{kind}", kind)
 
 
 def _check(leaf: Any, datatype: str) -> None:
@@ -177,13 +172,14 @@ def _check(leaf: Any, datatype: str) -> None:
 
     Ranges of integers below 64 bits are not checked here: numpy refuses a number that is out of range.
     """
-    if datatype == "BOOL":
+    kind = DATATYPES[datatype].json
+    if kind == "boolean":
         right = isinstance(leaf, bool)
-    elif datatype == "BYTES":
+    elif kind == "string":
         right = isinstance(leaf, str)
-    elif datatype in ("FP32", "FP64"):
+    elif kind == "double":
         right = isinstance(leaf, int | float) and not isinstance(leaf, bool)
-    elif datatype.startswith("UINT"):
+    elif kind == "unsigned-integer":
         right = type(leaf) is int and 0 <= leaf < 1 << 64
     else:
         right = type(leaf) is int and -(1 << 63) <= leaf < 1 << 63

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import orjson
 
 from tensord.shm.arrays import DTYPES, array
+from tensord.shm.common.datatypes import DATATYPES
 from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import Content, PreparedAnswer, PreparedTensor, Slice
@@ -95,7 +96,7 @@ def _values(tensor: PreparedTensor, content: bytes | memoryview) -> npt.NDArray[
 
 
 def _check_datatype(datatype: str) -> None:
-    if datatype in ("FP16", "BF16"):
+    if not DATATYPES[datatype].json:
         raise InvalidArgument(
             f"sending {datatype} data via JSON is not supported. Please use the binary data format for output"
         )

@@ -20,7 +20,7 @@ from .errors import InvalidArgument
 Array = np.ndarray[Any, Any]
 #: Of these the installed numpy is sure to have the dtypes.
 DTYPES: dict[str, np.dtype] = {
-    name: np.dtype(kind) for name, (kind, _) in DATATYPES.items() if name not in ("BYTES", "BF16")
+    name: np.dtype(each.dtype) for name, each in DATATYPES.items() if name not in ("BYTES", "BF16")
 }
 #: The dtypes that need no conversion: numbers in this host's byte order.
 NATIVE = frozenset(DTYPES.values())

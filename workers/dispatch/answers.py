@@ -18,6 +18,7 @@ import numpy as np
 
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array, address_of, byte_content, datatype_of
+from tensord.shm.common.datatypes import DATATYPES
 from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.errors import Internal, InvalidArgument, ServingError
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedTensor, RegionSlice
@@ -356,7 +357,7 @@ def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Arra
     Raises: InvalidArgument: the extension is not defined for the datatype, or more elements are asked for than are told.
     """
     datatype = datatype_of(values.dtype)
-    if datatype is None or datatype in ("BYTES", "BOOL", "FP16", "BF16"):
+    if datatype is None or DATATYPES[datatype].json in ("", "string", "boolean"):
         raise InvalidArgument(
             f"class result not available for output due to unsupported type '{datatype or values.dtype}'"
         )

@@ -7,31 +7,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.common.datatypes import FILE_TYPES
 from tensord.shm.errors import InvalidArgument, Unsupported
 
 #: The element types that can be pushed, by their names in safetensors' layout.
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "U16": np.dtype(np.uint16),
-    "U32": np.dtype(np.uint32),
-    "U64": np.dtype(np.uint64),
-    "I8": np.dtype(np.int8),
-    "I16": np.dtype(np.int16),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "C64": np.dtype(np.complex64),
-}
+DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(dtype) for name, dtype in FILE_TYPES.items()}
 _PUSHED = frozenset(DTYPES.values())
 #: Elements that are looked at in one piece.
 _PIECE = 1 << 18

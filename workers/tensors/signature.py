@@ -24,7 +24,7 @@ from tensord.shm.errors import InvalidArgument
 
 _DECLARATION = re.compile(r"([A-Z0-9]+)\[([^\[\]]*)\]")
 #: 64-bit datatypes need JAX's x64 mode, which otherwise wraps them in silence.
-WIDE = {"INT64", "UINT64", "FP64"}
+WIDE = {name for name, byte_size in datatypes.ELEMENT_SIZES.items() if byte_size == 8}
 
 
 @dataclass(frozen=True, slots=True)
