@@ -65,55 +65,6 @@ def test_a_daemon_says_what_it_is_and_what_a_model_is(connection: LaneConnection
         connection.open("nowhere")
 
 
-def test_answers_are_the_requests_own(connection: LaneConnection) -> None:
-    """The first travels whole, the others by number; ids, priorities and parameters change nothing."""
-    for number in range(5):
-        answer = connection.ask(
-            addsub(number, request_id=f"n{number}", scheduling=Scheduling(priority=number % 2))
-        ).result(_PATIENCE)
-        check(answer, number)
-        assert answer.version == 1
-        assert answer.timing is not None
-        assert answer.timing.compute_ns > 0
-    # What travels in a record is the program's own, to write to.
-    answer["OUTPUT0"][0, 0] = 7
-
-
-def test_errors_are_the_servers(connection: LaneConnection) -> None:
-    with pytest.raises(InvalidArgument, match="INPUT1"):
-        connection.ask(Call("addsub", {"INPUT0": np.zeros((1, 16), np.float32)})).result(_PATIENCE)
-    with pytest.raises(InvalidArgument, match=r"complex128"):
-        connection.ask(Call("addsub", {"INPUT0": np.zeros((1, 16), np.complex128)}))
-    with pytest.raises(InvalidArgument, match="64 bits"):
-        connection.ask(addsub(1, parameters={"huge": 1 << 70}))
-    check(connection.ask(addsub(3)).result(_PATIENCE), 3)
-
-
-@pytest.mark.parametrize("count", [1, 1024, 1025, 70000, 1 << 20])
-def test_arrays_of_every_size(connection: LaneConnection, count: int) -> None:
-    """Inside the record, in a slot, or in memory of the connection; as they lie, backwards, and in another byte order."""
-    values = np.arange(count, dtype=np.float32)
-    lying = connection.empty(count, np.float32)
-    lying[:] = values
-    for given in (values, values[::-1].copy()[::-1], values.astype(">f4"), lying, lying[: count // 2 or 1]):
-        for _ in range(2):
-            answer = connection.ask(identity(given)).result(_PATIENCE)
-            np.testing.assert_array_equal(answer["OUTPUT0"], given.astype(np.float32))
-
-
-def test_strings_and_bfloat16(connection: LaneConnection) -> None:
-    words = np.array([b"one", "zwölf", b""], dtype=object)
-    answer = connection.ask(Call("strings", {"x": words})).result(_PATIENCE)
-    assert answer["y"].tolist() == [b"", "zwölf".encode(), b"one"]
-    many = np.array([b"x" * 5000, b"y" * 7000], dtype=object)
-    assert connection.ask(Call("strings", {"x": many})).result(_PATIENCE)["y"].tolist() == many.tolist()[::-1]
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    halves = np.array([1.5, -2], ml_dtypes.bfloat16)
-    for given in (halves, halves.view(np.uint16)):
-        answer = connection.ask(Call("half", {"x": given})).result(_PATIENCE)
-        assert answer["y"].tolist() == [3.0, -4.0]
-
-
 def test_nothing_is_copied_where_both_ends_look_at_the_same_memory(connection: LaneConnection) -> None:
     count = 1 << 18
     given, place = connection.empty(count, np.float32), connection.empty(count, np.float32)
@@ -242,53 +193,11 @@ async def _await(pending: LaneRequest) -> Any:
     return await pending
 
 
-def test_deadlines(connection: LaneConnection) -> None:
-    connection.open("slow")
-    sleeps = Call("slow", {"x": np.array([0.5], np.float32)})
-    with pytest.raises(DeadlineExceeded):
-        connection.ask(sleeps).result(0.05)
-    sleeps.deadline = time.monotonic() + 0.05
-    with pytest.raises(DeadlineExceeded):
-        connection.ask(sleeps).result()
-    done: queue.Queue[LaneRequest] = queue.Queue()
-    sleeps.deadline = time.monotonic() + 0.05
-    connection.ask(sleeps).add_done_callback(done.put)
-    with pytest.raises(DeadlineExceeded):
-        done.get(timeout=_PATIENCE).result()
-
-
-def test_cancelling(connection: LaneConnection) -> None:
-    pending = connection.ask(Call("slow", {"x": np.array([0.2], np.float32)}))
-    pending.cancel()
-    with pytest.raises(Cancelled):
-        pending.result(_PATIENCE)
-    check(connection.ask(addsub(2)).result(_PATIENCE), 2)
-
-
 # ------------------------------------------------------------------------------------------------ streams, sequences
 
 
 def repeat(count: int) -> Call:
     return Call("repeat", {"base": np.zeros(16, np.float32), "count": np.array([count], np.int32)})
-
-
-def test_responses_come_in_their_order(connection: LaneConnection) -> None:
-    connection.open("repeat")
-    found = [answer["value"][0] for answer in connection.ask(repeat(3000)).responses(_PATIENCE)]
-    assert found == list(range(3000))
-    assert list(connection.ask(repeat(0)).responses(_PATIENCE)) == []
-
-
-async def test_responses_come_to_a_coroutine(connection: LaneConnection) -> None:
-    found = [answer["value"][0] async for answer in connection.ask(repeat(3000)).async_responses()]
-    assert found == list(range(3000))
-
-
-def test_a_stream_that_is_left_early_is_cancelled(connection: LaneConnection) -> None:
-    responses = connection.ask(repeat(1 << 30)).responses(_PATIENCE)
-    assert next(responses)["value"][0] == 0
-    responses.close()  # type: ignore[attr-defined]
-    assert [answer["value"][0] for answer in connection.ask(repeat(2)).responses(_PATIENCE)] == [0, 1]
 
 
 def test_a_stream_is_collected_in_a_thread_that_sends(connection: LaneConnection) -> None:
@@ -577,15 +486,6 @@ async def test_strings_of_a_prepared_coroutine_are_those_of_its_call(daemon: Dae
         assert (await call())["y"].tolist() == [b"bc", b"a"]
         words[0] = b"def"
         assert (await call())["y"].tolist() == [b"bc", b"def"]
-
-
-def test_what_is_wrong_with_a_prepared_call_is_said(connection: LaneConnection) -> None:
-    with pytest.raises(InvalidArgument, match="several responses"):
-        connection.prepare(repeat(3))
-    call = connection.prepare(Call("addsub", {"INPUT0": np.zeros((1, 16), np.float32)}))
-    for _ in range(2):
-        with pytest.raises(InvalidArgument, match="INPUT1"):
-            call(_PATIENCE)
 
 
 # ---------------------------------------------------------------------------------------------------------------- end

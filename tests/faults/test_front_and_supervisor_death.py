@@ -117,41 +117,6 @@ def test_supervisor_killed(start_daemon: Callable[..., DaemonProcess], tmp_path:
         assert asked.exception(timeout=PATIENCE) is not None
 
 
-def test_stop_answers_what_was_accepted(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
-    """
-    1. A request of a second is in flight, clients keep asking; SIGTERM arrives.
-    Result: the accepted request is answered, the daemon exits with 0 and nothing of it is left.
-    """
-    repository = repositories.sleepy_model(tmp_path / "repository")
-    daemon = start_daemon(repository)
-    daemon.wait_ready()
-    family = daemon.everybody()
-    with ThreadPoolExecutor(1) as pool:
-        slow = sleep(pool, daemon, 1500, tmp_path / "began")
-        status = daemon.stop()
-        assert slow.result()[0] == 200
-    assert status == 0
-    assert not [process for process in family if process.is_running()]
-
-
-def test_a_broken_configuration_changes_nothing(daemon: DaemonProcess) -> None:
-    """
-    1. The file is broken, SIGHUP; 2. it is mended, SIGHUP.
-    Result: the daemon names the key, keeps serving, and takes the good file.
-    """
-    with CheckedLoad(daemon, 2) as load:
-        broken = {**daemon.sections, "http": {"port": 0, "prot": 1}}
-        daemon.write_config(broken)
-        daemon.signal(signal.SIGHUP)
-        daemon.wait_log(r"reload refused.*prot")
-        daemon.write_config(daemon.sections)
-        daemon.signal(signal.SIGHUP)
-        daemon.wait_log(r"reload: done")
-        assert daemon.get("/v2/health/ready")[0] == 200
-    assert load.errors == []
-    assert load.wrong == 0
-
-
 def test_grpc_front_killed(daemon: DaemonProcess) -> None:
     """
     1. The gRPC front is killed.

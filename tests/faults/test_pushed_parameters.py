@@ -314,55 +314,6 @@ def test_no_request_meets_a_replacement_that_does_not_serve_yet(
     assert (clients.errors[:3], clients.wrong) == ([], 0), f"{len(clients.errors)} of {clients.answers}"
 
 
-def test_the_replacement_serves_what_was_pushed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
-    """
-    1. Sets are pushed; one worker after the other is killed. 2. The daemon is restarted.
-    Result: replacements have the newest of each set; the restarted daemon has the repository's, and said that it had others.
-    """
-    daemon = pushed_to(start_daemon, tmp_path)
-    with tensord_client.connect(daemon.url, patience=PATIENCE) as client:
-        model = client.model("m", timeout=PATIENCE)
-        model.parameters.update(tree(5), version=5)
-        model.parameters.update(tree(9), set="customer", version=9)
-        for number in range(2):
-            victim = daemon.workers[number % 2]
-            victim.kill()
-            psutil.wait_procs([victim], timeout=PATIENCE)
-            daemon.wait_log(
-                r"has what was pushed into model 'm' version 1: 'main' number 5, 'customer' number 9", number + 1
-            )
-            wait_until(lambda: len(daemon.workers) == 2, "both workers", daemon)
-            for name, expected in (("", 5), ("customer", 9)):
-                asked = client.model("m", timeout=PATIENCE, parameter_set=name)
-                answers = {asked({"x": [[1.0]]})["y"][0, 0] for _ in range(8)}
-                assert answers == {expected}
-        model.parameters.drop("customer")
-    daemon.stop()
-    assert "pushed parameter sets end with this daemon (1)" in daemon.log
-    again = pushed_to(start_daemon, tmp_path)
-    with tensord_client.connect(again.url, patience=PATIENCE) as client:
-        assert client.model("m", timeout=PATIENCE)({"x": [[1.0]]})["y"][0, 0] == 0
-        assert [each["number"] for each in client.model("m").parameters.list()] == [0]
-
-
-def test_a_replacement_without_what_was_pushed_is_not_ready(
-    start_daemon: Callable[..., DaemonProcess], tmp_path: Path
-) -> None:
-    """
-    1. More is pushed than is kept. 2. The only worker is killed.
-    Result: the model is not served, and says which set it lacks.
-    """
-    daemon = pushed_to(start_daemon, tmp_path, workers={"cpu": 1}, supervisor={"parameter_byte_size": 1000})
-    with tensord_client.connect(daemon.url, patience=PATIENCE) as client:
-        client.model("m", timeout=PATIENCE).parameters.update(tree(5), version=5)
-    (victim,) = daemon.workers
-    victim.kill()
-    daemon.wait_log(r"parameter set 'main' number 5 was not kept: \d+ bytes, at most 1000 are kept of all models")
-    wait_until(lambda: daemon.get("/v2/models/m/ready")[0] == 400, "the model to be gone", daemon)
-    status, answer = daemon.infer("m", [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1]}])
-    assert (status in (400, 404, 503), "y" in answer) == (True, False)
-
-
 def test_a_stopped_worker_holds_a_push_up_and_nobody_else(
     start_daemon: Callable[..., DaemonProcess], tmp_path: Path
 ) -> None:
@@ -387,15 +338,3 @@ def test_a_stopped_worker_holds_a_push_up_and_nobody_else(
         assert not done.is_alive()
         asked = client.model("m", timeout=PATIENCE)
         assert {asked({"x": [[1.0]]})["y"][0, 0] for _ in range(8)} == {2}
-
-
-def test_loading_anew_ends_what_was_pushed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
-    daemon = pushed_to(start_daemon, tmp_path, repository={"control_mode": "explicit", "load": ["m"]})
-    with tensord_client.connect(daemon.url, patience=PATIENCE) as client:
-        model = client.model("m", timeout=PATIENCE)
-        model.parameters.update(tree(5), version=5)
-        assert daemon.request("POST", "/v2/repository/models/m/load", b"{}")[0] == 200
-        daemon.wait_log("parameter set 'main' that was pushed into it is gone")
-        assert {model({"x": [[1.0]]})["y"][0, 0] for _ in range(8)} == {0}
-        assert model.parameters.update(tree(1)) == 1
-        assert {model({"x": [[1.0]]})["y"][0, 0] for _ in range(8)} == {1}

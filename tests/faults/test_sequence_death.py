@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -163,68 +161,6 @@ def test_a_killed_worker_takes_its_sequences_along(daemon: DaemonProcess, http: 
 def losses(daemon: DaemonProcess) -> float:
     """Returns how many sequences had begun on workers that died."""
     return sum(scrape(daemon.metrics_url).of("tensord_worker_sequences_lost_total", "worker").values())
-
-
-def test_what_had_not_begun_is_moved(daemon: DaemonProcess, grpc: Steps) -> None:
-    """
-    1. The only slot of each worker is taken; six more sequences wait behind these.
-    2. A worker is killed.
-    Result: what waited there runs elsewhere; the sequence that had the slot is lost, and the other one goes on.
-    """
-    send = grpc.of("single")
-    assert [send(201, 1, "S"), send(202, 1, "S")] == [1, 1]
-    with ThreadPoolExecutor(6) as pool:
-        waiting = {who: pool.submit(send, who, who, "SE") for who in range(203, 209)}
-        wait_until(lambda: pending(daemon, "single") == 6, "six to wait", daemon)
-        samples = scrape(daemon.metrics_url)
-        found = [samples.model("tensord_model_sequences", "single", state=state) for state in ("slot", "backlog")]
-        assert found == [2, 6]
-        kill(daemon, daemon.workers[1])
-        outcomes: dict[int, int | str] = {}
-        for who in (201, 202):
-            try:
-                outcomes[who] = send(who, 10, "E")
-            except InferenceServerException as error:
-                outcomes[who] = error.message()
-        (gone,) = [who for who, outcome in outcomes.items() if outcome != 11]
-        assert outcomes[gone] == lost(gone, "single")
-        assert {who: answer.result(PATIENCE) for who, answer in waiting.items()} == {who: who for who in waiting}
-
-
-def pending(daemon: DaemonProcess, model: str) -> float:
-    """Returns how many requests to a model wait at the workers."""
-    return scrape(daemon.metrics_url).model("nv_inference_pending_request_count", model)
-
-
-def test_sequences_go_on_where_they_began_while_their_model_is_loaded_again(
-    daemon: DaemonProcess, http: Steps, grpc: Steps
-) -> None:
-    """
-    1. Sequences live on both workers; their model is loaded again and again meanwhile.
-    Result: each goes on with its sum through either front until its END; new ones begin, and have sums as well.
-    """
-    done = threading.Event()
-
-    def reload() -> int:
-        count = 0
-        while not done.is_set():
-            status, answer = daemon.request("POST", "/v2/repository/models/many/load", b"{}")
-            assert status == 200, answer
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(1) as pool:
-        for who in range(300, 320):
-            assert http(who, 1, "S") == 1
-        loads = pool.submit(reload)
-        try:
-            for who in range(300, 320):
-                assert [grpc(who, 10), http(who + 100, 5, "S"), http(who, 100), grpc(who + 100, 5)] == [11, 5, 111, 10]
-        finally:
-            done.set()
-        assert loads.result(PATIENCE) >= 1
-        for who in range(300, 320):
-            assert [grpc(who, 1000, "E"), http(who + 100, 5, "E")] == [1111, 15]
 
 
 def test_a_front_that_is_killed_takes_no_sequence_along(daemon: DaemonProcess, http: Steps, grpc: Steps) -> None:

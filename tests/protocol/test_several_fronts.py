@@ -28,7 +28,6 @@ from tests.daemon_process import PATIENCE, DaemonProcess, tensorctl_status, wait
 #: Channels of one process share a connection otherwise.
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 VALUES = np.array([[1, 2, 3, 4]], np.float32)
-ROUNDS = 20
 
 
 class Fronts:
@@ -180,57 +179,6 @@ def _other(client: Any) -> Any:
     given = library(client).InferInput("x", [1, 4], "FP32")
     given.set_shared_memory("region", 16)
     return given
-
-
-def test_a_region_is_listed_until_the_requests_of_every_front_end(fronts: Fronts, tmp_path: Path) -> None:
-    """A region is unregistered at one front while another one's request is in it."""
-    key = f"/tensord-test-{uuid.uuid4().hex}"
-    handle = shm.create_shared_memory_region("region", key, 64)
-    shm.set_shared_memory_region(handle, [np.array([1000], np.int32)])
-    fronts.grpc[0].register_system_shared_memory("region", key, 64)
-    given, wanted = grpcclient.InferInput("DELAY_MS", [1], "INT32"), grpcclient.InferRequestedOutput("OUTPUT")
-    given.set_shared_memory("region", 4)
-    wanted.set_shared_memory("region", 4, offset=32)
-    began, until = tmp_path / "began", tmp_path / "until"
-    told = {"began": str(began), "until": str(until)}
-    with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(fronts.grpc[1].infer, "sleepy", [given], outputs=[wanted], parameters=told)
-        try:
-            wait_until(began.exists, "the slow request to run")
-            fronts.http[0].unregister_system_shared_memory("region")
-            assert [entry["name"] for entry in fronts.http[1].get_system_shared_memory_status()] == ["region"]
-            with pytest.raises(InferenceServerException, match="Unable to find shared memory region"):
-                fronts.grpc[0].infer("sleepy", [given])
-        finally:
-            until.touch()
-        assert slow.result().get_output("OUTPUT").shape == [1]
-        assert shm.get_contents_as_numpy(handle, np.int32, [1], offset=32).tolist() == [1000]
-        wait_until(lambda: fronts.http[1].get_system_shared_memory_status() == [], "the region to be gone")
-    shm.destroy_shared_memory_region(handle)
-
-
-def test_models_come_and_go_everywhere_at_once(fronts: Fronts) -> None:
-    for telling, asking in fronts.pairs():
-        telling.load_model("coming")
-        infer(asking, "coming")
-        assert asking.is_model_ready("coming")
-        telling.unload_model("coming")
-        assert not asking.is_model_ready("coming")
-        with pytest.raises(InferenceServerException, match="Request for unknown model: 'coming'"):
-            infer(asking, "coming")
-        wait_until(lambda asking=asking: "unloaded" in json.dumps(as_json(asking, "get_model_repository_index")), "end")
-
-
-def test_a_model_that_one_front_calls_ready_is_served_by_all(fronts: Fronts) -> None:
-    for round_ in range(ROUNDS):
-        asking = fronts.all[round_ % len(fronts.all)]
-        with ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(fronts.daemon.request, "POST", "/v2/repository/models/coming/load")
-            wait_until(lambda asking=asking: asking.is_model_ready("coming"), "the model")
-            for client in fronts.all:
-                infer(client, "coming")
-            assert loading.result()[0] == 200
-        fronts.http[0].unload_model("coming")
 
 
 def test_statistics_are_whole(fronts: Fronts) -> None:

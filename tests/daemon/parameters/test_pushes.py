@@ -218,24 +218,6 @@ async def world(folder: Path, **options: Any) -> Any:
 pytestmark = pytest.mark.usefixtures("no_leak")
 
 
-async def test_a_push_is_on_every_worker_and_numbers_grow(tmp_path: Path) -> None:
-    async with world(tmp_path) as w:
-        assert w.listed() == [{"model": "m", "version": 1, "set": "main", "number": 0, "kept": "repository"}]
-        answer = await w.push(b"first set 1")
-        assert answer == {"model": "m", "version": 1, "set": "main", "number": 1, "byte_size": 11}
-        assert w.held == [(1, b"first set 1")] * 2
-        assert (await w.push(b"a later one", number=17))["number"] == 17
-        assert w.held == [(17, b"a later one")] * 2
-        for number in (17, 16):
-            with pytest.raises(Replaced, match=f"^number {number} of set 'main' of model 'm' is not newer than 17$"):
-                await w.push(b"an older one", number=number)
-        assert w.held == [(17, b"a later one")] * 2
-        (main,) = w.listed("main")
-        assert (main["number"], main["number_before"], main["byte_size"], main["kept"]) == (17, 1, 11, "memory")
-        assert main["pushed_by"] == "uid 1000, process 7"
-        assert w.parameters.outcomes == {("m", "pushed"): 2, ("m", "overtaken"): 2}
-
-
 async def test_no_number_is_the_last(tmp_path: Path) -> None:
     """Whoever pushes the highest number that may be given leaves numbers for those who give none."""
     async with world(tmp_path) as w:
@@ -593,34 +575,6 @@ async def test_what_came_before_goes_first_when_room_is_short(tmp_path: Path) ->
         assert w.held == [(2, b"ten bytes2")] * 2
 
 
-async def test_revert_goes_back_once_and_numbers_go_on(tmp_path: Path) -> None:
-    async with world(tmp_path) as w:
-        with pytest.raises(NotFound, match="nothing was pushed into set 'main'"):
-            await w.revert()
-        await w.push(b"number one")
-        await w.push(b"number two")
-        assert (await w.revert())["number"] == 1
-        assert w.held == [(1, b"number one")] * 2
-        with pytest.raises(NotFound, match="no number before 1"):
-            await w.revert()
-        w.dies(2)
-        assert (await w.joins(3)).sets["main"] == (1, b"number one")
-        with pytest.raises(Replaced, match="not newer than 2"):
-            await w.push(b"two once more", number=2)
-        assert (await w.push(b"number three"))["number"] == 3
-
-
-async def test_revert_to_the_repositorys(tmp_path: Path) -> None:
-    async with world(tmp_path) as w:
-        await w.push(b"number one")
-        assert (await w.revert())["number"] == 0
-        assert w.held == [(0, b"")] * 2
-        # A replacement has that by itself.
-        w.dies(2)
-        replacement = await w.joins(3)
-        assert replacement.calls == [ServeLoaded("m", 1)]
-
-
 async def test_a_revert_that_one_worker_cannot_do_changes_nothing(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         await w.push(b"number one")
@@ -649,31 +603,6 @@ async def test_named_sets_are_listed_and_dropped_and_bounded(tmp_path: Path) -> 
         with pytest.raises(InvalidArgument, match="'main' cannot be dropped"):
             await w.parameters.drop(DropParameters("m", 0, "main"), PEER)
         await w.push(b"now there is room", set="c")
-
-
-async def test_a_load_of_the_files_ends_what_was_pushed_and_what_is_on_its_way(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with world(tmp_path, wait=0.05) as w:
-        await w.push(b"this will be gone")
-
-        def load(operation: Any) -> None:
-            if isinstance(operation, StageParameters):
-                w.lifecycle.load(w.found, 2, again=True)
-                w.parameters.forget("m", 1)
-
-        w.workers[1].before = load
-        with pytest.raises(Unavailable, match="version 1 was loaded anew before its parameters were exchanged"):
-            await w.push(b"this never holds")
-        assert "parameter set 'main' that was pushed into it is gone" in caplog.text
-        assert (w.held, w.listed()[0]["number"]) == ([(1, b"this will be gone")] * 2, 0)
-        # Until the workers have loaded it, nothing is pushed that they would lose.
-        w.workers[1].before = lambda operation: None
-        with pytest.raises(Unavailable, match="model 'm' version 1 is being loaded"):
-            await w.push(b"too early a push")
-        for worker in w.workers.values():
-            w.parameters.loaded(worker, Loaded("m", 1))
-        assert (await w.push(b"and this holds"))["number"] == 1
 
 
 async def test_memory_that_is_not_sealed_or_partial_or_summed_is_made_by_a_worker(tmp_path: Path) -> None:

@@ -847,20 +847,6 @@ def test_a_worker_dies_under_requests_of_a_kind(setting: Setting) -> None:
     assert [answer.outputs for answer in queued.answers] == [y_of(b"ab")]
 
 
-def test_what_a_dead_worker_answered_in_kinds_counts(setting: Setting) -> None:
-    worker = setting.open_worker()
-    setting.ready(worker)
-    asked = Repeated.ask(setting, kind_of(setting))
-    setting.turn()
-    worker.next()
-    worker.numbered = True
-    worker.complete(asked.request_id, outputs=y_of(b"ab"))
-    worker.die()
-    setting.submitter.fence(WorkerFenced(worker.incarnation))
-    assert [answer.outputs for answer in asked.answers] == [y_of(b"ab")]
-    assert setting.submitter.in_flight() == 0
-
-
 def test_a_cancelled_request_of_a_kind(setting: Setting) -> None:
     worker = setting.open_worker()
     setting.ready(worker)
@@ -887,51 +873,6 @@ def test_a_cancelled_request_of_a_kind(setting: Setting) -> None:
         setting.turn()
     setting.turn()
     assert [len(one.answers) + len(one.finals) for one in (cancelled, unsent, other)] == [0, 0, 1]
-
-
-def test_a_cancelled_request_of_a_kind_is_not_run_again(setting: Setting) -> None:
-    worker = setting.open_worker()
-    setting.ready(worker)
-    asked = Repeated.ask(setting, kind_of(setting))
-    setting.turn()
-    setting.cancel(asked.request_id)
-    worker.die()
-    second = setting.open_worker()
-    setting.ready(second)
-    setting.submitter.fence(WorkerFenced(worker.incarnation))
-    setting.turn()
-    assert setting.submitter.in_flight() == 0
-    assert second.idle(0.01)
-    assert not asked.answers + asked.finals
-
-
-def test_refusals_of_requests_of_a_kind(setting: Setting) -> None:
-    """No such model, no worker in time, too many."""
-    kind = kind_of(setting)
-    asked = Repeated.ask(setting, kind)
-    setting.turn()
-    assert [final.code for final in asked.finals] == ["NOT_FOUND"]
-    setting.ready()
-    late = [Repeated.ask(setting, kind) for _ in range(4)]
-    with pytest.raises(Unavailable, match="4 requests are in flight, at most 4"):
-        Repeated.ask(setting, kind)
-    while setting.submitter.in_flight():
-        setting.sleep(0.05)
-    assert {final.message for one in late for final in one.finals} == {
-        "no worker was ready for model 'm' within 0.05 s"
-    }
-
-
-def test_a_region_of_a_gpu_decides_where_a_request_of_a_kind_goes(setting: Setting) -> None:
-    first, second = setting.open_worker("cuda:0"), setting.open_worker("cuda:1")
-    setting.ready(first, second)
-    setting.submitter.region_placed(RegionPlace("r", "cuda:1"))
-    kind = kind_of(setting)
-    asked = [Repeated.ask(setting, kind, number) for number in range(3)]
-    setting.turn()
-    for one in asked:
-        assert one.came_whole(second.next())
-    assert first.idle(0)
 
 
 @pytest.mark.parametrize("told", [None, MAX_NUMBERS, -1])
