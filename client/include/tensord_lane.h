@@ -1,7 +1,7 @@
 /* tensord's lane: how a program of this host asks models without copying, in edition TENSORD_WIRE of the wire.
  *
- * This header is the description for every language, and the whole client for C11 and C++17: nothing is linked to it. Everything below
- * "records" must be sent exactly so by other clients; the functions behind it are one that does. Linux only.
+ * This header and tensord_wire.h are the description for every language, and the whole client for C11 and C++17: nothing is linked to
+ * them. What they describe must be sent exactly so by other clients; the functions behind it are one that does. Linux only.
  *
  * 1. The clients' socket (clients.sock in $RUNTIME_DIRECTORY, in $XDG_RUNTIME_DIR/tensord or in /tmp/tensord-UID): AF_UNIX,
  *    SOCK_SEQPACKET. A message is a JSON object, requests are answered in order.
@@ -17,53 +17,13 @@
  *    message (SCM_RIGHTS), in that order. "ended" are lanes whose end the client has seen. The connection owns its lanes: when it is
  *    closed they end. "pure": running a request twice harms nobody. "spin_us": for so long a client may poll a lane before it sleeps.
  *
- * 2. A lane is a SOCK_SEQPACKET socket. A datagram of at most 64 KiB is one byte and MessagePack behind it:
+ * 2. A lane: tensord_wire.h, which lies beside this header, describes its datagrams and records, and reads and writes them.
  *
- *      0x01  an array of records
- *      0x02  the next part of such an array that holds one record, which is larger than a datagram; nothing comes between its parts
- *      0x03  the last part of it
- *
- * 3. Records are arrays that begin with a tag. Fields at the end may be left out by the worker; they are then "" or nil or 0.
- *
- *      both      ["V", 3]                              first, in a datagram of its own, in each direction
- *                ["S+", segment, byte size]            a segment of memory; alone in its datagram, with its descriptor beside it
- *                ["S-", segment]                       it will not be named again
- *                ["S!", segment]                       the sender could not map the receiver's segment
- *      client    ["Q+", number, prepared request]      from now on the number (below 1024) stands for it
- *                ["q", request id, prepared, [bytes, ...], client id, deadline ns, 0, priority, timeout us, sequence id,
- *                      sequence start, sequence end, trace, 0, replace key, parameter set]
- *                                                      all fields, or all but the last or the last two. While the request waits the next one
- *                                                      of its key takes its place; "" is no key, and the parameter set main.
- *                                                      prepared: a number, or the request itself. ids are not 0, are never used again and
- *                                                      grow. The bytes are those of the inputs without a place, in order.
- *                                                      deadline: CLOCK_MONOTONIC, 0 is none. trace 4 asks for times, else 0.
- *                ["tc", request id, trace id, span id] right before a request, in its datagram or, where it takes several, in one of its own: it
- *                                                      belongs to that trace of W3C Trace Context, which its sender samples (32 and 16
- *                                                      hexadecimal digits). May be left out.
- *                ["L", [[segment, offset, generation], ...]]    leases that are given back, each once
- *                ["T", request id, byte size]          so much more of its responses was taken: 256 and the bytes of the contents for each
- *                                                      that is not final. A model that streams stops where too much is not taken.
- *                ["X", request id]                     nobody waits any more; a final answer comes all the same
- *                ["E", model, sequence id]             no request of the sequence comes any more, the last of which came on this lane: it
- *                                                      ends once those that wait have run. Not answered.
- *      worker    ["C+", number, prepared answer]
- *                ["c", request id, prepared, [content, ...], lease, code, message, nil, [queue ns, compute ns, copied bytes]]
- *                                                      content: bytes, or ["a", segment, offset, byte size] of the worker's memory.
- *                                                      code "": it is answered. Contents are those of the outputs without a place.
- *
- *      prepared request  ["P", model, version, [tensor, ...], [output, ...], {parameter: value}]      no outputs: all of them
- *      prepared answer   ["A", version, [tensor, ...], {parameter: value}, final]                     one answer of each request is final
- *      tensor            ["t", name, datatype, [dimension, ...], place or nil]
- *      output            ["o", name, place or nil, 0]
- *      place             ["r", "@SEGMENT", offset, byte size]       in a segment of the client's own; for outputs the room that there is
- *
- *    Datatypes are the Open Inference Protocol's: BOOL, INT8 ... FP32, BF16, BYTES (each element a u32, little-endian, and so many bytes).
- *
- * 4. Memory of the client: a memfd sealed with F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL. Tensors at multiples of 64 bytes are used where
+ * 3. Memory of the client: a memfd sealed with F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL. Tensors at multiples of 64 bytes are used where
  *    they lie. The client must not write to inputs, nor read outputs, before the final answer has come. The worker's memory is mapped
  *    read-only; what a lease covers stays as it is until the client gives it back.
  *
- * 5. A client must never wait until it can send without receiving meanwhile: a worker whose answers are not taken takes no requests. What is
+ * 4. A client must never wait until it can send without receiving meanwhile: a worker whose answers are not taken takes no requests. What is
  *    malformed ends the lane. After the end of a lane a request may be sent to another worker only if it never left, or is pure.
  */
 
@@ -73,6 +33,8 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* memfd_create */
 #endif
+
+#include "tensord_wire.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -93,10 +55,6 @@
 extern "C" {
 #endif
 
-#define TENSORD_WIRE 3
-#define TENSORD_MAX_DATAGRAM 65536
-#define TENSORD_MAX_RECORD (1 << 20)
-#define TENSORD_MAX_NUMBERS 1024
 #define TENSORD_MAX_LANES 64
 #define TENSORD_MAX_RANK 16
 #define TENSORD_MAX_TENSORS 32
@@ -203,6 +161,9 @@ typedef struct {
     size_t prepared_size[TENSORD_MAX_NUMBERS];
     uint64_t releases[TENSORD_MAX_RELEASES][3];
     int release_count;
+    /* The ids of the next request's trace, if it has one. */
+    char trace[49];
+    int traced;
     struct {
         void *memory;
         uint64_t byte_size;
@@ -217,209 +178,6 @@ typedef struct {
     int count;
     char error[512];
 } tensord_client;
-
-/* --------------------------------------------------------------------------------------------------------- MessagePack */
-
-typedef struct {
-    unsigned char *at, *end;
-    int full;
-} tensord__writer;
-
-typedef struct {
-    const unsigned char *at, *end;
-    int bad;
-} tensord__reader;
-
-static inline void tensord__put(tensord__writer *to, const void *content, size_t size) {
-    if (to->full || size > (size_t)(to->end - to->at)) {
-        to->full = 1;
-        return;
-    }
-    if (size)
-        memcpy(to->at, content, size);
-    to->at += size;
-}
-
-/* Writes a byte and a big-endian number of ``width`` bytes behind it. */
-static inline void tensord__put_number(tensord__writer *to, unsigned char head, int width, uint64_t number) {
-    unsigned char content[9];
-    content[0] = head;
-    for (int i = width; i > 0; number >>= 8)
-        content[i--] = (unsigned char)number;
-    tensord__put(to, content, (size_t)width + 1);
-}
-
-static inline void tensord__put_uint(tensord__writer *to, uint64_t number) {
-    if (number < 0x80)
-        tensord__put_number(to, (unsigned char)number, 0, 0);
-    else
-        tensord__put_number(to, 0xcf, 8, number);
-}
-
-static inline void tensord__put_int(tensord__writer *to, int64_t number) {
-    if (number >= 0)
-        tensord__put_uint(to, (uint64_t)number);
-    else
-        tensord__put_number(to, 0xd3, 8, (uint64_t)number);
-}
-
-static inline void tensord__put_array(tensord__writer *to, size_t count) {
-    if (count < 16)
-        tensord__put_number(to, (unsigned char)(0x90 | count), 0, 0);
-    else
-        tensord__put_number(to, 0xdc, 2, count);
-}
-
-static inline void tensord__put_text(tensord__writer *to, const char *text) {
-    size_t size = strlen(text);
-    if (size < 32)
-        tensord__put_number(to, (unsigned char)(0xa0 | size), 0, 0);
-    else
-        tensord__put_number(to, 0xdb, 4, size);
-    tensord__put(to, text, size);
-}
-
-static inline void tensord__put_bytes(tensord__writer *to, const void *content, size_t size) {
-    tensord__put_number(to, 0xc6, 4, size);
-    tensord__put(to, content, size);
-}
-
-static inline void tensord__put_byte(tensord__writer *to, unsigned char byte) { tensord__put(to, &byte, 1); }
-
-static inline const unsigned char *tensord__take(tensord__reader *from, uint64_t size) {
-    const unsigned char *content = from->at;
-    if (from->bad || size > (uint64_t)(from->end - from->at)) {
-        from->bad = 1;
-        return NULL;
-    }
-    from->at += size;
-    return content;
-}
-
-static inline uint64_t tensord__take_number(tensord__reader *from, int width) {
-    const unsigned char *content = tensord__take(from, (uint64_t)width);
-    uint64_t number = 0;
-    for (int i = 0; content != NULL && i < width; i++)
-        number = number << 8 | content[i];
-    return number;
-}
-
-/* The kinds of values. */
-enum { TENSORD__NIL, TENSORD__BOOL, TENSORD__INT, TENSORD__FLOAT, TENSORD__TEXT, TENSORD__BYTES, TENSORD__ARRAY, TENSORD__MAP, TENSORD__BAD };
-
-/* Reads a value's head. ``number``: the number itself, or how many bytes or elements follow. Returns the kind. */
-static inline int tensord__take_head(tensord__reader *from, uint64_t *number) {
-    unsigned head = (unsigned)tensord__take_number(from, 1);
-    *number = 0;
-    if (from->bad)
-        return TENSORD__BAD;
-    if (head < 0x80 || head >= 0xe0) {
-        *number = head < 0x80 ? head : (uint64_t)(int64_t)(int8_t)head;
-        return TENSORD__INT;
-    }
-    if (head < 0x90) {
-        *number = head & 15;
-        return TENSORD__MAP;
-    }
-    if (head < 0xa0) {
-        *number = head & 15;
-        return TENSORD__ARRAY;
-    }
-    if (head < 0xc0) {
-        *number = head & 31;
-        return TENSORD__TEXT;
-    }
-    switch (head) {
-    case 0xc0:
-        return TENSORD__NIL;
-    case 0xc2:
-    case 0xc3:
-        *number = head & 1;
-        return TENSORD__BOOL;
-    case 0xc4:
-    case 0xc5:
-    case 0xc6:
-        *number = tensord__take_number(from, 1 << (head - 0xc4));
-        return from->bad ? TENSORD__BAD : TENSORD__BYTES;
-    case 0xca:
-    case 0xcb:
-        *number = tensord__take_number(from, 4 << (head - 0xca));
-        return from->bad ? TENSORD__BAD : TENSORD__FLOAT;
-    case 0xcc:
-    case 0xcd:
-    case 0xce:
-    case 0xcf:
-        *number = tensord__take_number(from, 1 << (head - 0xcc));
-        return from->bad ? TENSORD__BAD : TENSORD__INT;
-    case 0xd0:
-        *number = (uint64_t)(int64_t)(int8_t)tensord__take_number(from, 1);
-        return from->bad ? TENSORD__BAD : TENSORD__INT;
-    case 0xd1:
-        *number = (uint64_t)(int64_t)(int16_t)tensord__take_number(from, 2);
-        return from->bad ? TENSORD__BAD : TENSORD__INT;
-    case 0xd2:
-        *number = (uint64_t)(int64_t)(int32_t)tensord__take_number(from, 4);
-        return from->bad ? TENSORD__BAD : TENSORD__INT;
-    case 0xd3:
-        *number = tensord__take_number(from, 8);
-        return from->bad ? TENSORD__BAD : TENSORD__INT;
-    case 0xd9:
-    case 0xda:
-    case 0xdb:
-        *number = tensord__take_number(from, 1 << (head - 0xd9));
-        return from->bad ? TENSORD__BAD : TENSORD__TEXT;
-    case 0xdc:
-    case 0xdd:
-        *number = tensord__take_number(from, 2 << (head - 0xdc));
-        return from->bad ? TENSORD__BAD : TENSORD__ARRAY;
-    case 0xde:
-    case 0xdf:
-        *number = tensord__take_number(from, 2 << (head - 0xde));
-        return from->bad ? TENSORD__BAD : TENSORD__MAP;
-    default:
-        from->bad = 1;
-        return TENSORD__BAD;
-    }
-}
-
-static inline uint64_t tensord__take_kind(tensord__reader *from, int kind) {
-    uint64_t number;
-    if (tensord__take_head(from, &number) != kind)
-        from->bad = 1;
-    return from->bad ? 0 : number;
-}
-
-static inline uint64_t tensord__take_int(tensord__reader *from) { return tensord__take_kind(from, TENSORD__INT); }
-static inline uint64_t tensord__take_array(tensord__reader *from) { return tensord__take_kind(from, TENSORD__ARRAY); }
-
-static inline const char *tensord__take_text(tensord__reader *from, size_t *size) {
-    *size = (size_t)tensord__take_kind(from, TENSORD__TEXT);
-    return (const char *)tensord__take(from, *size);
-}
-
-static inline void tensord__copy_text(tensord__reader *from, char *to, size_t room) {
-    size_t size;
-    const char *text = tensord__take_text(from, &size);
-    if (size >= room)
-        size = room - 1;
-    if (text != NULL)
-        memcpy(to, text, size);
-    to[text == NULL ? 0 : size] = 0;
-}
-
-/* Passes over a whole value. ``depth``: of arrays and maps that may lie in each other. */
-static inline void tensord__skip(tensord__reader *from, int depth) {
-    uint64_t number;
-    int kind = tensord__take_head(from, &number);
-    if (kind == TENSORD__TEXT || kind == TENSORD__BYTES)
-        tensord__take(from, number);
-    if (kind != TENSORD__ARRAY && kind != TENSORD__MAP)
-        return;
-    if (depth == 0)
-        from->bad = 1;
-    for (uint64_t i = 0; !from->bad && i < (kind == TENSORD__MAP ? 2 : 1) * number; i++)
-        tensord__skip(from, depth - 1);
-}
 
 /* ---------------------------------------------------------------------------------------------------------------- JSON */
 
@@ -613,42 +371,44 @@ static inline int tensord__send(tensord_lane *lane, const void *content, size_t 
 }
 
 /* Begins a datagram with so many records in a buffer. */
-static inline tensord__writer tensord__datagram(unsigned char *buffer, size_t room, size_t records) {
-    tensord__writer to = {buffer, buffer + room, 0};
-    tensord__put_byte(&to, 1);
-    tensord__put_array(&to, records);
+static inline tensord__writer tensord__datagram(unsigned char *buffer, size_t room, uint64_t records) {
+    tensord__writer to = tensord__write_to(buffer, room);
+    tensord__put_datagram(&to, records);
     return to;
 }
 
-static inline int tensord__send_written(tensord_lane *lane, const unsigned char *buffer, const tensord__writer *to) {
+static inline int tensord__send_written(tensord_lane *lane, const tensord__writer *to, int fd) {
     if (to->full)
         return tensord__fail(lane, TENSORD_FAILED, "a record is larger than a datagram");
-    return tensord__send(lane, buffer, (size_t)(to->at - buffer), -1);
+    return tensord__send(lane, to->begin, (size_t)(to->at - to->begin), fd);
 }
 
-static inline void tensord__put_place(tensord__writer *to, const tensord_place *place) {
+/* Sends a record of numbers alone, with a descriptor unless that is negative. */
+static inline int tensord__send_numbers(tensord_lane *lane, const char *tag, uint64_t one, uint64_t other, int count, int fd) {
+    unsigned char buffer[64];
+    const uint64_t numbers[2] = {one, other};
+    tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
+    tensord__put_numbers(&to, tag, numbers, count);
+    return tensord__send_written(lane, &to, fd);
+}
+
+static inline void tensord__put_memory(tensord__writer *to, const tensord_place *place) {
     char name[16];
     if (place == NULL) {
-        tensord__put_byte(to, 0xc0);
+        tensord__put_nil(to);
         return;
     }
     snprintf(name, sizeof name, "@%u", (unsigned)place->segment);
-    tensord__put_array(to, 4);
-    tensord__put_text(to, "r");
-    tensord__put_text(to, name);
+    tensord__put_place(to);
+    tensord__put_text(to, tensord__text_of(name));
     tensord__put_uint(to, place->offset);
     tensord__put_uint(to, place->byte_size);
 }
 
-static inline void tensord__put_releases(tensord__writer *to, tensord_lane *lane) {
-    tensord__put_array(to, 2);
-    tensord__put_text(to, "L");
-    tensord__put_array(to, (size_t)lane->release_count);
-    for (int i = 0; i < lane->release_count; i++) {
-        tensord__put_array(to, 3);
-        for (int j = 0; j < 3; j++)
-            tensord__put_uint(to, lane->releases[i][j]);
-    }
+static inline void tensord__put_releases(tensord__writer *to, const tensord_lane *lane) {
+    tensord__put_release(to, (uint64_t)lane->release_count);
+    for (int i = 0; i < lane->release_count; i++)
+        tensord__put_lease(to, lane->releases[i]);
 }
 
 /* Opens a model: a lane to a worker that has it. ``version`` 0: the newest. ``wait``: seconds for one that is being loaded.
@@ -679,16 +439,11 @@ static inline tensord_lane *tensord_open(tensord_client *client, const char *mod
             tensord_lane *lane = (tensord_lane *)calloc(1, sizeof *lane);
             if (lane == NULL)
                 break;
-            unsigned char buffer[16];
             lane->fd = fds[next++];
             lane->number = number;
             lane->spin_ns = 1000 * (uint64_t)tensord__json_int(answer, "spin_us", 0);
             client->lanes[client->count++] = lane;
-            tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
-            tensord__put_array(&to, 2);
-            tensord__put_text(&to, "V");
-            tensord__put_uint(&to, TENSORD_WIRE);
-            if (!tensord__send_written(lane, buffer, &to) && chosen == NULL)
+            if (!tensord__send_numbers(lane, "V", TENSORD_WIRE, 0, 1, -1) && chosen == NULL)
                 chosen = lane;
         }
         if ((at = tensord__json_skip(at, 8)) == NULL)
@@ -708,7 +463,6 @@ static inline tensord_lane *tensord_open(tensord_client *client, const char *mod
 /* Makes a segment of memory that the worker sees as well, and gives ``place`` all of it: zeros, 64-byte aligned. One segment may hold
  * many tensors (``tensord_part``). Returns 0, or an error. */
 static inline int tensord_empty(tensord_lane *lane, uint64_t byte_size, tensord_place *place) {
-    unsigned char buffer[64];
     if (lane->next_segment >= TENSORD_MAX_SEGMENTS || byte_size == 0)
         return tensord__fail(lane, TENSORD_FAILED, "a lane has at most 64 segments, of one byte or more");
     byte_size = (byte_size + 4095) / 4096 * 4096;
@@ -722,12 +476,7 @@ static inline int tensord_empty(tensord_lane *lane, uint64_t byte_size, tensord_
         close(fd);
         return tensord__fail(lane, TENSORD_FAILED, "the host has no memory for a segment");
     }
-    tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
-    tensord__put_array(&to, 3);
-    tensord__put_text(&to, "S+");
-    tensord__put_uint(&to, lane->next_segment);
-    tensord__put_uint(&to, byte_size);
-    int wrong = tensord__send(lane, buffer, (size_t)(to.at - buffer), fd);
+    int wrong = tensord__send_numbers(lane, "S+", lane->next_segment, byte_size, 2, fd);
     close(fd);
     if (wrong) {
         munmap(memory, byte_size);
@@ -765,36 +514,36 @@ static inline int tensord_prepare(tensord_lane *lane, int number, const char *mo
     if (buffer == NULL)
         return tensord__fail(lane, TENSORD_FAILED, "no memory is left");
     tensord__writer to = tensord__datagram(buffer, TENSORD_MAX_DATAGRAM, 1);
-    tensord__put_array(&to, 3);
-    tensord__put_text(&to, "Q+");
-    tensord__put_uint(&to, (uint64_t)number);
-    tensord__put_array(&to, 6);
-    tensord__put_text(&to, "P");
-    tensord__put_text(&to, model);
+    tensord__put_prepare(&to, (uint64_t)number);
+    tensord__put_prepared_request(&to);
+    tensord__put_text(&to, tensord__text_of(model));
     tensord__put_int(&to, version);
-    tensord__put_array(&to, (size_t)input_count);
+    tensord__put_array(&to, (uint64_t)input_count);
     for (int i = 0; i < input_count; i++) {
-        tensord__put_array(&to, 5);
-        tensord__put_text(&to, "t");
-        tensord__put_text(&to, inputs[i].name);
-        tensord__put_text(&to, inputs[i].datatype);
-        tensord__put_array(&to, (size_t)inputs[i].rank);
+        tensord__put_tensor(&to);
+        tensord__put_text(&to, tensord__text_of(inputs[i].name));
+        tensord__put_text(&to, tensord__text_of(inputs[i].datatype));
+        tensord__put_array(&to, (uint64_t)inputs[i].rank);
         for (int j = 0; j < inputs[i].rank; j++)
             tensord__put_int(&to, inputs[i].shape[j]);
-        tensord__put_place(&to, inputs[i].place);
+        tensord__put_memory(&to, inputs[i].place);
     }
-    tensord__put_array(&to, (size_t)output_count);
+    tensord__put_array(&to, (uint64_t)output_count);
     for (int i = 0; i < output_count; i++) {
-        tensord__put_array(&to, 4);
-        tensord__put_text(&to, "o");
-        tensord__put_text(&to, outputs[i].name);
-        tensord__put_place(&to, outputs[i].place);
+        tensord__put_output(&to);
+        tensord__put_text(&to, tensord__text_of(outputs[i].name));
+        tensord__put_memory(&to, outputs[i].place);
         tensord__put_uint(&to, 0);
     }
-    tensord__put_byte(&to, 0x80);
-    int wrong = tensord__send_written(lane, buffer, &to);
+    tensord__put_map(&to, 0);
+    int wrong = tensord__send_written(lane, &to, -1);
     free(buffer);
     return wrong;
+}
+
+/* Says which trace the next request belongs to: 32 and 16 hexadecimal digits of a ``traceparent`` (W3C Trace Context) whose sender samples it. */
+static inline void tensord_trace(tensord_lane *lane, const char *trace_id, const char *span_id) {
+    lane->traced = snprintf(lane->trace, sizeof lane->trace, "%.32s%.16s", trace_id, span_id) == 48;
 }
 
 /* Sends a prepared request. ``contents``: the bytes of the inputs without a place, together less than a datagram. ``deadline_ns``: of
@@ -809,65 +558,50 @@ static inline int tensord_send(tensord_lane *lane, int number, const tensord_byt
         return tensord__fail(lane, TENSORD_FAILED, "larger inputs need a place");
     if (room > sizeof small && (buffer = (unsigned char *)malloc(room)) == NULL)
         return tensord__fail(lane, TENSORD_FAILED, "no memory is left");
-    tensord__writer to = tensord__datagram(buffer, room, lane->release_count ? 2 : 1);
+    tensord__own own;
+    memset(&own, 0, sizeof own);
+    own.deadline_ns = deadline_ns;
+    own.trace = TENSORD_TIMING;
+    tensord__writer to = tensord__datagram(buffer, room, (uint64_t)(1 + (lane->release_count > 0) + lane->traced));
     if (lane->release_count)
         tensord__put_releases(&to, lane);
-    tensord__put_array(&to, 14);
-    tensord__put_text(&to, "q");
-    tensord__put_uint(&to, lane->next_id + 1);
+    if (lane->traced) {
+        const tensord__text trace_id = {lane->trace, 32}, span_id = {lane->trace + 32, 16};
+        tensord__put_trace_context(&to, lane->next_id + 1, trace_id, span_id);
+    }
+    tensord__put_request(&to, lane->next_id + 1);
     tensord__put_uint(&to, (uint64_t)number);
-    tensord__put_array(&to, (size_t)count);
+    tensord__put_array(&to, (uint64_t)count);
     for (int i = 0; i < count; i++)
         tensord__put_bytes(&to, contents[i].content, contents[i].byte_size);
-    tensord__put_text(&to, "");
-    tensord__put_uint(&to, deadline_ns);
-    for (int i = 0; i < 4; i++) /* received, priority, timeout, sequence */
-        tensord__put_uint(&to, 0);
-    tensord__put_byte(&to, 0xc2);
-    tensord__put_byte(&to, 0xc2);
-    tensord__put_uint(&to, 4);
-    tensord__put_uint(&to, 0);
-    int wrong = tensord__send_written(lane, buffer, &to);
+    tensord__put_own(&to, &own);
+    int wrong = tensord__send_written(lane, &to, -1);
     if (buffer != small)
         free(buffer);
     if (wrong)
         return wrong;
-    lane->release_count = 0;
+    lane->release_count = lane->traced = 0;
     *request_id = ++lane->next_id;
     return 0;
 }
 
 /* Tells the worker that nobody waits for a request; its last answer comes all the same. Returns 0, or an error. */
-static inline int tensord_cancel(tensord_lane *lane, uint64_t request_id) {
-    unsigned char buffer[32];
-    tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
-    tensord__put_array(&to, 2);
-    tensord__put_text(&to, "X");
-    tensord__put_uint(&to, request_id);
-    return tensord__send_written(lane, buffer, &to);
-}
+static inline int tensord_cancel(tensord_lane *lane, uint64_t request_id) { return tensord__send_numbers(lane, "X", request_id, 0, 1, -1); }
 
 /* Ends a sequence without a request, once those that wait have run. The last one must have been sent on this lane. ``sequence_id`` is a number
  * that is not 0. Returns 0, or an error. */
 static inline int tensord_end_sequence(tensord_lane *lane, const char *model, uint64_t sequence_id) {
     unsigned char buffer[1024];
     tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
-    tensord__put_array(&to, 3);
-    tensord__put_text(&to, "E");
-    tensord__put_text(&to, model);
+    tensord__put_end_sequence(&to);
+    tensord__put_text(&to, tensord__text_of(model));
     tensord__put_uint(&to, sequence_id);
-    return tensord__send_written(lane, buffer, &to);
+    return tensord__send_written(lane, &to, -1);
 }
 
 /* Acknowledges so many bytes of a streaming request's responses. Returns 0, or an error. */
 static inline int tensord_taken(tensord_lane *lane, uint64_t request_id, uint64_t byte_size) {
-    unsigned char buffer[32];
-    tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
-    tensord__put_array(&to, 3);
-    tensord__put_text(&to, "T");
-    tensord__put_uint(&to, request_id);
-    tensord__put_uint(&to, byte_size);
-    return tensord__send_written(lane, buffer, &to);
+    return tensord__send_numbers(lane, "T", request_id, byte_size, 2, -1);
 }
 
 /* Gives back the memory that an answer's outputs lie in; it leaves with the next request, or with others. Returns 0, or an error. */
@@ -878,7 +612,7 @@ static inline int tensord_release(tensord_lane *lane, tensord_answer *answer) {
         unsigned char buffer[32 + 32 * TENSORD_MAX_RELEASES];
         tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
         tensord__put_releases(&to, lane);
-        int wrong = tensord__send_written(lane, buffer, &to);
+        int wrong = tensord__send_written(lane, &to, -1);
         if (wrong)
             return wrong;
         lane->release_count = 0;
@@ -977,15 +711,16 @@ static inline int tensord__receive(tensord_lane *lane, uint64_t until_ns, int *f
             if (each->cmsg_level == SOL_SOCKET && each->cmsg_type == SCM_RIGHTS)
                 memcpy(fd, CMSG_DATA(each), sizeof *fd);
         unsigned char kind = lane->received[0];
-        tensord__reader from = {lane->received + 1, lane->received + size, kind < 1 || kind > 3 || (message.msg_flags & MSG_TRUNC)};
-        if (!from.bad && (kind != 1 || lane->parts != NULL)) {
+        tensord__reader from = tensord__read_from(lane->received + 1, (size_t)size - 1);
+        from.bad = kind < TENSORD_WHOLE || kind > TENSORD_LAST_PART || (message.msg_flags & MSG_TRUNC);
+        if (!from.bad && (kind != TENSORD_WHOLE || lane->parts != NULL)) {
             unsigned char *grown = (unsigned char *)realloc(lane->parts, lane->parts_size + (size_t)size - 1);
-            if (grown == NULL || kind == 1)
+            if (grown == NULL || kind == TENSORD_WHOLE)
                 return tensord__fail(lane, TENSORD_FAILED, "a record came in parts that do not belong together");
             memcpy(grown + lane->parts_size, lane->received + 1, (size_t)size - 1);
             lane->parts = grown;
             lane->parts_size += (size_t)size - 1;
-            if (kind == 2)
+            if (kind == TENSORD_PART)
                 continue;
             from.at = grown;
             from.end = grown + lane->parts_size;
@@ -997,160 +732,102 @@ static inline int tensord__receive(tensord_lane *lane, uint64_t until_ns, int *f
     }
 }
 
-/* Reads a prepared answer into an answer; where the outputs with own contents come, ``content`` is set to a mark. */
-static inline void tensord__read_prepared(tensord__reader *from, tensord_answer *answer) {
-    static const char own = 0;
-    uint64_t fields = tensord__take_array(from), number;
-    size_t size;
-    answer->final = 1;
-    tensord__take_text(from, &size);
-    if (fields > 1)
-        answer->version = (int64_t)tensord__take_int(from);
-    uint64_t outputs = fields > 2 ? tensord__take_array(from) : 0;
-    if (outputs > TENSORD_MAX_TENSORS)
-        from->bad = 1;
-    for (uint64_t i = 0; !from->bad && i < outputs; i++) {
-        tensord_output *output = &answer->output[answer->outputs++];
-        uint64_t parts = tensord__take_array(from);
-        tensord__take_text(from, &size);
-        output->name = tensord__take_text(from, &output->name_size);
-        output->datatype = tensord__take_text(from, &output->datatype_size);
-        uint64_t rank = tensord__take_array(from);
-        if (rank > TENSORD_MAX_RANK)
-            from->bad = 1;
-        output->rank = (int)rank;
-        for (uint64_t j = 0; !from->bad && j < rank; j++)
-            output->shape[j] = (int64_t)tensord__take_int(from);
-        output->content = &own;
-        output->byte_size = 0;
-        if (parts > 4) {
-            tensord__reader ahead = *from;
-            if (tensord__take_head(&ahead, &number) != TENSORD__NIL)
-                output->content = NULL;
-            tensord__skip(from, 8);
-        }
-    }
-    if (fields > 3)
-        tensord__skip(from, 8);
-    if (fields > 4)
-        answer->final = (int)tensord__take_kind(from, TENSORD__BOOL);
+/* Returns where bytes of the worker's memory are, or NULL: they are in no segment. */
+static inline const void *tensord__find(const tensord_lane *lane, const tensord__content *content) {
+    for (int i = 0; i < TENSORD_MAX_RESPONSES; i++)
+        if (lane->responses[i].used && lane->responses[i].number == content->segment && content->offset <= lane->responses[i].byte_size &&
+            content->byte_size <= lane->responses[i].byte_size - content->offset)
+            return lane->responses[i].memory + content->offset;
+    return NULL;
 }
 
-/* Reads where the outputs are. */
-static inline void tensord__read_contents(tensord_lane *lane, tensord__reader *from, tensord_answer *answer) {
-    uint64_t left = tensord__take_array(from), number;
-    for (int i = 0; i < answer->outputs && !from->bad; i++) {
-        tensord_output *output = &answer->output[i];
-        if (output->content == NULL)
-            continue;
-        if (left-- == 0) {
-            from->bad = 1;
-            return;
-        }
-        if (tensord__take_head(from, &number) == TENSORD__BYTES) {
-            output->byte_size = number;
-            output->content = tensord__take(from, number);
-            continue;
-        }
-        size_t size;
-        tensord__take_text(from, &size);
-        uint64_t segment = tensord__take_int(from), offset = tensord__take_int(from);
-        output->byte_size = tensord__take_int(from);
-        output->content = NULL;
-        for (int j = 0; j < TENSORD_MAX_RESPONSES; j++)
-            if (lane->responses[j].used && lane->responses[j].number == segment && offset <= lane->responses[j].byte_size &&
-                output->byte_size <= lane->responses[j].byte_size - offset)
-                output->content = lane->responses[j].memory + offset;
-        if (output->content == NULL)
-            from->bad = 1;
-    }
-    if (left)
-        from->bad = 1;
-}
+static inline void tensord__copy_text(tensord__text text, char *to, size_t room) { snprintf(to, room, "%.*s", (int)text.size, text.size ? text.at : ""); }
 
 static inline void tensord__read_answer(tensord_lane *lane, tensord__reader *from, uint64_t fields, tensord_answer *answer) {
-    uint64_t number;
-    memset(answer, 0, offsetof(tensord_answer, output));
-    answer->has_lease = 0;
-    answer->queue_ns = answer->compute_ns = answer->copied_byte_size = 0;
-    answer->request_id = tensord__take_int(from);
-    tensord__reader ahead = *from;
-    if (tensord__take_head(&ahead, &number) == TENSORD__INT) {
-        *from = ahead;
-        if (number >= TENSORD_MAX_NUMBERS || lane->prepared[number] == NULL) {
-            from->bad = 1;
+    tensord__answer read = tensord__take_answer(from, fields);
+    if (!from->bad && read.numbered) {
+        from->bad = read.number >= TENSORD_MAX_NUMBERS || lane->prepared[read.number] == NULL;
+        if (from->bad)
             return;
-        }
-        tensord__reader prepared = {lane->prepared[number], lane->prepared[number] + lane->prepared_size[number], 0};
-        tensord__read_prepared(&prepared, answer);
-        from->bad |= prepared.bad;
-    } else {
-        tensord__read_prepared(from, answer);
+        tensord__reader known = tensord__read_from(lane->prepared[read.number], lane->prepared_size[read.number]);
+        read.prepared = tensord__take_prepared_answer(&known);
     }
-    if (fields > 3)
-        tensord__read_contents(lane, from, answer);
-    if (fields > 4 && tensord__take_head(from, &number) == TENSORD__ARRAY) {
-        answer->has_lease = number == 3;
-        for (int i = 0; i < 3 && answer->has_lease; i++)
-            answer->lease[i] = tensord__take_int(from);
+    from->bad |= read.count != read.prepared.own || read.prepared.output_count > TENSORD_MAX_TENSORS;
+    answer->request_id = read.request_id;
+    answer->final = read.prepared.final;
+    answer->version = (int64_t)read.prepared.version;
+    answer->outputs = from->bad ? 0 : (int)read.prepared.output_count;
+    tensord__copy_text(read.code, answer->code, sizeof answer->code);
+    tensord__copy_text(read.message, answer->message, sizeof answer->message);
+    for (int i = 0; i < answer->outputs && !from->bad; i++) {
+        tensord_output *output = &answer->output[i];
+        tensord__tensor tensor = tensord__take_tensor(&read.prepared.outputs);
+        output->name = tensor.name.at;
+        output->name_size = tensor.name.size;
+        output->datatype = tensor.datatype.at;
+        output->datatype_size = tensor.datatype.size;
+        output->rank = (int)tensor.rank;
+        from->bad |= tensor.rank > TENSORD_MAX_RANK;
+        for (uint64_t j = 0; !from->bad && j < tensor.rank; j++)
+            output->shape[j] = tensord__take_int(&tensor.shape);
+        output->content = NULL;
+        output->byte_size = 0;
+        if (tensor.placed)
+            continue;
+        tensord__content content = tensord__take_content(&read.contents);
+        output->byte_size = content.byte_size;
+        output->content = content.bytes != NULL ? content.bytes : tensord__find(lane, &content);
+        from->bad |= output->content == NULL;
     }
-    if (fields > 5)
-        tensord__copy_text(from, answer->code, sizeof answer->code);
-    if (fields > 6)
-        tensord__copy_text(from, answer->message, sizeof answer->message);
-    if (fields > 7)
-        tensord__skip(from, 32);
-    if (fields > 8 && tensord__take_head(from, &number) == TENSORD__ARRAY && number == 3) {
-        answer->queue_ns = tensord__take_int(from);
-        answer->compute_ns = tensord__take_int(from);
-        answer->copied_byte_size = tensord__take_int(from);
-    }
-    for (uint64_t i = 9; i < fields; i++)
-        tensord__skip(from, 32);
+    answer->has_lease = read.has_lease;
+    memcpy(answer->lease, read.lease, sizeof answer->lease);
+    answer->queue_ns = read.timing[0];
+    answer->compute_ns = read.timing[1];
+    answer->copied_byte_size = read.timing[2];
+}
+
+/* Keeps a prepared answer for the answers that name it. Not 0: there is no memory. */
+static inline int tensord__learn(tensord_lane *lane, tensord__reader *from) {
+    uint64_t number = tensord__take_uint(from);
+    const unsigned char *begin = from->at;
+    tensord__take_prepared_answer(from);
+    from->bad |= number >= TENSORD_MAX_NUMBERS;
+    if (from->bad)
+        return 0;
+    size_t size = (size_t)(from->at - begin);
+    unsigned char *kept = (unsigned char *)realloc(lane->prepared[number], size);
+    if (kept == NULL)
+        return tensord__fail(lane, TENSORD_FAILED, "no memory is left");
+    memcpy(kept, begin, size);
+    lane->prepared[number] = kept;
+    lane->prepared_size[number] = size;
+    return 0;
 }
 
 /* Reads the next record. Returns 1: it was an answer; 0: another one; or an error. */
 static inline int tensord__read_record(tensord_lane *lane, tensord_answer *answer, int fd) {
-    tensord__reader from = {lane->at, lane->end, 0};
-    uint64_t fields = tensord__take_array(&from), number = 0, byte_size = 0;
-    size_t size;
-    const char *tag = tensord__take_text(&from, &size);
-    int is_answer = 0, wrong = 0;
-    if (from.bad || size == 0 || size > 2) {
+    tensord__reader from = tensord__read_from(lane->at, (size_t)(lane->end - lane->at));
+    uint64_t fields = tensord__take_array(&from), numbers[2] = {0, 0};
+    tensord__text tag = tensord__take_text(&from);
+    int is_answer = tensord__is(tag, "c"), wrong = 0;
+    if (tensord__is(tag, "V") != !lane->agreed)
         from.bad = 1;
-    } else if (!lane->agreed) {
-        lane->agreed = size == 1 && tag[0] == 'V' && tensord__take_int(&from) == TENSORD_WIRE;
-        from.bad |= !lane->agreed;
-    } else if (size == 1 && tag[0] == 'c') {
+    if (is_answer) {
         tensord__read_answer(lane, &from, fields, answer);
-        is_answer = 1;
-    } else if (memcmp(tag, "C+", 2) == 0) {
-        number = tensord__take_int(&from);
-        const unsigned char *begin = from.at;
-        tensord__skip(&from, 32);
-        if (!from.bad && number < TENSORD_MAX_NUMBERS) {
-            size_t prepared = (size_t)(from.at - begin);
-            unsigned char *kept = (unsigned char *)realloc(lane->prepared[number], prepared);
-            if (kept == NULL)
-                return tensord__fail(lane, TENSORD_FAILED, "no memory is left");
-            memcpy(kept, begin, prepared);
-            lane->prepared[number] = kept;
-            lane->prepared_size[number] = prepared;
-        } else {
-            from.bad = 1;
-        }
-    } else if (tag[0] == 'S' && size == 2) {
-        number = tensord__take_int(&from);
-        if (tag[1] == '+') {
-            byte_size = tensord__take_int(&from);
-            wrong = tensord__open_response(lane, number, byte_size, fd);
-        } else if (tag[1] == '-') {
-            tensord__close_response(lane, number);
-        } else {
-            wrong = tensord__fail(lane, TENSORD_FAILED, "the worker could not map a segment");
-        }
+    } else if (tensord__is(tag, "C+") && fields == 3) {
+        wrong = tensord__learn(lane, &from);
     } else {
-        from.bad = 1;
+        tensord__take_numbers(&from, tag, fields, numbers);
+        if (from.bad)
+            wrong = 0;
+        else if (tensord__is(tag, "V"))
+            from.bad = !(lane->agreed = numbers[0] == TENSORD_WIRE);
+        else if (tensord__is(tag, "S+"))
+            wrong = tensord__open_response(lane, numbers[0], numbers[1], fd);
+        else if (tensord__is(tag, "S-"))
+            tensord__close_response(lane, numbers[0]);
+        else
+            wrong = tensord__fail(lane, TENSORD_FAILED, "the worker could not map a segment");
     }
     lane->at = from.at;
     lane->records--;

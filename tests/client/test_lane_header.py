@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tensord_client.native import wire
 
+from tensord.shm import channel, messages, prepared
 from tests.client.conftest import clients_socket
 from tests.daemon_process import ROOT, DaemonProcess
 
@@ -27,16 +27,17 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_the_header_describes_the_edition_that_the_python_client_speaks() -> None:
-    header = (_CLIENT / "include/tensord_lane.h").read_text()
+def test_the_headers_describe_the_edition_that_the_daemon_speaks() -> None:
+    records = (ROOT / "shm/common/tensord_wire.h").read_text()
     for name, value in (
-        ("TENSORD_WIRE", wire.WIRE_VERSION),
-        ("TENSORD_MAX_DATAGRAM", wire.MAX_DATAGRAM),
-        ("TENSORD_MAX_NUMBERS", wire.MAX_NUMBERS),
+        ("TENSORD_WIRE", messages.WIRE_VERSION),
+        ("TENSORD_MAX_DATAGRAM", channel.MAX_DATAGRAM),
+        ("TENSORD_MAX_NUMBERS", prepared.MAX_NUMBERS),
+        ("TENSORD_TIMING", messages.TIMING),
     ):
-        assert re.search(rf"#define {name} {value}\b", header)
-    assert f'["V", {wire.WIRE_VERSION}]' in header
-    assert f'"wire": {wire.WIRE_VERSION}' in header
+        assert re.search(rf"#define {name} {value}\b", records)
+    assert f'["V", {messages.WIRE_VERSION}]' in records
+    assert f'"wire": {messages.WIRE_VERSION}' in (_CLIENT / "include/tensord_lane.h").read_text()
 
 
 @pytest.mark.parametrize(("compiler", "flag", "suffix"), [("cc", "-std=c11", "c"), ("c++", "-std=c++17", "cpp")])
