@@ -27,7 +27,7 @@ def extension(room: str, name: str, *others: str) -> Extension:
         define_macros=[("SOURCES", f'"{sources(_HERE / "tensord" / room, names)}"')],
         py_limited_api=True,
         optional=True,
-        extra_compile_args=["-O2", "-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra"],
+        extra_compile_args=["-O2", "-g0", "-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra"],
     )
 
 
@@ -46,9 +46,9 @@ setup(
             "_lanes.c",
             "_native.h",
             "../../shm/_python.h",
+            "../../shm/common/tensord_wire.h",
             "_output_memory.c",
             "_plans.c",
-            "_records.c",
             "_runs.c",
             "_sequences.c",
             "_single_runs.c",

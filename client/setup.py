@@ -25,7 +25,7 @@ setup(
             define_macros=[("SOURCE", f"{_CHECKSUM}L")],
             py_limited_api=True,
             optional=True,
-            extra_compile_args=["-O2", "-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra"],
+            extra_compile_args=["-O2", "-g0", "-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra"],
         )
     ]
 )

@@ -54,6 +54,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Local to each file that includes this. Compilers choose what to inline: all of it would be twice as much code. */
+#define TENSORD__LOCAL static __attribute__((unused))
+
 #define TENSORD_WIRE 3
 #define TENSORD_MAX_DATAGRAM 65536
 /* A client's records have fewer bytes. */
@@ -75,7 +78,7 @@ typedef struct {
     size_t size;
 } tensord__text;
 
-static inline tensord__text tensord__text_of(const char *text) {
+TENSORD__LOCAL tensord__text tensord__text_of(const char *text) {
     tensord__text made = {text, strlen(text)};
     return made;
 }
@@ -89,7 +92,7 @@ typedef struct {
     int grows, full;
 } tensord__writer;
 
-static inline tensord__writer tensord__write_to(void *memory, size_t size) {
+TENSORD__LOCAL tensord__writer tensord__write_to(void *memory, size_t size) {
     tensord__writer to;
     to.begin = to.at = (unsigned char *)memory;
     to.end = to.begin + size;
@@ -99,7 +102,7 @@ static inline tensord__writer tensord__write_to(void *memory, size_t size) {
 }
 
 /* Makes room for so many bytes. Returns whether there is. */
-static inline int tensord__has_room(tensord__writer *to, size_t size) {
+TENSORD__LOCAL int tensord__has_room(tensord__writer *to, size_t size) {
     if (to->full || size <= (size_t)(to->end - to->at))
         return !to->full;
     size_t used = (size_t)(to->at - to->begin), room = 2 * used + size;
@@ -116,7 +119,7 @@ static inline int tensord__has_room(tensord__writer *to, size_t size) {
     return 1;
 }
 
-static inline void tensord__put(tensord__writer *to, const void *content, size_t size) {
+TENSORD__LOCAL void tensord__put(tensord__writer *to, const void *content, size_t size) {
     if (!tensord__has_room(to, size))
         return;
     if (size)
@@ -125,7 +128,7 @@ static inline void tensord__put(tensord__writer *to, const void *content, size_t
 }
 
 /* Writes a byte and a big-endian number of so many bytes behind it. */
-static inline void tensord__put_wide(tensord__writer *to, int head, int width, uint64_t number) {
+TENSORD__LOCAL void tensord__put_wide(tensord__writer *to, int head, int width, uint64_t number) {
     if (!tensord__has_room(to, (size_t)width + 1))
         return;
     to->at[0] = (unsigned char)head;
@@ -135,16 +138,16 @@ static inline void tensord__put_wide(tensord__writer *to, int head, int width, u
 }
 
 /* Writes the number behind the head of its width: ``head`` is that of the narrowest. */
-static inline void tensord__put_sized(tensord__writer *to, int head, uint64_t number) {
+TENSORD__LOCAL void tensord__put_sized(tensord__writer *to, int head, uint64_t number) {
     int power = number < 0x100 ? 0 : number < 0x10000 ? 1 : number < 0x100000000u ? 2 : 3;
     tensord__put_wide(to, head + power, 1 << power, number);
 }
 
-static inline void tensord__put_byte(tensord__writer *to, int byte) { tensord__put_wide(to, byte, 0, 0); }
-static inline void tensord__put_nil(tensord__writer *to) { tensord__put_byte(to, 0xc0); }
-static inline void tensord__put_bool(tensord__writer *to, int is) { tensord__put_byte(to, is ? 0xc3 : 0xc2); }
+TENSORD__LOCAL void tensord__put_byte(tensord__writer *to, int byte) { tensord__put_wide(to, byte, 0, 0); }
+TENSORD__LOCAL void tensord__put_nil(tensord__writer *to) { tensord__put_byte(to, 0xc0); }
+TENSORD__LOCAL void tensord__put_bool(tensord__writer *to, int is) { tensord__put_byte(to, is ? 0xc3 : 0xc2); }
 
-static inline void tensord__put_uint(tensord__writer *to, uint64_t number) {
+TENSORD__LOCAL void tensord__put_uint(tensord__writer *to, uint64_t number) {
     if (number < 0x80)
         tensord__put_byte(to, (int)number);
     else
@@ -152,9 +155,9 @@ static inline void tensord__put_uint(tensord__writer *to, uint64_t number) {
 }
 
 /* Writes a number in nine bytes, whatever it is, so that it can be overwritten by another one. */
-static inline void tensord__put_u64(tensord__writer *to, uint64_t number) { tensord__put_wide(to, 0xcf, 8, number); }
+TENSORD__LOCAL void tensord__put_u64(tensord__writer *to, uint64_t number) { tensord__put_wide(to, 0xcf, 8, number); }
 
-static inline void tensord__put_int(tensord__writer *to, int64_t number) {
+TENSORD__LOCAL void tensord__put_int(tensord__writer *to, int64_t number) {
     if (number >= 0)
         tensord__put_uint(to, (uint64_t)number);
     else if (number >= -0x20)
@@ -169,27 +172,27 @@ static inline void tensord__put_int(tensord__writer *to, int64_t number) {
         tensord__put_wide(to, 0xd3, 8, (uint64_t)number);
 }
 
-static inline void tensord__put_float(tensord__writer *to, double number) {
+TENSORD__LOCAL void tensord__put_float(tensord__writer *to, double number) {
     uint64_t bits;
     memcpy(&bits, &number, sizeof bits);
     tensord__put_wide(to, 0xcb, 8, bits);
 }
 
-static inline void tensord__put_array(tensord__writer *to, uint64_t count) {
+TENSORD__LOCAL void tensord__put_array(tensord__writer *to, uint64_t count) {
     if (count < 0x10)
         tensord__put_byte(to, 0x90 | (int)count);
     else
         tensord__put_wide(to, count < 0x10000 ? 0xdc : 0xdd, count < 0x10000 ? 2 : 4, count);
 }
 
-static inline void tensord__put_map(tensord__writer *to, uint64_t count) {
+TENSORD__LOCAL void tensord__put_map(tensord__writer *to, uint64_t count) {
     if (count < 0x10)
         tensord__put_byte(to, 0x80 | (int)count);
     else
         tensord__put_wide(to, count < 0x10000 ? 0xde : 0xdf, count < 0x10000 ? 2 : 4, count);
 }
 
-static inline void tensord__put_text(tensord__writer *to, tensord__text text) {
+TENSORD__LOCAL void tensord__put_text(tensord__writer *to, tensord__text text) {
     if (text.size < 0x20)
         tensord__put_byte(to, 0xa0 | (int)text.size);
     else
@@ -197,50 +200,56 @@ static inline void tensord__put_text(tensord__writer *to, tensord__text text) {
     tensord__put(to, text.at, text.size);
 }
 
-static inline void tensord__put_bytes(tensord__writer *to, const void *content, size_t size) {
+TENSORD__LOCAL void tensord__put_bytes(tensord__writer *to, const void *content, size_t size) {
     tensord__put_sized(to, 0xc4, size);
     tensord__put(to, content, size);
 }
 
-static inline void tensord__put_uints(tensord__writer *to, const uint64_t *numbers, int count) {
+TENSORD__LOCAL void tensord__put_uints(tensord__writer *to, const uint64_t *numbers, int count) {
     for (int i = 0; i < count; i++)
         tensord__put_uint(to, numbers[i]);
 }
 
 /* Begins a record, or a part of one, with so many fields, the tag among them. */
-static inline void tensord__put_tag(tensord__writer *to, uint64_t fields, const char *tag) {
+TENSORD__LOCAL void tensord__put_tag(tensord__writer *to, uint64_t fields, const char *tag) {
     tensord__put_array(to, fields);
     tensord__put_text(to, tensord__text_of(tag));
 }
 
 /* Begins a datagram of so many records. */
-static inline void tensord__put_datagram(tensord__writer *to, uint64_t records) {
+TENSORD__LOCAL void tensord__put_datagram(tensord__writer *to, uint64_t records) {
     tensord__put_byte(to, TENSORD_WHOLE);
     tensord__put_array(to, records);
 }
 
+/* Begins a datagram of fewer than 65536 records in four bytes, however many they are. */
+TENSORD__LOCAL void tensord__put_wide_datagram(tensord__writer *to, uint64_t records) {
+    tensord__put_byte(to, TENSORD_WHOLE);
+    tensord__put_wide(to, 0xdc, 2, records);
+}
+
 /* Writes a record of numbers alone: "V", "S+", "S-", "S!", "T" or "X". */
-static inline void tensord__put_numbers(tensord__writer *to, const char *tag, const uint64_t *numbers, int count) {
+TENSORD__LOCAL void tensord__put_numbers(tensord__writer *to, const char *tag, const uint64_t *numbers, int count) {
     tensord__put_tag(to, (uint64_t)count + 1, tag);
     tensord__put_uints(to, numbers, count);
 }
 
 /* Begins the record that gives back so many leases, which follow. */
-static inline void tensord__put_release(tensord__writer *to, uint64_t leases) {
+TENSORD__LOCAL void tensord__put_release(tensord__writer *to, uint64_t leases) {
     tensord__put_tag(to, 2, "L");
     tensord__put_array(to, leases);
 }
 
 /* Writes a lease, or times: an array of three numbers. */
-static inline void tensord__put_lease(tensord__writer *to, const uint64_t lease[3]) {
+TENSORD__LOCAL void tensord__put_lease(tensord__writer *to, const uint64_t lease[3]) {
     tensord__put_array(to, 3);
     tensord__put_uints(to, lease, 3);
 }
 
 /* Begins the record that ends a sequence. Behind it follow the model's name, and the sequence's number or text. */
-static inline void tensord__put_end_sequence(tensord__writer *to) { tensord__put_tag(to, 3, "E"); }
+TENSORD__LOCAL void tensord__put_end_sequence(tensord__writer *to) { tensord__put_tag(to, 3, "E"); }
 
-static inline void tensord__put_trace_context(tensord__writer *to, uint64_t request_id, tensord__text trace_id, tensord__text span_id) {
+TENSORD__LOCAL void tensord__put_trace_context(tensord__writer *to, uint64_t request_id, tensord__text trace_id, tensord__text span_id) {
     tensord__put_tag(to, 4, "tc");
     tensord__put_uint(to, request_id);
     tensord__put_text(to, trace_id);
@@ -248,25 +257,25 @@ static inline void tensord__put_trace_context(tensord__writer *to, uint64_t requ
 }
 
 /* Begins the record that gives a number its meaning, a prepared request, which follows. */
-static inline void tensord__put_prepare(tensord__writer *to, uint64_t number) {
+TENSORD__LOCAL void tensord__put_prepare(tensord__writer *to, uint64_t number) {
     tensord__put_tag(to, 3, "Q+");
     tensord__put_uint(to, number);
 }
 
 /* Begins a prepared request. Behind it follow the model's name, its version, an array of tensors, an array of outputs, a map. */
-static inline void tensord__put_prepared_request(tensord__writer *to) { tensord__put_tag(to, 6, "P"); }
+TENSORD__LOCAL void tensord__put_prepared_request(tensord__writer *to) { tensord__put_tag(to, 6, "P"); }
 
 /* Begins a tensor. Behind it follow its name, its datatype, an array of its dimensions, and its place or nil. */
-static inline void tensord__put_tensor(tensord__writer *to) { tensord__put_tag(to, 5, "t"); }
+TENSORD__LOCAL void tensord__put_tensor(tensord__writer *to) { tensord__put_tag(to, 5, "t"); }
 
 /* Begins an output. Behind it follow its name, its place or nil, and 0. */
-static inline void tensord__put_output(tensord__writer *to) { tensord__put_tag(to, 4, "o"); }
+TENSORD__LOCAL void tensord__put_output(tensord__writer *to) { tensord__put_tag(to, 4, "o"); }
 
 /* Begins a place. Behind it follow "@SEGMENT" or a region's name, offset and size. */
-static inline void tensord__put_place(tensord__writer *to) { tensord__put_tag(to, 4, "r"); }
+TENSORD__LOCAL void tensord__put_place(tensord__writer *to) { tensord__put_tag(to, 4, "r"); }
 
 /* Begins a request, whose id takes nine bytes. Behind it follow a number or a prepared request, an array of contents, its own fields. */
-static inline void tensord__put_request(tensord__writer *to, uint64_t request_id) {
+TENSORD__LOCAL void tensord__put_request(tensord__writer *to, uint64_t request_id) {
     tensord__put_tag(to, 16, "q");
     tensord__put_u64(to, request_id);
 }
@@ -279,7 +288,7 @@ typedef struct {
 } tensord__own;
 
 /* Writes a request's own fields. The deadline takes nine bytes. */
-static inline void tensord__put_own(tensord__writer *to, const tensord__own *own) {
+TENSORD__LOCAL void tensord__put_own(tensord__writer *to, const tensord__own *own) {
     tensord__put_text(to, own->client_id);
     tensord__put_u64(to, own->deadline_ns);
     tensord__put_uint(to, own->received_ns);
@@ -297,6 +306,26 @@ static inline void tensord__put_own(tensord__writer *to, const tensord__own *own
     tensord__put_text(to, own->parameter_set);
 }
 
+/* Begins an answer of so many fields by the number of its prepared answer. Behind it follow its contents, a lease or nil, ... */
+TENSORD__LOCAL void tensord__put_answer(tensord__writer *to, uint64_t fields, uint64_t request_id, uint64_t number, uint64_t contents) {
+    tensord__put_tag(to, fields, "c");
+    tensord__put_uint(to, request_id);
+    tensord__put_uint(to, number);
+    tensord__put_array(to, contents);
+}
+
+/* Writes a content that lies in the sender's memory. */
+TENSORD__LOCAL void tensord__put_slice(tensord__writer *to, uint64_t segment, uint64_t offset, uint64_t byte_size) {
+    const uint64_t place[3] = {segment, offset, byte_size};
+    tensord__put_numbers(to, "a", place, 3);
+}
+
+/* Begins the timeline of a traced request. Behind it follow so many arrays of a name and ns, and the other fields of shm/messages.py. */
+TENSORD__LOCAL void tensord__put_timeline(tensord__writer *to, uint64_t moments) {
+    tensord__put_tag(to, 8, "tl");
+    tensord__put_array(to, moments);
+}
+
 /* ------------------------------------------------------------------------------------------------------------- reading */
 
 /* Reads from ``at``, up to ``end``. ``bad``: what came is malformed, and so is everything that was read since. */
@@ -305,7 +334,7 @@ typedef struct {
     int bad;
 } tensord__reader;
 
-static inline tensord__reader tensord__read_from(const void *content, size_t size) {
+TENSORD__LOCAL tensord__reader tensord__read_from(const void *content, size_t size) {
     tensord__reader from;
     from.at = (const unsigned char *)content;
     from.end = from.at + size;
@@ -314,7 +343,7 @@ static inline tensord__reader tensord__read_from(const void *content, size_t siz
 }
 
 /* Returns where the next so many bytes are; NULL: there are not so many. */
-static inline const unsigned char *tensord__take(tensord__reader *from, uint64_t size) {
+TENSORD__LOCAL const unsigned char *tensord__take(tensord__reader *from, uint64_t size) {
     const unsigned char *content = from->at;
     if (from->bad || size > (uint64_t)(from->end - from->at)) {
         from->bad = 1;
@@ -324,7 +353,7 @@ static inline const unsigned char *tensord__take(tensord__reader *from, uint64_t
     return content;
 }
 
-static inline uint64_t tensord__take_wide(tensord__reader *from, int width) {
+TENSORD__LOCAL uint64_t tensord__take_wide(tensord__reader *from, int width) {
     const unsigned char *content = tensord__take(from, (uint64_t)width);
     uint64_t number = 0;
     for (int i = 0; content != NULL && i < width; i++)
@@ -347,7 +376,7 @@ enum {
 };
 
 /* Reads a value's head. ``number``: the number itself, a float's bits as a double, or how many bytes or elements follow. Returns the kind. */
-static inline int tensord__take_head(tensord__reader *from, uint64_t *number) {
+TENSORD__LOCAL int tensord__take_head(tensord__reader *from, uint64_t *number) {
     static const unsigned char kinds[32] = {
         TENSORD__NIL,   TENSORD__BAD,   TENSORD__BOOL,  TENSORD__BOOL,  TENSORD__BYTES, TENSORD__BYTES, TENSORD__BYTES, TENSORD__BAD,
         TENSORD__BAD,   TENSORD__BAD,   TENSORD__FLOAT, TENSORD__FLOAT, TENSORD__UINT,  TENSORD__UINT,  TENSORD__UINT,  TENSORD__UINT,
@@ -390,23 +419,23 @@ static inline int tensord__take_head(tensord__reader *from, uint64_t *number) {
 }
 
 /* Reads a value of that kind; for text and bytes its head alone. */
-static inline uint64_t tensord__take_kind(tensord__reader *from, int kind) {
+TENSORD__LOCAL uint64_t tensord__take_kind(tensord__reader *from, int kind) {
     uint64_t number;
     if (tensord__take_head(from, &number) != kind)
         from->bad = 1;
     return from->bad ? 0 : number;
 }
 
-static inline uint64_t tensord__take_uint(tensord__reader *from) { return tensord__take_kind(from, TENSORD__UINT); }
-static inline int tensord__take_bool(tensord__reader *from) { return (int)tensord__take_kind(from, TENSORD__BOOL); }
+TENSORD__LOCAL uint64_t tensord__take_uint(tensord__reader *from) { return tensord__take_kind(from, TENSORD__UINT); }
+TENSORD__LOCAL int tensord__take_bool(tensord__reader *from) { return (int)tensord__take_kind(from, TENSORD__BOOL); }
 
-static inline void tensord__take_uints(tensord__reader *from, uint64_t *numbers, int count) {
+TENSORD__LOCAL void tensord__take_uints(tensord__reader *from, uint64_t *numbers, int count) {
     for (int i = 0; i < count; i++)
         numbers[i] = tensord__take_uint(from);
 }
 
 /* Reads an integer that may be negative. */
-static inline int64_t tensord__take_int(tensord__reader *from) {
+TENSORD__LOCAL int64_t tensord__take_int(tensord__reader *from) {
     uint64_t number;
     int kind = tensord__take_head(from, &number);
     if (kind != TENSORD__NEGATIVE && (kind != TENSORD__UINT || number > INT64_MAX))
@@ -415,13 +444,13 @@ static inline int64_t tensord__take_int(tensord__reader *from) {
 }
 
 /* Reads an array's head. Each element has a byte at least. */
-static inline uint64_t tensord__take_array(tensord__reader *from) {
+TENSORD__LOCAL uint64_t tensord__take_array(tensord__reader *from) {
     uint64_t count = tensord__take_kind(from, TENSORD__ARRAY);
     from->bad |= count > (uint64_t)(from->end - from->at);
     return from->bad ? 0 : count;
 }
 
-static inline tensord__text tensord__take_text(tensord__reader *from) {
+TENSORD__LOCAL tensord__text tensord__take_text(tensord__reader *from) {
     tensord__text text;
     text.size = (size_t)tensord__take_kind(from, TENSORD__TEXT);
     text.at = (const char *)tensord__take(from, text.size);
@@ -429,27 +458,34 @@ static inline tensord__text tensord__take_text(tensord__reader *from) {
 }
 
 /* Reads nil, if it comes next. Returns whether it did. */
-static inline int tensord__take_nil(tensord__reader *from) {
+TENSORD__LOCAL int tensord__take_nil(tensord__reader *from) {
     int is = !from->bad && from->at < from->end && *from->at == 0xc0;
     from->at += is;
     return is;
 }
 
 /* Returns whether a text is that one. */
-static inline int tensord__is(tensord__text text, const char *other) {
+TENSORD__LOCAL int tensord__is(tensord__text text, const char *other) {
     return text.at != NULL && text.size == strlen(other) && memcmp(text.at, other, text.size) == 0;
 }
 
 /* Begins to read a record, or a part of one, with that tag, and with so many fields, the tag among them. Returns how many it has. */
-static inline uint64_t tensord__take_tag(tensord__reader *from, const char *tag, uint64_t least, uint64_t most) {
+TENSORD__LOCAL uint64_t tensord__take_tag(tensord__reader *from, const char *tag, uint64_t least, uint64_t most) {
     uint64_t fields = tensord__take_array(from);
     from->bad |= fields < least || fields > most || !tensord__is(tensord__take_text(from), tag);
     return fields;
 }
 
+/* Returns whether a record with that tag comes next. */
+TENSORD__LOCAL int tensord__comes(const tensord__reader *from, const char *tag) {
+    tensord__reader ahead = *from;
+    tensord__take_array(&ahead);
+    return tensord__is(tensord__take_text(&ahead), tag);
+}
+
 /* Reads what is behind the tag of a record of one or two numbers: "V", "S+", "S-" or "S!". ``fields``: how many it has, the tag among them.
  * Returns how many numbers. */
-static inline int tensord__take_numbers(tensord__reader *from, tensord__text tag, uint64_t fields, uint64_t numbers[2]) {
+TENSORD__LOCAL int tensord__take_numbers(tensord__reader *from, tensord__text tag, uint64_t fields, uint64_t numbers[2]) {
     int count = tensord__is(tag, "S+") ? 2 : 1;
     from->bad |= fields != (uint64_t)count + 1 || !(tensord__is(tag, "V") || (tag.size == 2 && tag.at[0] == 'S' && strchr("+-!", tag.at[1])));
     tensord__take_uints(from, numbers, count);
@@ -462,7 +498,7 @@ typedef struct {
     uint64_t segment, offset, byte_size;
 } tensord__content;
 
-static inline tensord__content tensord__take_content(tensord__reader *from) {
+TENSORD__LOCAL tensord__content tensord__take_content(tensord__reader *from) {
     tensord__content content = {NULL, 0, 0, 0};
     if (!from->bad && from->at < from->end && (*from->at & 0xe0) == 0x80) {
         uint64_t place[3];
@@ -479,7 +515,7 @@ static inline tensord__content tensord__take_content(tensord__reader *from) {
 }
 
 /* Reads contents, and returns where they begin. */
-static inline tensord__reader tensord__take_contents(tensord__reader *from, uint64_t *count) {
+TENSORD__LOCAL tensord__reader tensord__take_contents(tensord__reader *from, uint64_t *count) {
     *count = tensord__take_array(from);
     tensord__reader contents = *from;
     for (uint64_t i = 0; i < *count && !from->bad; i++)
@@ -487,9 +523,64 @@ static inline tensord__reader tensord__take_contents(tensord__reader *from, uint
     return contents;
 }
 
-static inline void tensord__take_lease(tensord__reader *from, uint64_t lease[3]) {
+TENSORD__LOCAL void tensord__take_lease(tensord__reader *from, uint64_t lease[3]) {
     from->bad |= tensord__take_array(from) != 3;
     tensord__take_uints(from, lease, 3);
+}
+
+/* A request behind its tag. */
+typedef struct {
+    uint64_t request_id, number, count;
+    tensord__reader contents;
+    tensord__own own;
+} tensord__request;
+
+/* Reads a request that names its prepared request by number. ``fields``: how many the record has, its tag among them. */
+TENSORD__LOCAL tensord__request tensord__take_request(tensord__reader *from, uint64_t fields) {
+    tensord__request request;
+    memset(&request, 0, sizeof request);
+    tensord__own *own = &request.own;
+    from->bad |= fields < 14 || fields > 16;
+    request.request_id = tensord__take_uint(from);
+    request.number = tensord__take_uint(from);
+    request.contents = tensord__take_contents(from, &request.count);
+    own->client_id = tensord__take_text(from);
+    own->deadline_ns = tensord__take_uint(from);
+    own->received_ns = tensord__take_uint(from);
+    own->priority = tensord__take_uint(from);
+    own->timeout_us = tensord__take_uint(from);
+    tensord__reader ahead = *from;
+    if (tensord__take_head(&ahead, &own->sequence_id) == TENSORD__UINT) {
+        *from = ahead;
+    } else {
+        own->sequence_id = 0;
+        own->sequence_text = tensord__take_text(from);
+    }
+    own->sequence_start = tensord__take_bool(from);
+    own->sequence_end = tensord__take_bool(from);
+    own->trace = tensord__take_uint(from);
+    own->strikes = tensord__take_uint(from);
+    if (fields > 14)
+        own->replace_key = tensord__take_text(from);
+    if (fields > 15)
+        own->parameter_set = tensord__take_text(from);
+    return request;
+}
+
+/* Reads what is behind the tag of the record that gives leases back. */
+TENSORD__LOCAL void tensord__take_release(tensord__reader *from) {
+    uint64_t lease[3];
+    for (uint64_t left = tensord__take_array(from); left > 0 && !from->bad; left--)
+        tensord__take_lease(from, lease);
+}
+
+/* Reads what is behind the tag of the record that says which trace the next request belongs to. */
+TENSORD__LOCAL void tensord__take_trace_context(tensord__reader *from, uint64_t fields) {
+    from->bad |= fields < 3 || fields > 4;
+    tensord__take_uint(from);
+    tensord__take_text(from);
+    if (fields > 3)
+        tensord__take_text(from);
 }
 
 /* A tensor that is described. ``shape``: at its ``rank`` dimensions; ``region``: what its place names, if it is ``placed``. */
@@ -500,7 +591,7 @@ typedef struct {
     int placed;
 } tensord__tensor;
 
-static inline tensord__tensor tensord__take_tensor(tensord__reader *from) {
+TENSORD__LOCAL tensord__tensor tensord__take_tensor(tensord__reader *from) {
     tensord__tensor tensor;
     uint64_t fields = tensord__take_tag(from, "t", 4, 5);
     tensor.name = tensord__take_text(from);
@@ -527,7 +618,7 @@ typedef struct {
     int final;
 } tensord__prepared_answer;
 
-static inline tensord__prepared_answer tensord__take_prepared_answer(tensord__reader *from) {
+TENSORD__LOCAL tensord__prepared_answer tensord__take_prepared_answer(tensord__reader *from) {
     tensord__prepared_answer prepared;
     memset(&prepared, 0, sizeof prepared);
     uint64_t fields = tensord__take_tag(from, "A", 1, 5), number;
@@ -560,7 +651,7 @@ typedef struct {
 } tensord__answer;
 
 /* Reads an answer that was not asked for a timeline. ``fields``: how many the record has, its tag among them. */
-static inline tensord__answer tensord__take_answer(tensord__reader *from, uint64_t fields) {
+TENSORD__LOCAL tensord__answer tensord__take_answer(tensord__reader *from, uint64_t fields) {
     tensord__answer answer;
     memset(&answer, 0, sizeof answer);
     from->bad |= fields < 3 || fields > 9;

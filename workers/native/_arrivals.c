@@ -54,43 +54,57 @@ static PyObject *for_python(const lane_t *lane, PyObject *content, PyObject *fds
 /* Makes all requests of a datagram wait here, or sets them aside, and releases its leases. Not 0: there is something else in it, and nothing was done.
  * Sets no exception. */
 static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *datagram, size_t size, uint64_t now) {
-    reader_t reader = {datagram + 1, datagram + size};
-    uint64_t records, last_id = lane->waits ? lane->last_id : 0, waits = lane->waits;
+    tensord__reader reader = tensord__read_from(datagram + 1, size - 1);
+    uint64_t records = tensord__take_array(&reader), last_id = lane->waits ? lane->last_id : 0, waits = lane->waits;
     size_t before = self->count, releases = 0;
-    reader_t returned[MAX_RELEASES];
-    if (datagram[0] != INLINE_KIND || read_array(&reader, &records))
+    tensord__reader returned[MAX_RELEASES];
+    if (datagram[0] != TENSORD_WHOLE || reader.bad)
         return -1;
     for (uint64_t n = 0; n < records; n++) {
-        request_record_t record;
         const unsigned char *start = reader.at;
-        if (is_trace_context(&reader)) {
+        uint64_t fields = tensord__take_array(&reader);
+        tensord__text tag = tensord__take_text(&reader);
+        size_t context = 0;
+        if (tensord__is(tag, "tc")) {
             /* It belongs to the request behind it. */
-            if ((lane->most && self->joins) || skip_trace_context(&reader) || ++n == records)
+            tensord__take_trace_context(&reader, fields);
+            if ((lane->most && self->joins) || ++n == records)
                 goto refused;
-        } else if (is_release(&reader)) {
-            if (releases == MAX_RELEASES || skip_release(&reader))
+            context = (size_t)(reader.at - start);
+            fields = tensord__take_array(&reader);
+            tag = tensord__take_text(&reader);
+        } else if (tensord__is(tag, "L")) {
+            tensord__take_release(&reader);
+            if (releases == MAX_RELEASES || fields != 2 || reader.bad)
                 goto refused;
-            returned[releases++] = (reader_t){start, reader.at};
+            returned[releases++] = tensord__read_from(start, (size_t)(reader.at - start));
             continue;
         }
-        size_t context = (size_t)(reader.at - start);
-        if (read_request_record(&reader, &record) || record.number >= MAX_NUMBERS)
+        if (!tensord__is(tag, "q"))
+            goto refused;
+        tensord__request record = tensord__take_request(&reader, fields);
+        const tensord__own *own = &record.own;
+        /* What replaces a waiting request, or may be replaced, is Python's: it has the queue. Priority and timeout change nothing for
+         * what is run here: there is one queue, and nothing waits for a slot. */
+        if (reader.bad || record.number >= TENSORD_MAX_NUMBERS || own->replace_key.size || own->sequence_text.size > MAX_SEQUENCE_ID ||
+            own->parameter_set.size > MAX_SET_NAME)
             goto refused;
         plan_t *plan = record.number < lane->numbers ? lane->plans[record.number] : NULL;
         /* The ids of a submitter grow, except those of requests that another worker had before. A client's doubt is its own: by the time
          * that Python sees this datagram, what waits here is answered. */
-        if (record.id <= last_id && lane->most == 0)
+        if (record.request_id <= last_id && lane->most == 0)
             self->doubtful = 1;
-        if (plan == NULL || plan->failed || (lane->most && record.trace & ~(uint64_t)TIMING) || record.strikes ||
-            (record.deadline_ns && (plan->batch->delay_ns || record.deadline_ns <= now)) || record.id <= last_id || in_flight(lane, record.id) || make_room(self))
+        if (plan == NULL || plan->failed || (lane->most && own->trace & ~(uint64_t)TENSORD_TIMING) || own->strikes ||
+            (own->deadline_ns && (plan->batch->delay_ns || own->deadline_ns <= now)) || record.request_id <= last_id ||
+            in_flight(lane, record.request_id) || make_room(self))
             goto refused;
         PyObject *set;
-        if (find_set(plan, &record, &set))
+        if (find_set(plan, own->parameter_set, &set))
             goto refused;
         if (lane->most && (waits + (uint64_t)PyDict_Size(lane->in_flight) >= lane->most || self->lane_requests + self->count >= self->pass_until))
             goto refused;
         waits++;
-        last_id = record.id;
+        last_id = record.request_id;
         request_t *request = &self->waiting[self->count];
         uint64_t used = 0;
         for (int i = 0; i < plan->inputs; i++) {
@@ -99,33 +113,37 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
                 request->contents[i] = (const unsigned char *)input->region;
                 continue;
             }
-            if (used >= record.count || record.sizes[used] != input->size || (record.contents[used] == NULL && plan->alone == NULL))
+            if (used++ >= record.count)
                 goto refused;
-            request->contents[i] = record.contents[used++];
+            tensord__content content = tensord__take_content(&record.contents);
+            if (content.byte_size != input->size || (content.bytes == NULL && plan->alone == NULL))
+                goto refused;
+            request->contents[i] = content.bytes;
         }
         if (used != record.count)
             goto refused;
-        int traced = (record.trace & ~(uint64_t)TIMING) != 0;
-        if (traced && (set != NULL || plan->traced == NULL || record.trace & ~(uint64_t)(TIMING | TIMESTAMPS))) {
+        int traced = (own->trace & ~(uint64_t)TENSORD_TIMING) != 0;
+        if (traced && (set != NULL || plan->traced == NULL || own->trace & ~(uint64_t)(TENSORD_TIMING | TIMESTAMPS))) {
             /* Steps of a sequence keep their order. */
             if (plan->batch->choose != NULL || self->set_aside == MAX_ASIDE)
                 goto refused;
-            self->aside[self->set_aside++] = (reader_t){start, reader.at};
+            self->aside[self->set_aside++] = tensord__read_from(start, (size_t)(reader.at - start));
             continue;
         }
         request->lane = lane;
         request->plan = plan;
         request->set = set;
-        request->id = record.id;
-        request->arrived_ns = record.received_ns && !lane->most ? record.received_ns : now;
+        request->id = record.request_id;
+        request->arrived_ns = own->received_ns && !lane->most ? own->received_ns : now;
         request->queued_ns = traced ? now : 0;
-        request->timed = (record.trace & TIMING) != 0;
+        request->timed = (own->trace & TENSORD_TIMING) != 0;
         request->record = start;
         request->context = context;
         request->size = (size_t)(reader.at - start);
-        request->sequence = record.sequence;
-        request->start = record.start;
-        request->end = record.end;
+        request->sequence_text = own->sequence_text;
+        request->sequence_id = own->sequence_id;
+        request->start = own->sequence_start;
+        request->end = own->sequence_end;
         self->count++;
     }
     if (reader.at != reader.end)
@@ -145,11 +163,26 @@ refused:
     return -1;
 }
 
+/* Returns a datagram of records as bytes, or NULL with an exception. ``parts``: where they lie, some with the record before them. */
+PyObject *datagram_of(const tensord__reader *parts, size_t count, uint64_t records) {
+    size_t size = DATAGRAM_HEAD;
+    for (size_t i = 0; i < count; i++)
+        size += (size_t)(parts[i].end - parts[i].at);
+    PyObject *datagram = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+    if (datagram == NULL)
+        return NULL;
+    tensord__writer to = tensord__write_to(PyBytes_AsString(datagram), size);
+    tensord__put_wide_datagram(&to, records);
+    for (size_t i = 0; i < count; i++)
+        tensord__put(&to, parts[i].at, (size_t)(parts[i].end - parts[i].at));
+    return datagram;
+}
+
 /* Returns the requests that were set aside as a datagram for Python, or NULL with an exception. */
 static PyObject *aside_for_python(fast_path_t *self, const lane_t *lane) {
     uint64_t records = 0;
     for (size_t i = 0; i < self->set_aside; i++)
-        records += 1 + (uint64_t)is_trace_context(&self->aside[i]);
+        records += 1 + (uint64_t)tensord__comes(&self->aside[i], "tc");
     PyObject *datagram = datagram_of(self->aside, self->set_aside, records);
     self->set_aside = 0;
     return for_python(lane, datagram, PyList_New(0), 0);
@@ -172,9 +205,9 @@ int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams)
     } ancillary;
     size_t most = self->used + RECEIVED < ALL_RECEIVED ? self->used + RECEIVED : ALL_RECEIVED;
     activate(self, lane);
-    for (int n = 0; n < MAX_DATAGRAMS && self->used + MAX_DATAGRAM + 1 <= most; n++) {
+    for (int n = 0; n < MAX_DATAGRAMS && self->used + TENSORD_MAX_DATAGRAM + 1 <= most; n++) {
         unsigned char *datagram = self->received + self->used;
-        struct iovec part = {datagram, MAX_DATAGRAM + 1};
+        struct iovec part = {datagram, TENSORD_MAX_DATAGRAM + 1};
         struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &ancillary, .msg_controllen = sizeof ancillary};
         ssize_t size = recvmsg(lane->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
         if (size < 0 && (errno == EAGAIN || errno == EINTR))
@@ -198,12 +231,12 @@ int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams)
 static PyObject *repacked(const fast_path_t *self, const lane_t *lane) {
     size_t count = 0;
     uint64_t records = 0;
-    reader_t *parts = PyMem_Malloc((self->count - self->first) * sizeof(reader_t));
+    tensord__reader *parts = PyMem_Malloc((self->count - self->first) * sizeof(tensord__reader));
     if (parts == NULL)
         return PyErr_NoMemory();
     for (size_t i = lane->handed; i > 0; i = self->waiting[i - 1].next) {
         const request_t *request = &self->waiting[i - 1];
-        parts[count++] = (reader_t){request->record, request->record + request->size};
+        parts[count++] = tensord__read_from(request->record, request->size);
         records += request->context ? 2 : 1;
     }
     PyObject *datagram = datagram_of(parts, count, records);

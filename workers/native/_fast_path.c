@@ -77,8 +77,8 @@ static void *grown(void *table, size_t *count, size_t index) {
 /* Takes the plan over and returns None, or drops it and raises. */
 static PyObject *keep_plan(fast_path_t *self, int fd, int number, plan_t *plan) {
     lane_t *lane = known_lane(self, fd);
-    if (lane != NULL && (number < 0 || number >= MAX_NUMBERS)) {
-        PyErr_Format(PyExc_ValueError, "number %d, numbers are below %d", number, MAX_NUMBERS);
+    if (lane != NULL && (number < 0 || number >= TENSORD_MAX_NUMBERS)) {
+        PyErr_Format(PyExc_ValueError, "number %d, numbers are below %d", number, TENSORD_MAX_NUMBERS);
         lane = NULL;
     }
     plan_t **plans = lane == NULL ? NULL : grown(lane->plans, &lane->numbers, (size_t)number);

@@ -24,7 +24,8 @@ int in_flight(lane_t *lane, uint64_t id) {
 void flush(lane_t *lane) {
     if (lane->answers == 0 || lane->unsent)
         return;
-    write_datagram_head(lane->answer->content, lane->answers);
+    tensord__writer head = tensord__write_to(lane->answer->content, DATAGRAM_HEAD);
+    tensord__put_wide_datagram(&head, lane->answers);
     ssize_t sent = send(lane->fd, lane->answer->content, lane->filled, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS || errno == EINTR)) {
         lane->unsent = 1;
@@ -57,27 +58,47 @@ void give_up_answers(lane_t *lane) {
     lane->answer = NULL;
 }
 
-/* Returns what follows the contents of a request's answer. */
-int rest_of(const request_t *request, int leased) {
-    if (request->timed)
-        return TIMED_ANSWER;
-    return request->queued_ns ? TRACED_ANSWER : leased ? LEASED_ANSWER : NOTHING_MORE;
+/* Begins the answer of a request, whose contents are to follow. ``leased``: whether some lie in a lease. */
+tensord__writer begin_answer(const request_t *request, int contents, int leased) {
+    lane_t *lane = request->lane;
+    /* What nobody asked for is left out at the end. */
+    uint64_t fields = request->timed ? 9 : request->queued_ns ? 8 : leased ? 5 : 4;
+    tensord__writer to = tensord__write_to(lane->answer->content + lane->filled, TENSORD_MAX_DATAGRAM - lane->filled);
+    tensord__put_answer(&to, fields, request->id, request->plan->number, (uint64_t)contents);
+    return to;
 }
 
-/* Writes what a request asked for besides its outputs: when it was where, and how long it took. Goes behind the lease, or nil. */
-unsigned char *write_rest(unsigned char *at, const request_t *request, const moments_t moments, uint64_t copied) {
-    if (!request->timed && !request->queued_ns)
-        return at;
-    at = write_no_error(at);
-    if (request->queued_ns) {
-        PyObject *rest = request->plan->traced;
-        const uint64_t stamps[TRACE_MOMENTS] = {request->queued_ns, moments[0], moments[1], moments[2], now_ns()};
-        at = write_timeline(at, stamps, (const unsigned char *)PyBytes_AsString(rest), (size_t)PyBytes_Size(rest));
-    } else {
-        at = write_nil(at);
+/* Ends the answer of a request, with what it asked for besides its outputs: when it was where, and how long it took. ``lease``: NULL where
+ * there is none. */
+void end_answer(const request_t *request, tensord__writer *to, const uint64_t *lease, const moments_t moments, uint64_t copied) {
+    static const char *const names[TRACE_MOMENTS] = {"QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START",
+                                                     "COMPUTE_END"};
+    const tensord__text none = {NULL, 0};
+    lane_t *lane = request->lane;
+    if (lease != NULL)
+        tensord__put_lease(to, lease);
+    if (request->timed || request->queued_ns) {
+        if (lease == NULL)
+            tensord__put_nil(to);
+        tensord__put_text(to, none); /* no code */
+        tensord__put_text(to, none);
+        if (request->queued_ns) {
+            PyObject *rest = request->plan->traced;
+            const uint64_t stamps[TRACE_MOMENTS] = {request->queued_ns, moments[0], moments[1], moments[2], now_ns()};
+            tensord__put_timeline(to, TRACE_MOMENTS);
+            for (int i = 0; i < TRACE_MOMENTS; i++)
+                tensord__put_numbers(to, names[i], &stamps[i], 1);
+            tensord__put(to, PyBytes_AsString(rest), (size_t)PyBytes_Size(rest));
+        } else {
+            tensord__put_nil(to);
+        }
     }
-    uint64_t waited_ns = moments[0] > request->arrived_ns ? moments[0] - request->arrived_ns : 0;
-    return request->timed ? write_timing(at, waited_ns, moments[2] - moments[0], copied) : at;
+    if (request->timed) {
+        const uint64_t times[3] = {moments[0] > request->arrived_ns ? moments[0] - request->arrived_ns : 0, moments[2] - moments[0], copied};
+        tensord__put_lease(to, times);
+    }
+    lane->filled = (size_t)(to->at - lane->answer->content);
+    lane->answers++;
 }
 
 /* Writes the outputs that go to regions. ``row``: where the request begins in the run. */
@@ -92,23 +113,14 @@ static void write_regions(const request_t *request, const Py_buffer *stacks, int
 
 /* Writes the record, with the outputs that it has. */
 static void write_answer(const request_t *request, const Py_buffer *stacks, int row, const moments_t moments) {
-    lane_t *lane = request->lane;
     const plan_t *plan = request->plan;
-    unsigned char *at = lane->answer->content + lane->filled;
-    int more = rest_of(request, 0);
-    at = write_answer_record(at, request->id, plan->number, plan->inside, more);
+    tensord__writer to = begin_answer(request, plan->inside, 0);
     for (int i = 0; i < plan->outputs; i++) {
         const output_t *output = &plan->output[i];
-        if (output->region != NULL)
-            continue;
-        at = write_bin_head(at, output->size);
-        memcpy(at, (const char *)stacks[output->stack].buf + output->start + (size_t)row * output->step, output->size);
-        at += output->size;
+        if (output->region == NULL)
+            tensord__put_bytes(&to, (const char *)stacks[output->stack].buf + output->start + (size_t)row * output->step, output->size);
     }
-    if (more != NOTHING_MORE)
-        at = write_rest(write_nil(at), request, moments, plan->copied);
-    lane->filled = (size_t)(at - lane->answer->content);
-    lane->answers++;
+    end_answer(request, &to, NULL, moments, plan->copied);
 }
 
 /* Returns whether the regions of these requests lost no page meanwhile. Marks the plan of the one that did as failed. */
@@ -170,7 +182,7 @@ int has_room(const request_t *requests, int count) {
         lane_t *lane = requests[n].lane;
         if (borrow_answers(lane))
             return 0;
-        if (lane->filled + size > MAX_DATAGRAM)
+        if (lane->filled + size > TENSORD_MAX_DATAGRAM)
             flush(lane);
         if (lane->unsent || size > MAX_ANSWER)
             return 0;

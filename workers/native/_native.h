@@ -8,7 +8,6 @@
  *     _sequences.c      what is asked of Python's planner for requests of sequences
  *     _lanes.c          answers, and sending them
  *     _plans.c          what is known of the requests of a kind: where tensors lie, which programs run them
- *     _records.c        msgpack
  *     _output_memory.c  memory of ours for XLA's outputs; shares nothing with the files above
  *
  * No format of Python has a '#': one that was compiled with the headers of Python 3.13 is refused by earlier Pythons.
@@ -21,6 +20,7 @@
 #define TENSORD_NATIVE_H
 
 #include "../../shm/_python.h"
+#include "../../shm/common/tensord_wire.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -34,16 +34,10 @@
 #define MAX_SET_NAME 128
 /* The parameter set that requests get which name none. */
 #define MAIN_SET "main"
-#define MAX_DATAGRAM (64 << 10)
 /* Descriptors in one datagram. */
 #define MAX_FDS 4
-/* The bit of a request's trace that asks for the timing. */
-#define TIMING 4
 /* The bit that asks for when the request was where. */
 #define TIMESTAMPS 1
-/* First byte of a datagram that holds whole records. */
-#define INLINE_KIND 1
-#define MAX_NUMBERS 1024
 /* Words of the status page (shm/status_page.py): of the page, and of a slot, which says what one thread runs. */
 #define PAGE_STATE 0
 #define PAGE_SINCE 1
@@ -66,10 +60,10 @@
 /* Constants of C alone. */
 /* A datagram's kind, and the head of an array of up to 65535 records. */
 #define DATAGRAM_HEAD 4
-#define MAX_ANSWER (MAX_DATAGRAM - DATAGRAM_HEAD)
+#define MAX_ANSWER (TENSORD_MAX_DATAGRAM - DATAGRAM_HEAD)
 /* Room for the datagrams of one iteration of the loop, of one lane and of all; another one is received while it is sure to fit. And
  * how many datagrams that may be of one lane, however small they are. */
-#define RECEIVED (4 * (MAX_DATAGRAM + 1))
+#define RECEIVED (4 * (TENSORD_MAX_DATAGRAM + 1))
 #define ALL_RECEIVED (4 * RECEIVED)
 #define MAX_DATAGRAMS 256
 /* Traced requests of one datagram that Python runs, beside others that are run here. */
@@ -79,30 +73,7 @@
 
 /* ------------------------------------------------------------------------------------------------------------------ records */
 
-typedef struct {
-    const unsigned char *at, *end;
-} reader_t;
-
-/* Where a tensor lies in an arena. */
-typedef struct {
-    uint64_t segment, offset;
-} place_t;
-
-typedef struct {
-    uint64_t id, number, deadline_ns, received_ns, trace, strikes, count;
-    /* At the id of the request's sequence. */
-    reader_t sequence;
-    int start, end;
-    /* The name of the parameter set; as long as 0: it names none. */
-    const unsigned char *set;
-    uint64_t set_size;
-    /* NULL: the bytes are at the tensor's place. */
-    const unsigned char *contents[MAX_TENSORS];
-    place_t places[MAX_TENSORS];
-    uint64_t sizes[MAX_TENSORS];
-} request_record_t;
-
-/* Sizes of the parts of a AnswerRecord: its head with at most MAX_TENSORS contents, and what is before or instead of bytes. */
+/* The most bytes of the parts of an AnswerRecord: its head with at most MAX_TENSORS contents, and what is before or instead of bytes. */
 #define ANSWER_RECORD_HEAD (3 + 9 + 9 + 1 + 2)
 #define BIN_HEAD 5
 #define SLICE_SIZE (3 + 3 * 9)
@@ -113,27 +84,6 @@ typedef struct {
 #define TRACE_NAME 20
 #define TRACE_MOMENTS 5
 #define TIMELINE_SIZE (5 + TRACE_MOMENTS * (2 + TRACE_NAME + 9))
-/* What follows an answer's contents. */
-enum { NOTHING_MORE, LEASED_ANSWER, TRACED_ANSWER, TIMED_ANSWER };
-
-int read_array(reader_t *reader, uint64_t *count);
-int read_sequence_id(reader_t *reader, const unsigned char **text, uint64_t *number);
-int read_request_record(reader_t *reader, request_record_t *record);
-int is_release(const reader_t *reader);
-int skip_release(reader_t *reader);
-int is_trace_context(const reader_t *reader);
-int skip_trace_context(reader_t *reader);
-unsigned char *write_bin_head(unsigned char *at, uint64_t size);
-unsigned char *write_slice(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t size);
-unsigned char *write_lease(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t generation);
-unsigned char *write_nil(unsigned char *at);
-unsigned char *write_no_error(unsigned char *at);
-unsigned char *write_timeline(unsigned char *at, const uint64_t moments[TRACE_MOMENTS], const unsigned char *rest, size_t size);
-unsigned char *write_timing(unsigned char *at, uint64_t queue_ns, uint64_t compute_ns, uint64_t copied);
-unsigned char *write_answer_record(unsigned char *at, uint64_t id, uint64_t number, int count, int more);
-void write_datagram_head(unsigned char *at, uint64_t records);
-PyObject *datagram_of(const reader_t *parts, size_t count, uint64_t records);
-
 /* -------------------------------------------------------------------------------------------------------------------- plans */
 
 typedef struct {
@@ -233,7 +183,7 @@ int refuse(const char *reason);
 batch_t *make_batch(batch_t **batches, PyObject *given);
 int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
 void drop_plan(plan_t **place);
-int find_set(const plan_t *plan, const request_record_t *record, PyObject **set);
+int find_set(const plan_t *plan, tensord__text name, PyObject **set);
 PyObject *take_figures(batch_t *batch);
 
 /* -------------------------------------------------------------------------------------------------------------------- lanes */
@@ -242,7 +192,7 @@ PyObject *take_figures(batch_t *batch);
 typedef struct answers {
     /* Of those that no lane uses. */
     struct answers *next;
-    unsigned char content[MAX_DATAGRAM];
+    unsigned char content[TENSORD_MAX_DATAGRAM];
 } answers_t;
 
 typedef struct lane {
@@ -282,8 +232,9 @@ typedef struct {
     /* Its record, behind ``context`` bytes that say which trace it belongs to; ``size``: of both. */
     const unsigned char *record;
     size_t size, context;
-    /* At the id of its sequence. */
-    reader_t sequence;
+    /* Its sequence: text, or where ``at`` is NULL a number. */
+    tensord__text sequence_text;
+    uint64_t sequence_id;
     int start, end;
     /* Whether its answer says how long it took. */
     int timed;
@@ -298,8 +249,8 @@ typedef uint64_t moments_t[4];
 int in_flight(lane_t *lane, uint64_t id);
 int has_room(const request_t *requests, int count);
 int answer(const request_t *requests, int count, PyObject *made, const moments_t moments);
-int rest_of(const request_t *request, int leased);
-unsigned char *write_rest(unsigned char *at, const request_t *request, const moments_t moments, uint64_t copied);
+tensord__writer begin_answer(const request_t *request, int contents, int leased);
+void end_answer(const request_t *request, tensord__writer *to, const uint64_t *lease, const moments_t moments, uint64_t copied);
 void flush(lane_t *lane);
 void give_up_answers(lane_t *lane);
 
@@ -328,7 +279,7 @@ typedef struct fast_path {
     batch_t *batches;
     answers_t *spare;
     /* Traced requests of the last datagram that Python runs, while the others of it are run here. */
-    reader_t aside[MAX_ASIDE];
+    tensord__reader aside[MAX_ASIDE];
     size_t set_aside;
     /* Datagrams of waiting requests, and the bytes that they take. ``kept``: as much memory, for what waits beyond this iteration. */
     unsigned char *received, *kept;
@@ -363,7 +314,8 @@ int serve(fast_path_t *self, PyObject *datagrams);
 int read_single_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
 PyObject *places_of(const request_t *request, uint64_t *copied);
 int answer_alone(const request_t *request, PyObject *made, const moments_t moments, uint64_t copied);
-int take_back(lane_t *lane, const reader_t *records, size_t count);
+int take_back(lane_t *lane, const tensord__reader *records, size_t count);
+PyObject *datagram_of(const tensord__reader *parts, size_t count, uint64_t records);
 
 int choose_requests(const request_t *requests, int count);
 int fail(fast_path_t *self, const request_t *requests, int count);

@@ -47,18 +47,18 @@ void drop_plan(plan_t **place) {
 }
 
 /* Finds the parameter set that a request names; NULL: the main set. Not 0: it is Python's to find it. Sets no exception. */
-int find_set(const plan_t *plan, const request_record_t *record, PyObject **set) {
+int find_set(const plan_t *plan, tensord__text name, PyObject **set) {
     *set = NULL;
-    if (record->set_size == 0)
+    if (name.size == 0)
         return 0;
     if (plan->sets == NULL)
         return -1;
-    if (record->set_size == strlen(MAIN_SET) && memcmp(record->set, MAIN_SET, strlen(MAIN_SET)) == 0)
+    if (tensord__is(name, MAIN_SET))
         return 0;
-    PyObject *name = PyUnicode_DecodeUTF8((const char *)record->set, (Py_ssize_t)record->set_size, NULL);
-    if (name != NULL)
-        *set = PyDict_GetItemWithError(plan->sets, name);
-    Py_XDECREF(name);
+    PyObject *key = PyUnicode_DecodeUTF8(name.at, (Py_ssize_t)name.size, NULL);
+    if (key != NULL)
+        *set = PyDict_GetItemWithError(plan->sets, key);
+    Py_XDECREF(key);
     if (*set != NULL)
         return 0;
     PyErr_Clear();

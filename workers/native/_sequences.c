@@ -10,22 +10,16 @@
 #include "_native.h"
 
 /* Returns the id of a request's sequence: an int or a str. */
-static PyObject *correlation_id(reader_t reader) {
-    const unsigned char *text;
-    uint64_t number;
-    if (read_sequence_id(&reader, &text, &number)) {
-        PyErr_SetString(PyExc_ValueError, "the record has changed");
-        return NULL;
-    }
-    return text == NULL ? PyLong_FromUnsignedLongLong(number)
-                        : PyUnicode_DecodeUTF8((const char *)text, (Py_ssize_t)number, NULL);
+static PyObject *correlation_id(const request_t *request) {
+    const tensord__text *text = &request->sequence_text;
+    return text->at == NULL ? PyLong_FromUnsignedLongLong(request->sequence_id) : PyUnicode_DecodeUTF8(text->at, (Py_ssize_t)text->size, NULL);
 }
 
 /* Returns what ``choose`` is asked: (correlation id, START, END) of each request. */
 static PyObject *asked(const request_t *requests, int count) {
     PyObject *found = PyList_New(0);
     for (int n = 0; found != NULL && n < count; n++)
-        if (append(found, Py_BuildValue("(NOO)", correlation_id(requests[n].sequence), requests[n].start ? Py_True : Py_False,
+        if (append(found, Py_BuildValue("(NOO)", correlation_id(&requests[n]), requests[n].start ? Py_True : Py_False,
                                         requests[n].end ? Py_True : Py_False)))
             Py_CLEAR(found);
     return found;

@@ -42,18 +42,16 @@ int read_single_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
 
 /* Returns a tuple of a request's tensors: each its place (segment, offset), or its bytes, which are copied and counted. */
 PyObject *places_of(const request_t *request, uint64_t *copied) {
-    reader_t reader = {request->record + request->context, request->record + request->size};
-    request_record_t record;
-    if (read_request_record(&reader, &record)) {
-        PyErr_SetString(PyExc_ValueError, "the record has changed");
-        return NULL;
-    }
+    tensord__reader reader = tensord__read_from(request->record + request->context, request->size - request->context);
+    uint64_t fields = tensord__take_array(&reader);
+    tensord__take_text(&reader);
+    tensord__request record = tensord__take_request(&reader, fields);
     PyObject *places = PyTuple_New((Py_ssize_t)record.count);
     for (uint64_t i = 0; places != NULL && i < record.count; i++) {
-        PyObject *one = record.contents[i] == NULL
-                            ? Py_BuildValue("KK", record.places[i].segment, record.places[i].offset)
-                            : PyBytes_FromStringAndSize((const char *)record.contents[i], (Py_ssize_t)record.sizes[i]);
-        *copied += record.contents[i] == NULL ? 0 : record.sizes[i];
+        tensord__content content = tensord__take_content(&record.contents);
+        PyObject *one = content.bytes == NULL ? Py_BuildValue("KK", content.segment, content.offset)
+                                              : PyBytes_FromStringAndSize((const char *)content.bytes, (Py_ssize_t)content.byte_size);
+        *copied += content.bytes == NULL ? 0 : content.byte_size;
         if (one == NULL || PyTuple_SetItem(places, (Py_ssize_t)i, one))
             Py_CLEAR(places);
     }
@@ -83,27 +81,16 @@ int answer_alone(const request_t *request, PyObject *made, const moments_t momen
             wrong = output->stack >= given || output->start + output->size > (size_t)stacks[output->stack].len;
     }
     if (!wrong) {
-        lane_t *lane = request->lane;
-        unsigned char *at = lane->answer->content + lane->filled;
-        int more = rest_of(request, segment >= 0);
-        at = write_answer_record(at, request->id, plan->number, plan->outputs, more);
+        const uint64_t lease[3] = {(uint64_t)segment, offset, generation};
+        tensord__writer to = begin_answer(request, plan->outputs, segment >= 0);
         for (int i = 0; i < plan->outputs; i++) {
             const output_t *output = &plan->output[i];
-            if (output->stack == LEASED) {
-                at = write_slice(at, (uint64_t)segment, offset + output->start, output->size);
-                continue;
-            }
-            at = write_bin_head(at, output->size);
-            memcpy(at, (const char *)stacks[output->stack].buf + output->start, output->size);
-            at += output->size;
+            if (output->stack == LEASED)
+                tensord__put_slice(&to, lease[0], offset + output->start, output->size);
+            else
+                tensord__put_bytes(&to, (const char *)stacks[output->stack].buf + output->start, output->size);
         }
-        if (segment >= 0)
-            at = write_lease(at, (uint64_t)segment, offset, generation);
-        else if (more != NOTHING_MORE)
-            at = write_nil(at);
-        at = write_rest(at, request, moments, plan->copied + copied);
-        lane->filled = (size_t)(at - lane->answer->content);
-        lane->answers++;
+        end_answer(request, &to, segment >= 0 ? lease : NULL, moments, plan->copied + copied);
     }
     while (open-- > 0)
         PyBuffer_Release(&stacks[open]);
@@ -112,7 +99,7 @@ int answer_alone(const request_t *request, PyObject *made, const moments_t momen
 
 /* Releases leases, whose records have come. Returns 0: done; 1: done, and Python has to tell the peer that a segment is closed;
  * -1: none was released. Sets no exception. */
-int take_back(lane_t *lane, const reader_t *records, size_t count) {
+int take_back(lane_t *lane, const tensord__reader *records, size_t count) {
     PyObject *datagram = datagram_of(records, count, count);
     PyObject *taken = datagram == NULL ? NULL : PyObject_CallFunctionObjArgs(lane->take_back, datagram, NULL);
     Py_XDECREF(datagram);
