@@ -223,7 +223,7 @@ class AnswerOrder:
         """Called when the transport's buffer has drained: continues unfinished answers, then reads and answers new requests."""
         self.times.stalled_since = 0.0
         unwritten, self._unwritten = self._unwritten, []
-        self.flow.resume_writing()
+        self.flow.write_paused = False
         call_each([request.written for request in unwritten], "what follows an answer")
         if self.flow.write_paused:
             return  # there was more of an answer, and that waits
@@ -355,13 +355,13 @@ class AnswerOrder:
             self.requests.clear()
             self._unwritten.clear()
         self.receiving = self.reader = self._ends_with = None
-        self.flow.resume_writing()
+        self.flow.write_paused = False
 
 
 class Flow:
     """Controls the flow of one connection: pauses reading from its client, and knows whether the client reads its answers."""
 
-    __slots__ = ("_writable", "read_paused", "resting", "transport", "write_paused")
+    __slots__ = ("read_paused", "resting", "transport", "write_paused")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport
@@ -370,7 +370,6 @@ class Flow:
         self.resting = False
         #: Something that was written is still in the transport's buffer.
         self.write_paused = False
-        self._writable: asyncio.Event | None = None
 
     def pause_reading(self) -> None:
         if not self.read_paused:
@@ -392,16 +391,3 @@ class Flow:
             self.transport.pause_reading()
         elif not self.transport.is_closing():
             self.transport.resume_reading()
-
-    def resume_writing(self) -> None:
-        """Called when the transport's buffer has drained, or the connection is gone; wakes the tasks that wait in ``drain``."""
-        self.write_paused = False
-        if self._writable is not None:
-            self._writable.set()
-            self._writable = None
-
-    async def drain(self) -> None:
-        """Waits until the transport's buffer has drained, or the connection is gone."""
-        if self.write_paused:
-            self._writable = self._writable or asyncio.Event()
-            await self._writable.wait()

@@ -2,8 +2,8 @@
 
     head, body ─▶ AsgiRequest ─receive─▶ application ─send─▶ AsgiRequest ─▶ socket
 
-This is the server's side of ASGI: it frames the answer, asks for the body if the client waits for ``100 Continue``, and lets the
-application wait while the client does not read the answer.
+This is the server's side of ASGI for answers that come whole, as all of ours do: it frames the answer, and asks for the body
+if the client waits for ``100 Continue``.
 Source: ASGI 3.0, "HTTP & WebSocket ASGI Message Format"; RFC 9112.
 """
 
@@ -61,14 +61,9 @@ class AsgiRequest:
         #: Something happened that ``_receive`` waits for.
         self._news = asyncio.Event()
         self._gone = False
-        #: The answer's head, from its start to the first bytes of its body.
-        self._head = b""
-        self._begun = self._answered = False
-        self._status = 0
-        #: The first bytes of the body of an answer that is an error.
-        self._said = b""
-        #: Bytes that the answer still owes; None: it is sent in chunks.
-        self._owed: int | None = 0
+        #: The message that begins the answer.
+        self._start: Any = None
+        self._answered = False
 
     # ------------------------------------------------------------------------------------------- the connection's side
 
@@ -105,16 +100,11 @@ class AsgiRequest:
             await self._serving.application(self._scope, self._receive, self._send)
         except Exception:
             _log.exception("the ASGI application failed")
-        if self._answered or self._gone:
-            return
-        _log.error("the ASGI application left a request without a complete answer")
-        if self._begun:
-            self._order.cut()
-        else:
+        if not (self._answered or self._gone):
+            _log.error("the ASGI application left a request without a complete answer")
             self.keep_alive = False
             self._order.transport.write(error_response(500, DEFECT, CLOSE))
-            self._status = 500
-            self._finish()
+            self._finish(500, b"")
 
     async def _receive(self) -> dict[str, Any]:
         self._order.ask_for_body(self)
@@ -130,86 +120,53 @@ class AsgiRequest:
     async def _send(self, message: Any) -> None:
         if self._gone:
             return
-        await self._order.flow.drain()
-        if self._gone:
-            return
         kind = message["type"]
-        if kind == "http.response.start" and not self._head:
+        if kind == "http.response.start" and self._start is None:
             self._order.forgo_body(self)
-            self._start(message["status"], message.get("headers", ()))
-        elif kind == "http.response.body" and self._head and not self._answered:
-            self._write(message.get("body", b""), message.get("more_body", False))
+            self._start = message
+        elif kind == "http.response.body" and self._start and not (self._answered or message.get("more_body")):
+            self._write(self._start["status"], self._start.get("headers", ()), message.get("body", b""))
         else:
-            raise RuntimeError(f"the ASGI message '{kind}' is out of place")
+            raise RuntimeError(f"the ASGI message '{kind}' is out of place, or has a part of an answer")
 
-    def _start(self, status: int, fields: Iterable[tuple[bytes, bytes]]) -> None:
-        """Encodes the head of the answer, which is sent with the first bytes of its body.
+    def _write(self, status: int, fields: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+        """Writes the answer to the client.
 
-        Raises: RuntimeError: the application gave a header field that is malformed.
+        Raises: RuntimeError: the application gave a header field that is malformed, or another Content-Length than the body has.
         """
-        self._status = status
         lines = [status_line(status)]
         if self.keep_alive and self._scope["http_version"] == "1.0":
             # Who speaks HTTP/1.0 must be told that the connection stays.
             lines.append(b"connection: keep-alive\r\n")
-        length: int | None = None
-        closes = chunked = False
+        closes, length = False, b"" if status in _BODILESS else None
         for name, value in fields:
+            name = name.lower()
             if not (_NAME.fullmatch(name) and _VALUE.fullmatch(value)):
                 raise RuntimeError(f"{name!r}: {value!r} is no header field")
-            name = name.lower()
             if name == b"content-length":
-                length = int(value)
+                length = value
             elif name == b"connection" and b"close" in value.lower():
                 closes, self.keep_alive = True, False
-            elif name == b"transfer-encoding":
-                chunked = True
             lines.append(b"%b: %b\r\n" % (name, value))
+        if length != (b"" if status in _BODILESS else b"%d" % len(body)):
+            raise RuntimeError(f"the answer's body has {len(body)} bytes, its Content-Length is {length!r}")
         if not (self.keep_alive or closes):
             lines.append(CLOSE.lower())
-        if self._scope["method"] == "HEAD" or status in _BODILESS:
-            self._owed = 0
-        else:
-            self._owed = None if chunked else length
-            if self._owed is None and not chunked:
-                lines.append(b"transfer-encoding: chunked\r\n")
-        self._head = b"".join((*lines, b"\r\n"))
+        sent = b"" if self._scope["method"] == "HEAD" or status in _BODILESS else body
+        self._order.transport.write(b"".join((*lines, b"\r\n", sent)))
+        self._finish(status, body)
 
-    def _write(self, body: bytes, more: bool) -> None:
-        """Writes a piece of the answer's body to the client. ``more``: further pieces follow.
-
-        Raises: RuntimeError: the body is longer or shorter than the answer's Content-Length.
-        """
-        if self._status >= 400:
-            self._said = self._said or body
-        if self._scope["method"] == "HEAD":
-            body = b""
-        if self._owed is None:
-            framed = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
-            framed += b"" if more else b"0\r\n\r\n"
-        else:
-            self._owed -= len(body)
-            if self._owed < 0 or (self._owed and not more):
-                raise RuntimeError("the answer's body is longer or shorter than its Content-Length")
-            framed = body
-        if not self._begun:
-            self._begun = True
-            framed = self._head + framed
-        if framed:
-            self._order.transport.write(framed)
-        if not more:
-            self._finish()
-
-    def _finish(self) -> None:
+    def _finish(self, status: int, body: bytes) -> None:
+        """Counts the answer, whose body has an error's message if it is one, and lets the next request be answered."""
         self._answered = True
         self._news.set()
         # A probe that hears "not ready" has made no mistake.
-        if self._status < 400 or self._scope["path"].endswith(_PROBED):
-            self._serving.answered.managed(str(self._status))
+        if status < 400 or self._scope["path"].endswith(_PROBED):
+            self._serving.answered.managed(str(status))
         else:
             scope = self._scope
-            what = f"{scope['method']} {scope['path']}{_sentence(self._said)}"
-            self._serving.answered.failed(str(self._status), what, account=self._order.account)
+            what = f"{scope['method']} {scope['path']}{_sentence(body)}"
+            self._serving.answered.failed(str(status), what, account=self._order.account)
         self._order.answered()
 
 
