@@ -19,7 +19,6 @@ from tensord.shm.cuda_regions import CudaError, DeviceLost
 from tensord.workers.devices.device_cuda import CudaDevice, room
 from tensord.workers.devices.host_staging import TOGETHER
 from tensord.workers.jax_internals.wide import byte_size_of, precision
-from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted, arguments_of
 from tensord.workers.programs.execution_device import Argument, ExecutionDevice, Inputs
 from tensord.workers.programs.packed_outputs import PACKED, starts
@@ -48,9 +47,6 @@ class Gpu(ExecutionDevice):
     def contents_of(self, made: Sequence[Any]) -> list[Content]:
         fetched = self._cuda.take(made)
         return [np.asarray(array) for array in made] if fetched is None else [*fetched]
-
-    def small_programs(self, signature: Signature, sets: ParameterSets) -> None:
-        """Returns None: on a GPU small programs run on the GPU, like all others."""
 
     def beside(self) -> Gpu:
         return Gpu(self._cuda.beside())
@@ -203,15 +199,6 @@ class GpuExecutable(Executable):
             return None
         sizes = self.output_sizes
         return sizes if sum(sizes.values()) > UNCUT_BYTE_SIZE or requests[0].stays else None
-
-    def offer(self, places: Places) -> None:
-        """Does nothing: on a GPU ``compute`` gets the places for outputs, and the GPU copies them there after the run."""
-
-    def settle(self, places: Places) -> None:
-        """Does nothing: outputs that the GPU delivers are copies, which no later run can change."""
-
-    def single_run(self, *repeats: object) -> None:
-        """Returns None: the C extension runs no requests on a GPU."""
 
     def __repr__(self) -> str:
         return f"<GpuExecutable {self.wanted}>"

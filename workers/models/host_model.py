@@ -17,6 +17,7 @@ from tensord.shm.errors import Internal
 from tensord.workers.calls.caller import ModelPort, calling
 from tensord.workers.devices.late_tensor import LateTensor
 from tensord.workers.models.execution import Execution, chosen_by
+from tensord.workers.models.instance import Instantiated
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.lowering import check_cut, check_output
 from tensord.workers.programs.run_errors import describe_failure
@@ -26,7 +27,7 @@ from tensord.workers.tensors.ragged import batch_input, cut, elements, flat, uni
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
-class HostFunction:
+class HostFunction(Instantiated):
     """A function of a model version that runs on the host and is not compiled; instances share it and its parameters."""
 
     def __init__(
@@ -45,12 +46,6 @@ class HostFunction:
 
     def describe(self, error: BaseException) -> str:
         return describe_failure(self.signature.model, self._version, error)
-
-    def initialize(self) -> None:
-        """Does nothing: a host-side function needs no initialisation."""
-
-    def close(self) -> None:
-        """Does nothing: a host-side function holds nothing to release."""
 
 
 class HostModel(HostFunction):

@@ -25,13 +25,15 @@ from tensord.workers.threads.inbox import Inbox
 
 
 class Instantiated(RunnableModel, Protocol):
-    """The interface of a model object that an instance's thread creates, runs and closes."""
+    """A model object that an instance's thread creates, runs and closes; by default there is nothing to begin or to end."""
 
     def initialize(self) -> None:
         """Initialises the model before its first batch. Raises whatever the model raises."""
+        return
 
     def close(self) -> None:
         """Ends the model after its last batch. Raises nothing."""
+        return
 
 
 @dataclass(frozen=True, slots=True)

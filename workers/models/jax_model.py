@@ -15,6 +15,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import Unsupported
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.free_state import FreeState
+from tensord.workers.models.instance import Instantiated
 from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.parameters.set_stack import Chosen
@@ -376,7 +377,7 @@ def _leave(requests: Sequence[Request]) -> bool:
     return requests[0].sink is None or any(request.sink is None for request in requests)
 
 
-class JittedInstance:
+class JittedInstance(Instantiated):
     """Runs the batches of one instance of a jitted model, with its own memory for inputs; used by the instance's thread only.
 
     XLA runs programs without Python's lock, so the instances of a model run in parallel. They share code and parameters, but not
@@ -395,9 +396,6 @@ class JittedInstance:
         self._carry = model.executables.carry()
         #: The model's executable -> this thread's; an entry goes with the model's.
         self._twins: weakref.WeakKeyDictionary[Executable, Executable] = weakref.WeakKeyDictionary()
-
-    def initialize(self) -> None:
-        """Does nothing: a jitted instance needs no initialisation."""
 
     def execute(self, execution: Execution) -> None:
         """Runs a batch with this thread's copy of the executable.

@@ -25,6 +25,11 @@ from tensord.workers.models.execution import Execution
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender, Sent
 
+#: What is called alike here and in ``Counts``.
+_COUNTED = (
+    *("request_ns", "queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns"),
+    *("copied_byte_size", "padded_rows", "padded_elements", "lost_sequences"),
+)
 #: Responses of a request that are counted by their number.
 MAX_RESPONSES = 1024
 
@@ -413,16 +418,10 @@ class VersionStatistics:
             canceled=self.failures[Failure.CANCELED],
             backend=self.failures[Failure.BACKEND],
             other=self.failures[Failure.OTHER],
+            replaced=self.failures[Failure.REPLACED],
             inference=self.inference_count,
             execution=self.execution_count,
-            request_ns=self.request_ns,
-            queue_ns=self.queue_ns,
-            compute_input_ns=self.compute_input_ns,
-            compute_infer_ns=self.compute_infer_ns,
-            compute_output_ns=self.compute_output_ns,
-            copied_byte_size=self.copied_byte_size,
-            padded_rows=self.padded_rows,
-            padded_elements=self.padded_elements,
+            **{name: getattr(self, name) for name in _COUNTED},
             cache_hit=self.cache_hit.count,
             cache_hit_ns=self.cache_hit.ns,
             cache_miss=self.cache_miss.count,
@@ -436,8 +435,6 @@ class VersionStatistics:
             first_within_1=self._first_within[1],
             first_within_2=self._first_within[2],
             first_within_3=self._first_within[3],
-            lost_sequences=self.lost_sequences,
-            replaced=self.failures[Failure.REPLACED],
             busy_ns=sum([each.input_ns + each.infer_ns + each.output_ns for each in self._batches.values()]),
             slow={why.label: count for why, count in slow.items()},
         )

@@ -16,7 +16,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -57,31 +57,6 @@ from tensord.workers.regions.region_table import AnyRegion, RegionTable, check_i
 #: Bytes of a file that are read in one piece.
 _PIECE = 4 << 20
 _BYTES = np.dtype(np.uint8)
-
-
-class _Digest(Protocol):
-    """Interface of an object that computes a checksum, as in ``hashlib``."""
-
-    def update(self, content: Any) -> None:
-        """Adds bytes to the checksum."""
-
-    def hexdigest(self) -> str:
-        """Returns the checksum of all bytes so far in hexadecimal digits."""
-
-
-class _Crc32:
-    """Computes a CRC-32 checksum with zlib."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def update(self, content: Any) -> None:
-        """Adds bytes to the checksum."""
-        self._value = zlib.crc32(content, self._value)
-
-    def hexdigest(self) -> str:
-        """Returns the checksum of all bytes so far in eight hexadecimal digits."""
-        return f"{self._value:08x}"
 
 
 class Making:
@@ -223,16 +198,16 @@ class Making:
         kind, _, wanted = self._checksum.partition(":")
         if not kind:
             return
-        digest: _Digest
         if kind == "sha256":
             digest = hashlib.sha256()
+            for content in contents:
+                digest.update(content)
+            found = digest.hexdigest()
         elif kind == "crc32":
-            digest = _Crc32()
+            found = f"{functools.reduce(lambda value, content: zlib.crc32(content, value), contents, 0):08x}"
         else:
             raise InvalidArgument(f"{self.what}: checksum '{kind[:32]}' is neither crc32 nor sha256")
-        for content in contents:
-            digest.update(content)
-        if (found := digest.hexdigest()) != wanted.lower():
+        if found != wanted.lower():
             raise InvalidArgument(f"{self.what}: their {kind} is {found}, {wanted[:128]} was given")
 
     def close(self) -> None:

@@ -262,11 +262,5 @@ class Processor(ExecutionDevice):
     def beside(self) -> Processor:
         return self
 
-    def check(self) -> None:
-        """Does nothing: a processor cannot become unusable as a GPU can."""
-
-    def close(self) -> None:
-        """Does nothing: this object has allocated no memory for the device."""
-
     def __repr__(self) -> str:
         return f"<Processor {self._single}>"

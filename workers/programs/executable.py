@@ -247,18 +247,20 @@ class Executable(ABC):
         ``whole``: whether there is one request and it gets the program's outputs as they are, without rows cut off.
         """
 
-    @abstractmethod
     def offer(self, places: Places) -> None:
-        """Notes in ``places``, the memory of a request's answer, which outputs the next run may write there directly."""
+        """Notes in ``places``, the memory of a request's answer, which outputs the next run may write there directly.
 
-    @abstractmethod
+        By default none: ``compute`` gets the places, and copies the outputs there after the run.
+        """
+        return
+
     def settle(self, places: Places) -> None:
         """Makes sure that no later run writes to the memory that ``offer`` has noted in ``places``.
 
-        The caller must have sent the answer or given it up, and must not use the outputs any more.
+        The caller must have sent the answer or given it up, and must not use the outputs any more. By default no run does.
         """
+        return
 
-    @abstractmethod
     def single_run(
         self,
         lane: WorkerLane,
@@ -272,14 +274,9 @@ class Executable(ABC):
 
         None: that is not possible for these requests.
 
-        Args:
-          lane: the submitter's lane, with the arenas of inputs and outputs.
-          inputs: the inputs that the prepared request describes, and how many bytes each has.
-          plan: how the requests are answered.
-          names: ``PlannedOutput.content`` in the plan -> output name.
-          rows: the batch size of each request.
-          regions: the regions that the prepared request names, by name.
+        The arguments are those of ``SingleRun``.
         """
+        return None
 
     @property
     def output_sizes(self) -> dict[str, int]:

@@ -63,18 +63,18 @@ class ExecutionDevice(ABC):
     def contents_of(self, made: Sequence[Any]) -> list[Content]:
         """Waits for outputs of a program and returns their contents in host memory. Raises what the run raised."""
 
-    @abstractmethod
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
         """Returns the object through which a version's small programs run on one thread; None: they run like large programs."""
+        return None
 
     @abstractmethod
     def beside(self) -> ExecutionDevice:
         """Returns an object for the same device, for use by another thread."""
 
-    @abstractmethod
     def check(self) -> None:
-        """Checks the device. Raises DeviceLost: an error has made it unusable for this process."""
+        """Checks the device. Raises DeviceLost: an error has made it unusable for this process, which happens to GPUs alone."""
+        return
 
-    @abstractmethod
     def close(self) -> None:
-        """Frees the memory that this thread's object has allocated for the device. May be called more than once."""
+        """Frees the memory that this thread's object has allocated for the device, if any. May be called more than once."""
+        return

@@ -7,21 +7,16 @@ Nothing is copied for either: the arrays of one model's answer are the inputs of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tensord.shm.arrays import Array, as_strings
-from tensord.shm.messages import PreparedRequest, RequestedOutput, RequestRecord
 from tensord.workers.requests.request import Moments, Request, Sink
 from tensord.workers.requests.result import Response, Result
-from tensord.workers.requests.submitter_link import SubmitterLink
 
 if TYPE_CHECKING:
-    from tensord.workers.models.model_version import ModelVersion
-
-_ALL: Mapping[str, RequestedOutput] = {}
+    pass
 
 
 class InnerRequest(Request):
@@ -29,33 +24,8 @@ class InnerRequest(Request):
 
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
 
-    def __init__(
-        self,
-        version: ModelVersion,
-        submitter: SubmitterLink[Request],
-        prepared: PreparedRequest,
-        own: RequestRecord,
-        key: Hashable,
-        rows: int,
-        arrays: dict[str, Array],
-        outputs: Collection[str],
-        now_ns: int,
-        sink: Sink,
-        origin: Request | None = None,
-    ) -> None:
-        """
-        Args:
-          prepared: what the request has in common with others: model, parameters.
-          own: what it says of itself: id, priority, timeout, sequence.
-          key: requests with equal keys may share a batch.
-          rows: the batch size of the request.
-          arrays: the inputs by name.
-          outputs: names of the wanted outputs; empty: all.
-          sink: takes the responses.
-          origin: the request for whose sake this one is made; None: there is none.
-        """
-        wanted = {name: RequestedOutput(name) for name in outputs} if outputs else _ALL
-        super().__init__(version, submitter, prepared, own, key, rows, arrays, wanted, [], now_ns)
+    def made_for(self, sink: Sink, origin: Request | None) -> InnerRequest:
+        """Sets who takes the responses (``sink``), and the request for whose sake this one is made; None: there is none."""
         self.sink: Sink = sink
         self.origin: Request | None = origin
         if self.timeline is not None and origin is not None and origin.timeline is not None:
@@ -65,6 +35,7 @@ class InnerRequest(Request):
         self.may_stop = False
         #: Of responses that were handed over and that its maker has not taken yet: what each counts.
         self.ahead: deque[int] = deque()
+        return self
 
     @property
     def is_cancelled(self) -> bool:

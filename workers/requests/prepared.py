@@ -255,9 +255,10 @@ def validate_inner(
     key = checked.key if chosen is None else _key_of(version, checked.key, chosen)
     if own.strikes:
         key = (key, own.request_id, submitter.peer)
-    request = InnerRequest(version, submitter, prepared, own, key, checked.rows, taken, outputs, now_ns, sink, origin)
+    wanted = {name: RequestedOutput(name) for name in outputs}
+    request = InnerRequest(version, submitter, prepared, own, key, checked.rows, taken, wanted, [], now_ns)
     request.chosen, request.tells = chosen, tells
-    return request
+    return request.made_for(sink, origin)
 
 
 def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
