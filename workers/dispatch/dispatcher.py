@@ -15,6 +15,7 @@ batch, the one whose request has waited longest. Every request in ``SubmitterLin
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -30,8 +31,7 @@ from tensord.shm.status_page import LOOP_SLOT, StatusPage
 from tensord.workers.dispatch.cached_answers import CachedAnswers
 from tensord.workers.dispatch.calls import Calls
 from tensord.workers.dispatch.ensembles import EnsembleRuns
-from tensord.workers.dispatch.expiry import Expiry
-from tensord.workers.dispatch.instance_runs import InstanceRuns
+from tensord.workers.dispatch.instance_runs import InstanceRuns, in_order
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.dispatch.shape_compiler import COMPILER_SLOT, ShapeCompiler
@@ -53,6 +53,7 @@ from tensord.workers.requests.submitter_link import NEVER_LOOKED, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER, Agenda
 from tensord.workers.scheduling.planner import RUN, Refuse, WaitUntil
 from tensord.workers.scheduling.queue import shapes_of
+from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
@@ -533,3 +534,57 @@ def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) 
     if program is not None and waiting and program.rows > 1:
         batch += version.queue.take(key, program.rows - 1)
     return program
+
+
+class Expiry:
+    """Ends sequences that got no request for too long, and answers requests that waited too long, on one worker.
+
+    Silent sequences cost nothing in other iterations of the loop. Sequences that run in C (``workers/dispatch/sequence_runs.py``)
+    do not update the noted time: requests only make it later, and a check that comes too early does no harm.
+    """
+
+    def __init__(self, models: ModelTable, outbox: Outbox, agenda: Agenda[AgendaPart]) -> None:
+        self._models = models
+        self._outbox = outbox
+        self._agenda = agenda
+        #: When ``end`` has to be called next.
+        self.next_ns = NEVER
+
+    def note(self, sequences: SequenceBatcher[Request], now_ns: int) -> None:
+        """Schedules ``end`` for the earliest time at which one of a model's sequences may have got no request for too long."""
+        silent_ns = sequences.table.silent_ns(now_ns)
+        if silent_ns < self.next_ns:
+            self.next_ns = silent_ns
+            self._agenda.put(self.end, silent_ns)
+
+    def end(self, now_ns: int) -> None:
+        """Ends the sequences of all models that got no request for too long; refuses their requests that waited too long.
+
+        The loop then asks the model versions whose requests wait, because slots may have become free.
+        """
+        self.next_ns = NEVER
+        self._agenda.put(self.end, NEVER)
+        for version in self._models.everyone():
+            if version.sequences is not None:
+                self.refuse(version, version.planner.tick(now_ns), now_ns)
+                self.note(version.sequences, now_ns)
+                if len(version.planner):
+                    self._agenda.wake(version)
+
+    def refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
+        """Answers requests with their errors, because they waited too long (Unavailable) or a newer request replaced them.
+
+        If the model answers in order, each answer leaves after the answers to earlier requests.
+        """
+        for request, error in answers:
+            if isinstance(error, Unavailable):
+                version.statistics.failed(now_ns - request.arrived_ns)
+                answer = functools.partial(self._outbox.refuse, request, Refusal.QUEUE_TIMEOUT, error, now_ns)
+            else:
+                answer = functools.partial(self._outbox.fail_all, [(request, error)], now_ns)
+            if version.order is not None:
+                version.order.taken(request)
+            in_order(version, request, answer)
+
+    def __repr__(self) -> str:
+        return f"<Expiry at {self.next_ns}>"

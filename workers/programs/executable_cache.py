@@ -2,12 +2,16 @@
 
     <key>.executable    complete executables as JAX serialises them: pickle of (where, payload, input tree, output tree)
                         where: whether on the single-thread device; or the ids of several devices, in the program's order
-    <digest>.program    an entry of JAX's own persistent cache, which saves XLA's work but not the tracing (``jax_cache``)
+    <digest>.program    an entry of JAX's own persistent cache, which saves XLA's work but not the tracing
 
 An entry says on which of a worker's devices its program runs, because only compilation decides that.
 
 A pickle is code, and so is a compiled program: both are only read from a directory and from files that no other user can have
 written (``cache_directory``).
+
+JAX's own cache serves programs that are not stored so: for shapes without a bucket, and those that a model runs while it is
+loaded. JAX reads its files without checking who wrote them; so it is given ``JaxCache``, which checks them. It has no public hook
+for that: if a JAX version has moved its private attribute (``PERSISTENT_CACHE``), such programs are compiled at every start.
 """
 
 from __future__ import annotations
@@ -31,14 +35,15 @@ from jax.experimental import serialize_executable
 
 from tensord.shm.figures import Compiles
 from tensord.workers.devices.device_cpu import thread_count
+from tensord.workers.jax_internals.interfaces import PERSISTENT_CACHE, Missing
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.gpu_programs import gpu_versions
-from tensord.workers.programs.jax_cache import JaxCache
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.threads.cancellation import Cancellation
 
 if TYPE_CHECKING:
     from tensord.workers.processor.small_programs import SmallPrograms
+
 
 _log = logging.getLogger(__name__)
 #: Whether devices can be chosen; before JAX 0.7 a program is loaded for those that it was compiled for.
@@ -251,4 +256,63 @@ def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, .
             raise LookupError("this JAX cannot say for which devices it is loaded")
         del on["execution_devices"]
     made: jax.stages.Compiled = serialize_executable.deserialize_and_load(*program, **on)
+    return made
+
+
+class JaxCache:
+    """A cache directory in which JAX stores and finds compiled programs by its own keys; any thread may use it.
+
+    It has the methods of ``jax._src.compilation_cache_interface``.
+    """
+
+    def __init__(self, directory: CacheDirectory) -> None:
+        self._directory = directory
+        # JAX's keys leave out the number of threads, for which a program is compiled, and most of what compiles for GPUs.
+        self._variant = repr((thread_count(), gpu_versions()))
+        self._thread = threading.local()
+
+    @contextlib.contextmanager
+    def passed_over(self) -> Iterator[None]:
+        """Bypasses this cache during the ``with`` block: what the calling thread compiles is neither looked up nor stored."""
+        self._thread.passed_over = True
+        try:
+            yield
+        finally:
+            self._thread.passed_over = False
+
+    def get(self, key: str) -> bytes | None:
+        return None if self._is_passed_over else self._directory.read(self._name(key))
+
+    def put(self, key: str, value: bytes) -> None:
+        if self._is_passed_over:
+            return
+        try:
+            self._directory.write(self._name(key), value)
+        except OSError as error:
+            self._directory.say_unusable(error)
+
+    @property
+    def _is_passed_over(self) -> bool:
+        return getattr(self._thread, "passed_over", False)
+
+    def _name(self, key: str) -> str:
+        """Returns the file name for a key of JAX. The key is hashed because it begins with a function's name of any length."""
+        return hashlib.sha256(f"{self._variant}\n{key}".encode()).hexdigest() + ".program"
+
+
+def use_persistent_cache(directory: CacheDirectory | None) -> JaxCache | None:
+    """Tells JAX to store every compiled program in a directory, however short the compilation was.
+
+    Returns the cache; None if there is no directory or this JAX version does not allow it.
+    """
+    if directory is None:
+        return None
+    try:
+        compilation_cache = PERSISTENT_CACHE.find()
+    except Missing:  # said as the worker starts
+        return None
+    made = JaxCache(directory)
+    compilation_cache._cache = made
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return made

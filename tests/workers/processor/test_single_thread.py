@@ -130,7 +130,7 @@ def test_programs_are_cut_for_one_thread_whatever_is_in_the_cache_of_jax(tmp_pat
         "import sys\nfrom pathlib import Path\nimport jax, numpy as np\n"
         "from tensord.workers.loading.parameters import host_sets\n"
         "from tensord.workers.programs.cache_directory import CacheDirectory\n"
-        "from tensord.workers.programs.jax_cache import use_persistent_cache\n"
+        "from tensord.workers.programs.executable_cache import use_persistent_cache\n"
         "from tensord.workers.programs.placement import Placement\n"
         "from tensord.workers.processor.single_thread import SingleThreadDevice\n"
         "from tensord.workers.processor.small_programs import placed\n"

@@ -16,8 +16,7 @@ import pytest
 from tensord.workers.processor.single_thread import SingleThreadDevice
 from tensord.workers.programs import cache_directory as cache_directory_module
 from tensord.workers.programs.cache_directory import CacheDirectory
-from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
-from tensord.workers.programs.jax_cache import JaxCache
+from tensord.workers.programs.executable_cache import ExecutableCache, JaxCache, cache_directory
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tests.workers.parameters.made_sets import loaded
 from tests.workers.programs.test_executables import model_of, run

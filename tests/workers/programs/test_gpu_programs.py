@@ -36,7 +36,7 @@ for line in sys.stdin:
         pass
     from tensord.workers.programs.cache_directory import CacheDirectory
     from tensord.workers.programs.executable_cache import ExecutableCache
-    from tensord.workers.programs.jax_cache import JaxCache
+    from tensord.workers.programs.executable_cache import JaxCache
     with tempfile.TemporaryDirectory() as folder:
         JaxCache(CacheDirectory(Path(folder))).put("a", b"program")
         print(ExecutableCache.key(["a"]), *(path.name for path in Path(folder).glob("*.program")), flush=True)

@@ -19,7 +19,7 @@ import jax, jax.monitoring
 import numpy as np
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.executable_cache import ExecutableCache
-from tensord.workers.programs.jax_cache import use_persistent_cache
+from tensord.workers.programs.executable_cache import use_persistent_cache
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tests.workers.parameters.made_sets import loaded
 
