@@ -6,8 +6,6 @@ output of exactly one step; at least one step reads it, or the ensemble returns 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tensord.config.model_config import ModelConfig
 from tensord.shm.errors import InvalidArgument
 
@@ -81,7 +79,8 @@ def _check_tensors(message: ModelConfig) -> None:
             if tensor not in known:
                 # Triton's sentence has this one quote.
                 raise InvalidArgument(f"ensemble {kind} '{tensor}' for ensemble {name}' is not used")
-    made = {*given, *_reachable(message, given)}
+    steps = message.ensemble_scheduling.step
+    made = {*given, *(tensor for number in in_order(message) for tensor in steps[number].output_map.values())}
     for tensor in asked:
         if tensor not in made:
             missing = _unconnected(message, tensor, written, made)
@@ -100,14 +99,18 @@ def _check_tensors(message: ModelConfig) -> None:
             raise InvalidArgument(f"ensemble tensor '{tensor}' is unused in ensemble '{name}'")
 
 
-def _reachable(message: ModelConfig, given: list[str]) -> Iterator[str]:
-    """Yields the tensors that an ensemble's steps can write if only the tensors ``given`` exist at first."""
-    there, waiting = set(given), list(message.ensemble_scheduling.step)
-    while ready := [step for step in waiting if there.issuperset(step.input_map.values())]:
-        waiting = [step for step in waiting if step not in ready]
-        for step in ready:
-            there.update(step.output_map.values())
-            yield from step.output_map.values()
+def in_order(message: ModelConfig) -> list[int]:
+    """Returns the numbers of an ensemble's steps in an order in which each comes after all whose outputs it reads.
+
+    A step that needs what neither the ensemble's inputs nor such a step give is left out.
+    """
+    there = {field.name for field in message.input}
+    waiting, ordered = dict(enumerate(message.ensemble_scheduling.step)), list[int]()
+    while ready := [number for number, step in waiting.items() if there.issuperset(step.input_map.values())]:
+        ordered += ready
+        for number in ready:
+            there.update(waiting.pop(number).output_map.values())
+    return ordered
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tensord.config import ensemble_checks
 from tensord.config.model_config import ModelConfig, data_type_name, tensors_of
 from tensord.shm.errors import InvalidArgument
 
@@ -50,7 +51,7 @@ def check(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None
         _check_names(name, member, step)
         _join(name, known, member, [(step.input_map[f.name], f) for f in member.input if f.name in step.input_map])
         _join(name, known, member, [(step.output_map[f.name], f) for f in member.output if f.name in step.output_map])
-    for number in _in_order(message):
+    for number in ensemble_checks.in_order(message):
         step = steps[number]
         member = find(step.model_name, step.model_version)
         origins = {origin[tensor] for tensor in step.input_map.values() if tensor in origin}
@@ -127,14 +128,3 @@ def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 def _listed(dims: tuple[int, ...]) -> str:
     return f"[{','.join(map(str, dims))}]"
-
-
-def _in_order(message: ModelConfig) -> list[int]:
-    """Returns the numbers of the steps in an order in which each step comes after all steps whose outputs it reads."""
-    there = {field.name for field in message.input}
-    waiting, ordered = dict(enumerate(message.ensemble_scheduling.step)), list[int]()
-    while ready := [number for number, step in waiting.items() if there.issuperset(step.input_map.values())]:
-        ordered += ready
-        for number in ready:
-            there.update(waiting.pop(number).output_map.values())
-    return ordered

@@ -14,6 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -107,43 +108,29 @@ def _latest(told: Iterable[_Exemplar]) -> dict[tuple[str, int, str, int, int], t
     return found
 
 
+@dataclass(slots=True)
 class Collection:
     """Gathers what the metrics show from all parts of the daemon, and stores the counters of worker processes that have ended."""
 
-    def __init__(
-        self,
-        workers: WorkerPool,
-        fronts: Fronts,
-        slots: ProcessSlots,
-        regions: RegionRegistry,
-        limits: RegionsOptions,
-        models: Models,
-        gpus: GpuWatcher,
-        lanes: ClientLanes,
-        configuration: Configuration,
-        parameters: Parameters,
-        traces: TraceSettings,
-        spans: SpanCounts | None,
-    ) -> None:
-        """Stores the parts of the daemon. ``spans``: counts of spans for a trace collector; None: there is no collector."""
-        self._workers = workers
-        self._fronts = fronts
-        self._slots = slots
-        self._regions = regions
-        self._limits = limits
-        self._models = models
-        self._gpus = gpus
-        self._lanes = lanes
-        self._configuration = configuration
-        self._parameters = parameters
-        self._traces = traces
-        self._spans = spans
-        self._ledger = Ledger()
-        self._own = OwnMetricsLedger()
-        #: Incarnation -> its last report of the leases on regions.
-        self._leases: dict[int, dict[str, int]] = {}
-        #: Name of a slot -> what its workers have counted.
-        self._of_slots: dict[str, _OfSlot] = {}
+    _workers: WorkerPool
+    _fronts: Fronts
+    _slots: ProcessSlots
+    _regions: RegionRegistry
+    _limits: RegionsOptions
+    _models: Models
+    _gpus: GpuWatcher
+    _lanes: ClientLanes
+    _configuration: Configuration
+    _parameters: Parameters
+    _traces: TraceSettings
+    #: Counts of spans for a trace collector; None: there is no collector.
+    _spans: SpanCounts | None
+    _ledger: Ledger = field(default_factory=Ledger, init=False)
+    _own: OwnMetricsLedger = field(default_factory=OwnMetricsLedger, init=False)
+    #: Incarnation -> its last report of the leases on regions.
+    _leases: dict[int, dict[str, int]] = field(default_factory=dict, init=False)
+    #: Name of a slot -> what its workers have counted.
+    _of_slots: dict[str, _OfSlot] = field(default_factory=dict, init=False)
 
     async def snapshot(self, exemplars: bool = False) -> MetricsSnapshot:
         """Returns a snapshot of the daemon now. A worker or front that does not answer makes it less complete, but is no error.

@@ -1,6 +1,6 @@
 """The state of the daemon at one moment, as the metrics show it.
 
-It is gathered on the supervisor's loop, and rendered in another thread.
+It is gathered on the supervisor's loop, and rendered in another thread. What its values mean say the metrics of ``exposition``.
 """
 
 from __future__ import annotations
@@ -23,21 +23,15 @@ class WorkerSlot:
 
     name: str
     device: str
-    #: Whether there is a process that has reported.
     up: bool
-    #: Whether it reported its counters in time; else its last report is shown.
     answered: bool
-    #: How often a dead process was replaced.
     restarts: int
-    #: Sequences that had begun on processes that died.
     lost_sequences: int = 0
-    #: Its current load, if that is known.
     loading: Loading | None = None
     #: Clients' lanes that are open, requests that came on such lanes, ever, and bytes of the clients' segments there.
     lanes: int = 0
     lane_requests: int = 0
     lane_byte_size: int = 0
-    #: What its processes have compiled, ever.
     compiles: Compiles = field(default_factory=Compiles)
     #: Code -> final answers on clients' lanes, ever.
     lane_answers: Mapping[str, int] = field(default_factory=dict)
@@ -60,7 +54,6 @@ class FrontSlot:
     prepared_evicted: int = 0
     #: Code -> answers that it has given, ever.
     answers: Mapping[str, int] = field(default_factory=dict)
-    #: Traces for the collector that it has dropped, ever.
     dropped_traces: int = 0
 
 
@@ -71,7 +64,6 @@ class RegionTotals:
     kind: str
     count: int
     byte_size: int
-    #: Tensors of requests that are in them now.
     leases: int
 
 
@@ -81,7 +73,6 @@ class ParameterTotals:
 
     #: Model and version -> its pushed sets, and the number of its set ``main``.
     versions: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    #: Bytes that are kept for workers that are replaced.
     byte_size: int = 0
     #: Model and outcome of a change -> how often, ever.
     outcomes: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -95,7 +86,6 @@ Exemplars = Mapping[tuple[str, int, str, int, int], tuple[str, float, float]]
 class MetricsSnapshot:
     """Everything that one answer of /metrics shows, gathered at one moment."""
 
-    #: Whether the daemon is ready, as /v2/health/ready says.
     ready: bool
     #: Models that should be served -> whether a version of each is.
     wanted: Mapping[str, bool]
@@ -110,11 +100,9 @@ class MetricsSnapshot:
     processes: Mapping[str, int]
     #: Name and number of each version that is served -> its footprint on a worker.
     footprints: Mapping[tuple[str, int], Footprint]
-    #: The GPUs of this host, where models run on GPUs.
     gpus: Sequence[GpuState] = ()
     #: UUID of a GPU and kind of its errors -> how often they were reported.
     gpu_errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    #: The metrics that models keep themselves.
     own: Sequence[OwnFamily] = ()
     #: Clients that are connected to their socket, and lanes that they were refused, ever.
     clients: int = 0
@@ -129,7 +117,5 @@ class MetricsSnapshot:
     #: Upper bounds of the histograms of durations, in seconds.
     buckets: Sequence[float] = ()
     parameters: ParameterTotals = ParameterTotals()
-    #: Traced requests that stand for buckets.
     exemplars: Exemplars = field(default_factory=dict)
-    #: Spans for a collector by what became of them; empty: there is no collector.
     spans: Mapping[str, int] = field(default_factory=dict)

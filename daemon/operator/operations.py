@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 import msgspec
 
@@ -57,28 +58,18 @@ _READY_SECONDS = 10.0
 _NOT_READY = "the model's is_ready() does not say that it is"
 
 
+@dataclass(slots=True)
 class Operations:
     """Carries out control operations (``tensord.shm.operations``): calls the part of the daemon that each concerns."""
 
-    def __init__(
-        self,
-        models: Models,
-        parameters: Parameters,
-        regions: RegionRegistry,
-        logs: LogSettings,
-        traces: TraceSettings,
-        workers: WorkerPool,
-        fronts: Fronts,
-        audit: Audit,
-    ) -> None:
-        self._models = models
-        self._parameters = parameters
-        self._regions = regions
-        self._logs = logs
-        self._traces = traces
-        self._workers = workers
-        self._fronts = fronts
-        self._audit = audit
+    _models: Models
+    _parameters: Parameters
+    _regions: RegionRegistry
+    _logs: LogSettings
+    _traces: TraceSettings
+    _workers: WorkerPool
+    _fronts: Fronts
+    _audit: Audit
 
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
         """Carries out a call and returns its reply record; every failure becomes an error code and a sentence.
