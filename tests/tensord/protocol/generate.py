@@ -1,7 +1,7 @@
 """Compiles the protocol files: ``make protocol`` writes the modules and stubs in tensord/protocol/ that belong to them.
 
-Only those parts of protoc's output are used that every version of it makes alike: the serialised descriptors, and the stubs. Only
-the person who changes a .proto file needs the compiler, which comes with grpcio-tools.
+Only those parts of protoc's output are used that every version of it makes alike: the serialised descriptors, and the stubs. The
+modules are stored; the stubs are only for mypy, and ``make lint`` writes them. The compiler comes with grpcio-tools.
 """
 
 from __future__ import annotations
@@ -95,9 +95,11 @@ def _stub(text: str) -> str:
 
 
 def main() -> None:
-    """Writes the generated files."""
+    """Writes the generated files, but none that is so already: others may be importing it."""
     for name, text in generated().items():
-        (PROTOCOL / name).write_text(text)
+        path = PROTOCOL / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
 
 
 if __name__ == "__main__":
