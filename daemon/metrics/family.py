@@ -8,9 +8,9 @@ The text is the same to the byte. Source: the Prometheus exposition format 0.0.4
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import ClassVar, Self
+from typing import Self
 
 from prometheus_client.utils import floatToGoString
 
@@ -21,23 +21,21 @@ _EXPONENTS = 1_000_000
 
 
 class Family:
-    """Base class of metric families; ``lines`` has one line of text for each sample."""
+    """Holds the samples of a metric: ``lines`` has one line of text for each."""
 
-    __slots__ = ("_help", "_labels", "lines", "name")
+    __slots__ = ("_help", "_labels", "kind", "lines", "name")
 
-    #: The type that OpenMetrics names for the family.
-    kind: ClassVar[str]
-
-    def __init__(self, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:
+    def __init__(self, kind: str, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:
         """Creates a family, with one sample if ``value`` is given.
 
         Args:
+          kind: the type that OpenMetrics names for it.
           name: the name of its samples; a counter's must end in ``_total``.
           text: the help text that describes the metric.
           value: the value of its only sample, where it has no labels; None: no sample yet.
           labels: the names of the labels of each sample.
         """
-        self.name = name
+        self.kind, self.name = kind, name
         self.lines: list[str] = []
         self._help = text.replace("\\", r"\\").replace("\n", r"\n")
         self._labels = tuple(labels)
@@ -73,37 +71,6 @@ class Family:
             kind = "counter"
         return f"# HELP {name} {said}\n# TYPE {name} {kind}\n" + "".join(self.lines)
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}: {len(self.lines)} samples>"
-
-
-class Gauges(Family):
-    """A metric family of values that go up and down."""
-
-    __slots__ = ()
-    kind = "gauge"
-
-
-class Counters(Family):
-    """A metric family of values that only grow, with a name that ends in ``_total``."""
-
-    __slots__ = ()
-    kind = "counter"
-
-
-class Unknowns(Family):
-    """A metric family of counters whose names OpenMetrics does not allow for counters, such as Triton's."""
-
-    __slots__ = ()
-    kind = "unknown"
-
-
-class Histograms(Family):
-    """A metric family of histograms, each with its buckets, count and sum."""
-
-    __slots__ = ()
-    kind = "histogram"
-
     def observe(
         self, names: Sequence[str], values: Sequence[str], buckets: Iterable[tuple[str, int]], total: float
     ) -> None:
@@ -119,13 +86,24 @@ class Histograms(Family):
         self.add(names, values, within, "_count")
         self.add(names, values, total, "_sum")
 
+    def __repr__(self) -> str:
+        return f"<Family {self.kind} {self.name}: {len(self.lines)} samples>"
+
+
+#: Metrics whose values go up and down; whose values only grow, with names that end in ``_total``; those that grow and have names
+#: that OpenMetrics does not allow for them, such as Triton's; and histograms.
+Gauges = functools.partial(Family, "gauge")
+Counters = functools.partial(Family, "counter")
+Unknowns = functools.partial(Family, "unknown")
+Histograms = functools.partial(Family, "histogram")
+
 
 def escaped(label: str) -> str:
     """Returns the value of a label, escaped to stand between double quotes."""
     return label.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
-@lru_cache(_MAX_LABELS)
+@functools.lru_cache(_MAX_LABELS)
 def _labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     """Returns labels as they follow a sample's name, such as ``{model="m",version="1"}``, sorted by name; "" without labels."""
     if not names:
