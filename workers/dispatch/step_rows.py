@@ -21,7 +21,7 @@ from tensord.shm.prepared import Numbered
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.statistics import VersionStatistics
 from tensord.workers.programs.step_program import Rows
-from tensord.workers.requests.answer_plan import AnswerRows
+from tensord.workers.requests.answer_plan import answers
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.submitter_link import SubmitterLink
@@ -47,17 +47,19 @@ class _Lane:
     def __init__(self, submitter: SubmitterLink[Request], numbered: Numbered[PreparedAnswer], sizes: list[int]) -> None:
         self._submitter = submitter
         self._numbered = numbered
-        self._records = AnswerRows(numbered.number, sizes)
+        self._sizes = tuple(sizes)
         self._slots = np.zeros(0, np.int64)
+        self._ids: list[int] = []
 
     def take(self, slots: list[int], request_ids: list[int]) -> None:
         """Sets the slots for which ``send`` queues responses to the submitter, and the ids of their requests, in that order."""
         self._slots = np.array(slots)
-        self._records.name(request_ids)
+        self._ids = request_ids
 
     def send(self, rows: Array) -> None:
         """Queues a response for each slot of the submitter. ``rows``: the outputs of all slots, UINT8[slots, size]."""
-        self._submitter.lane.complete_encoded(self._numbered, self._records.records(rows[self._slots]))
+        records = answers(self._numbered.number, self._ids, self._sizes, rows[self._slots])
+        self._submitter.lane.complete_encoded(self._numbered, records)
         self._submitter.flush_soon()
 
 

@@ -8,6 +8,44 @@
 
 #include "_native.h"
 
+static PyObject *answers(PyObject *module, PyObject *arguments) {
+    unsigned long long number;
+    PyObject *ids, *sizes, *given, *found;
+    Py_buffer contents;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "KO!O!O", &number, &PyList_Type, &ids, &PyTuple_Type, &sizes, &given) ||
+        PyObject_GetBuffer(given, &contents, PyBUF_SIMPLE))
+        return NULL;
+    unsigned char stack[1024];
+    tensord__writer to = tensord__write_to(stack, sizeof stack);
+    to.grows = 1;
+    Py_ssize_t outputs = PyTuple_Size(sizes), at = 0;
+    found = PyList_New(0);
+    for (Py_ssize_t n = 0; found != NULL && n < PyList_Size(ids); n++) {
+        to.at = to.begin;
+        tensord__put_answer(&to, 4, PyLong_AsUnsignedLongLong(PyList_GetItem(ids, n)), number, (uint64_t)outputs);
+        for (Py_ssize_t i = 0; i < outputs && !to.full; i++) {
+            Py_ssize_t size = PyLong_AsSsize_t(PyTuple_GetItem(sizes, i));
+            to.full = size < 0 || size > contents.len - at;
+            if (!to.full)
+                tensord__put_bytes(&to, (const char *)contents.buf + at, (size_t)size);
+            at += size;
+        }
+        if (to.full || PyErr_Occurred() || append(found, PyBytes_FromStringAndSize((const char *)to.begin, to.at - to.begin)))
+            break;
+    }
+    if (!PyErr_Occurred() && (to.full || at != contents.len))
+        PyErr_Format(PyExc_ValueError, "%zd bytes for %zd answers", contents.len, PyList_Size(ids));
+    if (PyErr_Occurred())
+        Py_CLEAR(found);
+    free(to.grown);
+    PyBuffer_Release(&contents);
+    return found;
+}
+
+/* See answers in workers/requests/answer_plan.py. */
+PyMethodDef answer_methods[] = {{"answers", answers, METH_VARARGS, "(number, request_ids, sizes, contents): an encoded answer to each request."}, {NULL, NULL, 0, NULL}};
+
 /* Returns whether Python has a request with that id, or it cannot be told. */
 int in_flight(lane_t *lane, uint64_t id) {
     if (PyDict_Size(lane->in_flight) == 0)

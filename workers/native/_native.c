@@ -35,7 +35,7 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *module = PyModule_Create(&definition);
     PyObject *type = module == NULL ? NULL : PyType_FromSpec(&fast_path_spec);
-    int wrong = type == NULL || PyModule_AddObjectRef(module, "FastPath", type) || PyModule_AddStringMacro(module, SOURCES) ||
+    int wrong = type == NULL || PyModule_AddFunctions(module, answer_methods) || PyModule_AddObjectRef(module, "FastPath", type) || PyModule_AddStringMacro(module, SOURCES) ||
                 PyModule_AddStringMacro(module, MAIN_SET);
     for (size_t i = 0; i < sizeof constants / sizeof *constants && !wrong; i++)
         wrong = PyModule_AddIntConstant(module, constants[i].name, constants[i].value);

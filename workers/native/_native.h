@@ -315,6 +315,7 @@ int read_single_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
 PyObject *places_of(const request_t *request, uint64_t *copied);
 int answer_alone(const request_t *request, PyObject *made, const moments_t moments, uint64_t copied);
 int take_back(lane_t *lane, const tensord__reader *records, size_t count);
+extern PyMethodDef answer_methods[];
 PyObject *datagram_of(const tensord__reader *parts, size_t count, uint64_t records);
 
 int choose_requests(const request_t *requests, int count);

@@ -28,6 +28,8 @@ PROTOCOLS: int
 DURATION_KINDS: int
 MAX_BUCKETS: int
 
+def answers(number: int, request_ids: list[int], sizes: tuple[int, ...], contents: Array | bytes) -> list[bytes]: ...
+
 #: What runs it (called with a parameter set, with that of each row, or with nothing: all rows have main), its rows, whether those
 #: that nobody fills become zero, and of each argument the address and the step of a row.
 Program = tuple[Callable[..., Sequence[Array | bytes]], int, bool, tuple[tuple[int, int], ...]]

@@ -18,7 +18,7 @@ import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -28,7 +28,7 @@ from tensord.shm.errors import Internal, ServingError, Unavailable
 from tensord.shm.lane import response_byte_size
 from tensord.shm.messages import PreparedAnswer
 from tensord.shm.prepared import Numbered
-from tensord.workers.requests.answer_plan import answer_pieces
+from tensord.workers.requests.answer_plan import answers
 from tensord.workers.requests.result import Result
 
 if TYPE_CHECKING:
@@ -78,14 +78,14 @@ def describe(
 class ResponseKind:
     """Describes small responses of one model version to one submitter that all have the same output datatypes and shapes."""
 
-    __slots__ = ("_pieces", "described", "numbered")
+    __slots__ = ("byte_size", "described", "numbered", "sizes")
 
     def __init__(self, numbered: Numbered[PreparedAnswer], described: Described) -> None:
         self.numbered = numbered
         self.described = described
-        #: Encoded pieces that its answers have in common (``answer_pieces``), and the bytes that count for each answer until its
-        #: client has acknowledged it.
-        self._pieces: tuple[bytes, int, list[bytes], int] | None = None
+        #: The bytes of each output, where none is BYTES, and those that each response counts for until its client has taken it.
+        self.sizes = tuple([math.prod(shape) * DTYPES[datatype].itemsize for _, datatype, shape in described])
+        self.byte_size = response_byte_size(()) + sum(self.sizes)
 
     def alike(self, request_id: int, count: int) -> ResponsesAlike:
         """Returns an encoder for responses to one request with these datatypes (none is BYTES) and shapes. For any thread.
@@ -93,13 +93,7 @@ class ResponseKind:
         Args:
           count: how many outputs the model makes for each response, including those that were not requested.
         """
-        if self._pieces is None:
-            sizes = [math.prod(shape) * DTYPES[datatype].itemsize for _, datatype, shape in self.described]
-            byte_size = response_byte_size(tuple([bytes(size) for size in sizes]))
-            self._pieces = (*answer_pieces(self.numbered.number, sizes), byte_size)
-        head, at, behind, byte_size = self._pieces
-        head = head[:at] + request_id.to_bytes(8) + head[at + 8 :]
-        return ResponsesAlike(self, head, behind, count, byte_size)
+        return ResponsesAlike(self, request_id, count)
 
     def __repr__(self) -> str:
         return f"<ResponseKind {self.numbered.number} {self.described}>"
@@ -108,45 +102,34 @@ class ResponseKind:
 class ResponsesAlike:
     """Encodes responses to one request that have the same output datatypes and shapes (``ResponseKind``)."""
 
-    __slots__ = ("_count", "_head", "_parts", "byte_size", "kind")
+    __slots__ = ("_count", "_ids", "_parts", "byte_size", "kind")
 
-    def __init__(self, kind: ResponseKind, head: bytes, behind: Sequence[bytes], count: int, byte_size: int) -> None:
-        """
-        Args:
-          head, behind: the bytes of a record before its outputs, and the bytes that follow each output.
-          count: how many outputs the model makes for each response, including those that were not requested.
-          byte_size: bytes that each response counts for until the client has taken it.
-        """
+    def __init__(self, kind: ResponseKind, request_id: int, count: int) -> None:
+        """``count``: how many outputs the model makes for each response, including those that were not requested."""
         self.kind = kind
-        self.byte_size = byte_size
+        self.byte_size = kind.byte_size
         self._count = count
-        self._head = head
-        self._parts = [
-            (name, DTYPES[datatype], shape, follows)
-            for (name, datatype, shape), follows in zip(kind.described, behind, strict=True)
-        ]
+        self._ids = [request_id]
+        self._parts = [(name, DTYPES[datatype], shape) for name, datatype, shape in kind.described]
 
     def join(self, contents: Iterable[bytes]) -> bytes:
         """Returns the encoded record (message) of a response with outputs of these datatypes and shapes.
 
         ``contents``: the bytes of each output, in the order of ``ResponseKind.described``.
         """
-        pieces = [self._head]
-        for content, (_, _, _, follows) in zip(contents, self._parts, strict=True):
-            pieces += (content, follows)
-        return b"".join(pieces)
+        return answers(self.kind.numbered.number, self._ids, self.kind.sizes, b"".join(contents))[0]
 
     def record(self, result: Mapping[str, Array]) -> bytes | None:
         """Returns the encoded record (message) of a response, or None if its outputs have other datatypes or shapes."""
         if len(result) != self._count:
             return None
-        pieces = [self._head]
-        for name, dtype, shape, follows in self._parts:
+        contents = []
+        for name, dtype, shape in self._parts:
             array = result.get(name)
             if array is None or array.shape != shape or array.dtype != dtype:
                 return None
-            pieces += (array.tobytes(), follows)
-        return b"".join(pieces)
+            contents.append(array.tobytes())
+        return self.join(contents)
 
     def __repr__(self) -> str:
         return f"<ResponsesAlike {self.kind!r}>"

@@ -1,4 +1,4 @@
-"""Records that are put together are what the encoder makes of each."""
+"""Answers that are encoded together are what msgspec makes of each."""
 
 from __future__ import annotations
 
@@ -7,31 +7,26 @@ import pytest
 
 from tensord.shm.messages import AnswerRecord, ToSubmitter
 from tensord.shm.record import decoder
-from tensord.workers.requests.answer_plan import AnswerRows, answer_pieces
+from tensord.workers.requests import answer_plan
 
 
+@pytest.mark.parametrize("part", ["C", "Python"])
 @pytest.mark.parametrize("number", [0, 127, 128, 1023])
-@pytest.mark.parametrize("sizes", [(), (4,), (1, 0, 8), (300, 70_000)])
-def test_each_record_is_read_as_its_own(number: int, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sizes", [(), (4,), (0,), (1, 0, 8), (8, 0), (300, 70_000)])
+def test_each_record_is_read_as_its_own(
+    part: str, number: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if part == "Python":
+        monkeypatch.setattr(answer_plan, "available", False)
     ids = [1, 200, (1 << 32) + 5, (1 << 64) - 1]
-    rows = AnswerRows(number, sizes)
     contents = np.random.default_rng(7).integers(0, 256, (4, sum(sizes)), np.uint8)
-    rows.name([7])
-    rows.name(ids)
-    records = rows.records(contents)
-    for row, record, request_id in zip(contents, records, ids, strict=True):
-        cut = np.split(row, np.cumsum(sizes)[:-1]) if sizes else []
-        expected = AnswerRecord(request_id, number, tuple(part.tobytes() for part in cut))
-        assert decoder(ToSubmitter).decode(b"\x91" + record) == [expected]
-
-
-@pytest.mark.parametrize("number", [0, 127, 128, 1023])
-@pytest.mark.parametrize("sizes", [(), (4,), (0,), (1, 0, 8), (8, 0), (0, 0, 3), (300, 70_000)])
-@pytest.mark.parametrize("request_id", [1, 200, (1 << 32) + 5, (1 << 64) - 1])
-def test_pieces_around_outputs(number: int, sizes: tuple[int, ...], request_id: int) -> None:
-    contents = tuple(np.random.default_rng(7).integers(0, 256, size, np.uint8).tobytes() for size in sizes)
-    head, at, behind = answer_pieces(number, sizes)
-    record = head[:at] + request_id.to_bytes(8) + head[at + 8 :]
-    for content, follows in zip(contents, behind, strict=True):
-        record += content + follows
-    assert decoder(ToSubmitter).decode(b"\x91" + record) == [AnswerRecord(request_id, number, contents)]
+    for chosen, rows in ((ids, contents), (ids[:1], contents[0].tobytes())):
+        records = answer_plan.answers(number, chosen, sizes, rows)
+        for row, record, request_id in zip(contents, records, chosen, strict=False):
+            cut = np.split(row, np.cumsum(sizes)[:-1]) if sizes else []
+            expected = AnswerRecord(request_id, number, tuple(part.tobytes() for part in cut))
+            assert decoder(ToSubmitter).decode(b"\x91" + record) == [expected]
+    for wrong in (contents[:3], bytes(4 * sum(sizes) + 1)):
+        if sizes and len(bytes(wrong)) != 4 * sum(sizes):
+            with pytest.raises(ValueError, match="4 answers"):
+                answer_plan.answers(number, ids, sizes, wrong)
