@@ -11,6 +11,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 
 from tests import repositories
+from tests.collector import Collector
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import PATIENCE, DaemonProcess
 
@@ -32,6 +33,12 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         tmp_path_factory.mktemp("daemon"), [repository], {"repository": {"strict_readiness": False}}
     ) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def collector(leaves_nothing: None) -> Iterator[Collector]:
+    with contextlib.closing(Collector()) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -150,13 +150,6 @@ KINDS = pytest.mark.parametrize("kind", [httpclient, grpcclient], ids=["http", "
 
 
 @pytest.fixture(scope="module")
-def collector(leaves_nothing: None) -> Iterator[Collector]:
-    made = Collector()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("own")
     repositories.scale_model(folder / "models")

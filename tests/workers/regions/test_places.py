@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,6 @@ from tensord.shm.messages import RegionSlice, RequestedOutput
 from tensord.shm.regions import Region, open_object
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.dispatch.answers import find_places
-from tensord.workers.native.extensions import available
 from tensord.workers.processor import output_memory
 from tensord.workers.processor.output_memory import OutputMemory
 from tensord.workers.processor.processor import HostExecutable, Processor
@@ -280,14 +278,6 @@ def offered(request: Request, executable: HostExecutable, sizes: Mapping[str, in
     return made
 
 
-def test_in_the_arena_large_ones_are_written_by_any_program(lane: ALane, programs: dict[bool, Any]) -> None:
-    sizes = {"inline": INLINE, "small": LARGE - 64, "large": LARGE, "larger": LARGE + 4}
-    for program in programs.values():
-        executable = executable_of(program, sizes)
-        assert offered(request_for(lane), executable, sizes) == {"large": LARGE, "larger": LARGE + 4}
-    assert lane.leases == 0
-
-
 def test_what_was_not_learned_is_not_offered(lane: ALane, programs: dict[bool, Any]) -> None:
     both = {"y": LARGE, "z": LARGE}
     assert offered(request_for(lane), executable_of(programs[True], both, ("y",)), both) == {"z": LARGE}
@@ -297,34 +287,6 @@ def test_what_was_not_learned_is_not_offered(lane: ALane, programs: dict[bool, A
     assert offered(request_for(lane), executable, {"y": LARGE}) == {}
     executable.memory_of_outputs = None
     assert offered(request_for(lane), executable, {"y": LARGE}) == {}
-
-
-@pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize(
-    ("region", "offset", "byte_size", "may"),
-    [
-        ("whole", 64, LARGE, True),
-        ("behind", 0, LARGE + 64, True),
-        ("whole", 32, LARGE, False),
-        ("whole", 1, LARGE, False),
-        ("whole", 64, LARGE - 4, False),
-        ("snapshot", 0, LARGE, False),
-    ],
-)
-def test_in_a_region_only_what_a_plain_program_writes(
-    lane: ALane,
-    objects: Objects,
-    programs: dict[bool, Any],
-    plain: bool,
-    region: str,
-    offset: int,
-    byte_size: int,
-    may: bool,
-) -> None:
-    request = request_for(lane, {"y": RegionSlice(region, offset, MIB)}, (), objects.regions)
-    sizes = {"y": byte_size}
-    executable = executable_of(programs[plain], sizes)
-    assert offered(request, executable, sizes) == ({"y": byte_size} if may and plain else {})
 
 
 def test_a_gpu_s_region_is_not_written_by_a_program_of_the_cpu(
@@ -348,6 +310,13 @@ places_in_regions = st.builds(
     ),
     st.sampled_from([1, 4096, LARGE - 64, LARGE, LARGE + 4, 2 * LARGE, 3 * LARGE + 64]),
 )
+
+
+@pytest.fixture(scope="module")
+def lane_of_all(leaves_nothing: None) -> Iterator[ALane]:
+    made = ALane()
+    yield made
+    made.arena.close()
 
 
 @settings(max_examples=examples(300))
@@ -382,61 +351,4 @@ def test_nothing_is_written_early_that_anything_else_of_the_request_uses(
     assert offered(request, executable_of(programs[True], sizes), sizes) == expected
 
 
-@pytest.fixture(scope="module")
-def lane_of_all(leaves_nothing: None) -> Iterator[ALane]:
-    made = ALane()
-    yield made
-    made.arena.close()
-
-
 # ------------------------------------------------------------------------------------------------------------- to end
-
-
-def test_a_lease_is_given_back_once_or_taken(lane: ALane) -> None:
-    places = found(request_for(lane), {"y": LARGE})
-    assert places.lease is not None
-    key = places.lease.key
-    assert places.take_lease() == key
-    assert places.take_lease() is None
-    places.release()
-    assert lane.leases == 1
-    assert lane.arena.release(key)
-    places = found(request_for(lane), {"y": LARGE})
-    for _ in range(2):
-        places.release()
-    assert lane.leases == 0
-
-
-def test_without_room_in_the_arena_there_is_nothing_to_give_back(lane: ALane) -> None:
-    places = found(request_for(lane), {"y": INLINE})
-    assert places.take_lease() is None
-    assert places.in_arena("y") is None
-    assert places.memory("y") is None
-    places.release()
-    assert lane.leases == 0
-
-
-@pytest.mark.skipif(not available, reason="the C extension was not built")
-def test_an_output_that_is_kept(lane: ALane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner is told once when its places end; the memory stays mapped."""
-    monkeypatch.setattr(output_memory, "_kept", [])
-    output_memory.attach()
-    spec = jax.ShapeDtypeStruct((LARGE // 4,), np.float32)
-    compiled = jax.jit(lambda _, inputs: {"y": inputs["x"] + 1}).lower({}, {"x": spec}).compile()
-    executable = HostExecutable(
-        Wanted(1, ((LARGE // 4,),)), SIGNATURE, CompiledProgram(compiled, Placement(loaded({}))), Processor()
-    )
-    # Pages begin at a multiple of 64.
-    x = np.frombuffer(mmap.mmap(-1, LARGE), np.float32)
-    executable.computed({}, {"x": x}, {})
-    places = found(request_for(lane), {"y": LARGE})
-    executable.offer(places)
-    kept = np.asarray(executable.computed({}, {"x": x}, places.addresses)["y"])
-    assert output_memory.address_of(kept) == places.addresses["y"]
-    assert executable.written({"y": kept}, places.addresses) == ["y"]
-    assert executable.memory_of_outputs is not None
-    executable.settle(places)
-    executable.settle(places)
-    assert executable.memory_of_outputs.offerable == frozenset()
-    assert len(output_memory._kept) == 1
-    assert (kept == 1).all()
