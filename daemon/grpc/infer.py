@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import uuid
 from collections.abc import Callable
@@ -43,7 +42,7 @@ from tensord.shm.prepared import MAX_NUMBERS
 from tensord.shm.tracer import Trace, Tracer
 
 _log = logging.getLogger(__name__)
-#: Whole; one that is no buffer was placed while it arrived (``Infer.ask_placed``).
+#: Whole; one that is no buffer was placed while it arrived.
 Message = Buffer | ArrivingMessage
 #: Tells who asks such a model with ModelInfer: Triton's words.
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy; ask ModelStreamInfer"
@@ -74,7 +73,7 @@ class Infer:
     def ask(
         self,
         call: InferCall,
-        message: Buffer,
+        message: Message,
         start: int,
         end: int,
         waited_ns: int = 0,
@@ -82,39 +81,55 @@ class Infer:
     ) -> CallRequest:
         """Sends the inference request in a message to a worker, and returns it; its answers go to ``call.completed``.
 
-        Without free memory in the arena the request is returned as well, and is sent once there is some.
+        Without free memory in the arena the request is returned as well, and is sent once there is some. Tensors that arrived
+        in the arena stay there: the request takes over their lease.
 
         Args:
-          message: the request is ``message[start:end]``.
+          message: the request is ``message[start:end]``, or the whole of a message that was placed as it arrived.
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
           read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
         Raises: RefusedRequest: the message is no valid request, or cannot be sent.  Unavailable: too many requests are in flight.
           No arena memory stays reserved then.
         """
-        sampled = None
-        walked = walk(message, start, end, self._inline)
-        known = None if walked is None else self._prepared[walked[0]]
-        if known is not None and walked is not None and self._forwarding is None:
-            if waited_ns:
-                sampled, waited_ns = self._sample(known.decoded.model, call.stream.head, waited_ns, read_ns), 0
-            asked = self._ask_known(call, walked, known, sampled)
-            if asked is not None:
-                return asked
+        sampled = lease = None
+        if isinstance(message, ArrivingMessage):
+            head, client_id, contents, lease = message.take()
         try:
-            understood = self._prepared.read(message, start, end, walked, known)
-        except RefusedRequest as refused:
-            self._trace_refused(refused, call, waited_ns, read_ns, sampled)
+            if not isinstance(message, ArrivingMessage):
+                walked = walk(message, start, end, self._inline)
+            elif (walked := walk(head, 0, len(head), 0)) is not None:
+                walked = walked[0], client_id, walked[2], contents, 0
+            known = None if walked is None else self._prepared[walked[0]]
+            if known is not None and walked is not None and self._forwarding is None:
+                if waited_ns:
+                    sampled, waited_ns = self._sample(known.decoded.model, call.stream.head, waited_ns, read_ns), 0
+                asked = self._ask_known(call, walked, known, sampled, lease)
+                if asked is not None:
+                    return asked
+            if not isinstance(message, ArrivingMessage):
+                understood = self._prepared.read(message, start, end, walked, known)
+            else:
+                understood = self._prepared.understand(head, client_id, contents, walked, known)
+        except BaseException as error:
+            if lease is not None:
+                self.submitter.give_back(lease)
+            if isinstance(error, RefusedRequest):
+                self._trace_refused(error, call, waited_ns, read_ns, sampled)
             raise
-        return self._ask_read(call, understood, waited_ns, read_ns, sampled)
+        return self._ask_read(call, understood, waited_ns, read_ns, sampled, lease)
 
     def _ask_known(
-        self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None
+        self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None, lease: Lease | None
     ) -> CallRequest | None:
         """Sends the request of a complete message without decoding it in full: only id, scheduling and tensors are read from it.
 
         Returns None, without sending it, if it must be decoded in full after all.
-        ``known``: what everything else in the message decodes to.
-        ``trace``: the request's trace; None: it is not sampled.
+
+        Args:
+          walked: what was cut out of the message; tensors that lie in the arena are slices of it.
+          known: what everything else in the message decodes to.
+          trace: the request's trace; None: it is not sampled.
+          lease: the memory in which its tensors have arrived; None: they have not.
         """
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):
@@ -124,61 +139,22 @@ class Infer:
             return None
         try:
             text = client_id.decode()
-            lease = self.submitter.loan(room, call.stream.connection.account) if room else None
+            if room:
+                lease = self.submitter.loan(room, call.stream.connection.account)
         except (UnicodeDecodeError, ServingError):
             # Whoever reads it says what is wrong.
             return None
-        if lease is not None:
+        if room:
+            if lease is None:
+                # Whoever reads it waits for room.
+                return None
             try:
-                contents = place(raws, lease, self._inline)
+                raws = place(raws, lease, self._inline)
             except BaseException:
                 self.submitter.give_back(lease)
                 raise
-            return self._send(call, known, client_id, text, scheduling, contents, (lease,), trace)
-        if room:
-            # Whoever reads it waits for room.
-            return None
-        return self._send(call, known, client_id, text, scheduling, raws, (), trace)  # type: ignore[arg-type]
-
-    def ask_placed(
-        self, call: InferCall, message: ArrivingMessage, waited_ns: int = 0, read_ns: int = 0
-    ) -> CallRequest:
-        """Sends a worker the request of a message whose tensors have arrived in the arena.
-
-        The request takes over the tensors' lease.
-
-        Args:
-          waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
-          read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
-        Raises: RefusedRequest: the message is no valid request, or cannot be sent.  Unavailable: too many requests are in flight.
-          The memory of its tensors is given back then.
-        """
-        head, client_id, contents, lease = message.take()
-        sampled = None
-        try:
-            walked = walk(head, 0, len(head), 0)
-            known = None if walked is None else self._prepared[walked[0]]
-            if (
-                known is not None
-                and walked is not None
-                and self._forwarding is None
-                and self._prepared.is_usable(known, len(contents))
-                and (call.streams or not known.decoupled)
-            ):
-                if waited_ns:
-                    sampled, waited_ns = self._sample(known.decoded.model, call.stream.head, waited_ns, read_ns), 0
-                scheduling = self._prepared.scheduling(walked[2]) if walked[2] else UNSCHEDULED
-                if scheduling is not None:
-                    with contextlib.suppress(UnicodeDecodeError):  # whoever reads it says what is wrong
-                        text = client_id.decode()
-                        return self._send(call, known, client_id, text, scheduling, contents, (lease,), sampled)
-            understood = self._prepared.understand(head, client_id, contents, walked, known)
-        except BaseException as error:
-            self.submitter.give_back(lease)
-            if isinstance(error, RefusedRequest):
-                self._trace_refused(error, call, waited_ns, read_ns, sampled)
-            raise
-        return self._ask_read(call, understood, waited_ns, read_ns, sampled, lease)
+        leases = () if lease is None else (lease,)
+        return self._send(call, known, client_id, text, scheduling, raws, leases, trace)  # type: ignore[arg-type]
 
     def _send(
         self,

@@ -144,7 +144,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         rest, client_id, _, raws, _ = walked
         if end - start < len(content):
             # Views would keep everything that came with the message.
-            raws = tuple(map(bytes, raws))
+            raws = tuple(map(bytes, raws))  # type: ignore[arg-type]
         return self.understand(rest, client_id, raws, walked, known)
 
     def understand(

@@ -93,7 +93,6 @@ class StreamInfer(InferCall):
             self._is_new = False
             return
         # Whatever comes from now on takes the way of what has to wait.
-        # Whatever comes from now on takes the way of what has to wait.
         self._stopping = self.stream.held = True
         self._end_if_done()
 
@@ -131,11 +130,7 @@ class StreamInfer(InferCall):
             read_ns = time.monotonic_ns()
             waited_ns, self._waits_since = self._waits_since or read_ns, read_ns
         try:
-            asked = (
-                self.infer.ask_placed(self, message, waited_ns, read_ns)
-                if isinstance(message, ArrivingMessage)
-                else self.infer.ask(self, message, start, end, waited_ns, read_ns)
-            )
+            asked = self.infer.ask(self, message, start, end, waited_ns, read_ns)
         except RefusedRequest as refused:
             self._not_sent(refused.error, refused.client_id, refused.trace, CallRequest.refused(self, refused))
             return

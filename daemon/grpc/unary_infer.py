@@ -129,11 +129,8 @@ class UnaryInfer(InferCall):
         assert message is not None
         infer, waited_ns = self.infer, self._waits_since
         try:
-            asked = self._asked = (
-                infer.ask_placed(self, message, waited_ns)
-                if isinstance(message, ArrivingMessage)
-                else infer.ask(self, message, 0, len(message), waited_ns)
-            )
+            end = 0 if isinstance(message, ArrivingMessage) else len(message)
+            asked = self._asked = infer.ask(self, message, 0, end, waited_ns)
         except RefusedRequest as refused:
             self._asked = CallRequest.refused(self, refused)
             self._refuse(refused.error, refused.trace)

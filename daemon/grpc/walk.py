@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.common.scheduling import PARAMETERS
 from tensord.shm.extensions import check
-from tensord.shm.messages import Buffer
+from tensord.shm.messages import Buffer, Slice
 
 #: Rest, id, parameters that schedule, raw tensors, and the room that those need which do not travel in a record.
-Walked = tuple[bytes, bytes, bytes, "tuple[Buffer, ...]", int]
+Walked = tuple[bytes, bytes, bytes, "tuple[Buffer | Slice, ...]", int]
 #: Rest and id before the first raw tensor, where that begins, and its size.
 Begun = tuple[bytes, bytes, int, int]
 #: Longer rests hold data, or are rare; more raw tensors than that have few models.
@@ -46,7 +46,7 @@ def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked
     own = _Own(parts=True)
     at = start
     view = memoryview(content)
-    raws: list[Buffer] = []
+    raws: list[Buffer | Slice] = []
     room = 0
     while at < end:
         field = _field(content, at, end)
