@@ -252,10 +252,8 @@ class Exchange(InFlight):
                 )
             )
             submitter.send(self)
-        except ServingError as error:
-            self._answer_error(http_status(error), error.message)
-        except Exception:
-            self._answer_defect()
+        except Exception as error:
+            self._refused(error)
 
     def begin_now(self) -> PlacedBody | None:
         """Begins to receive a large binary body into shared memory, and returns it.
@@ -294,14 +292,9 @@ class Exchange(InFlight):
         if not reception.ready:
             return
         if reception.error is not None:
-            self._answer_error(http_status(reception.error), reception.error.message)
-            return
-        try:
-            self._read(reception.body)
-        except ServingError as error:
-            self._answer_error(http_status(error), error.message)
-        except Exception:
-            self._answer_defect()
+            self._refused(reception.error)
+        else:
+            self._answer_if_refused(self._read, reception.body)
 
     def _read(self, body: Body) -> None:
         """Decodes the JSON of a complete body, and submits the request. Large arrays in the JSON are cut out first, in steps."""
@@ -472,8 +465,7 @@ class Exchange(InFlight):
         if not prepared.final:
             # It came while its model was being loaded, and nobody knew that this one answers with several responses.
             self._serving.submitter.cancel(self)
-            error = Unsupported(DECOUPLED)
-            self._answer_error(http_status(error), error.message)
+            self._refused(Unsupported(DECOUPLED))
             return
         assert lane is not None
         assert self._asked is not None
@@ -486,11 +478,8 @@ class Exchange(InFlight):
             return
         try:
             head, parts = response_codec.encode(*answer)
-        except ServingError as error:
-            self._answer_error(http_status(error), error.message)
-            return
-        except Exception:
-            self._answer_defect()
+        except Exception as error:
+            self._refused(error)
             return
         self._answer([head], parts)
 
@@ -506,17 +495,7 @@ class Exchange(InFlight):
         head, parts = answer
         if not parts:
             self.written()  # the tensors are text now, and the transport holds that
-        self._answer_or_cut(self._answer, head, parts)
-
-    def _answer_or_cut(self, step: Callable[..., None], *arguments: object) -> None:
-        """Calls ``step``, which writes an answer, from the event loop. An exception is logged, and answered with 500.
-
-        If a part of the answer may have been sent already, the connection is cut instead.
-        """
-        try:
-            step(*arguments)
-        except Exception:
-            self.fail_delivery()
+        self._answer_if_refused(self._answer, head, parts)
 
     def _answer(self, head: list[response_codec.Buffer], parts: list[response_codec.Buffer]) -> None:
         json_size = len(head[0]) if len(head) == 1 else sum(map(len, head))
@@ -554,7 +533,9 @@ class Exchange(InFlight):
         if self._gone:
             return
         if deflation.step():
-            asyncio.get_running_loop().call_soon(self._answer_or_cut, self._deflate, deflation, json_size, tail_size)
+            asyncio.get_running_loop().call_soon(
+                self._answer_if_refused, self._deflate, deflation, json_size, tail_size
+            )
             return
         self.written()
         self.phase = ExchangePhase.ANSWERED
@@ -579,11 +560,6 @@ class Exchange(InFlight):
             lines = b"%b: %b\r\n%b" % (*load_report.header(self._serving.submitter, self._head.load_format), lines)
         return self._head.origin_lines + self._timing_line + lines
 
-    def _answer_defect(self) -> None:
-        """Logs the exception that is being handled, which is a defect of the server, and answers the request with 500."""
-        _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
-        self._answer_error(500, DEFECT)
-
     def written(self) -> None:
         """Releases the answer's shared memory, which the transport needs no longer, and ends the request's trace."""
         unwritten, self._unwritten = self._unwritten, None
@@ -606,10 +582,12 @@ class Exchange(InFlight):
             self._refused(error)
 
     def _refused(self, error: Exception) -> None:
+        """Answers with an error. A defect of ours is logged, and cuts the connection if an answer has begun to leave."""
         if isinstance(error, ServingError):
             self._answer_error(http_status(error), error.message)
         else:
-            _log.error("a request for model '%s' met a defect of the server", self._head.model, exc_info=error)
+            names = self._client_id, self._head.model
+            _log.error("request '%s' for model '%s' met a defect of the server", *names, exc_info=error)
             self.undelivered()
 
     # ------------------------------------------------------------------------------------------------ the end
