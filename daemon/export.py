@@ -34,7 +34,7 @@ def export(model: FoundModel, options: Options, device: Device, folder: Path, pl
     asked = CheckLoads(msgspec.Raw(msgspec.msgpack.encode(options)), (model.load(model.chosen[-1]),))
     arguments = ["--device", device.name, "--folder", os.path.abspath(folder), "--platforms", platforms]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "tensord.workers.export", *arguments],
+        [sys.executable, "-P", "-m", "tensord.workers.check", *arguments],
         input=msgspec.msgpack.encode(asked),
         stdout=subprocess.PIPE,
         env=child_environment(device.environment),

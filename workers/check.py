@@ -1,10 +1,10 @@
-"""Loads models like a worker, serves nothing, and ends: ``python -m tensord.workers.check --device cpu:0``.
+"""Loads models like a worker, or exports them, serves nothing, and ends: ``python -m tensord.workers.check --device cpu:0``.
 
     stdin   CheckLoads: the configuration, and what to load, one version after the other; each stays, as in a worker
     stdout  LoadSteps, and one LoadOutcome for each version that is done
 
-``tensord.daemon.check`` starts this process; if it ends early, a missing line shows which version ended it. What the models print
-goes to stderr.
+``tensord.daemon.check`` starts this process, and ``tensord.daemon.export`` with ``--folder``, into which the version is exported
+instead. If it ends early, a missing line shows which version ended it. What the models print goes to stderr.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,6 +33,8 @@ from tensord.workers.devices import device_cpu
 from tensord.workers.devices.device import DeviceName, NoDevice
 
 if TYPE_CHECKING:
+    import jax
+
     from tensord.workers.calls.call import ModelCall
     from tensord.workers.calls.caller import ModelPort
     from tensord.workers.loading.loader import Loader
@@ -73,7 +76,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     parser = argparse.ArgumentParser(prog="tensord.workers.check", description=__doc__)
     parser.add_argument("--device", type=DeviceName.parse, required=True)
-    device_name: DeviceName = parser.parse_args().device
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--platforms", default="")
+    arguments = parser.parse_args()
+    device_name: DeviceName = arguments.device
     sys.argv[1:] = []
     device_name.prepare_environment()
     asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=CheckLoads)
@@ -82,7 +88,7 @@ def main() -> None:
     faulthandler.enable()
     options = msgspec.msgpack.decode(asked.options, type=Options)
     # Does not write into the log file of a daemon that runs beside this.
-    log.configure(msgspec.structs.replace(options.log, file=""), "check")
+    log.configure(msgspec.structs.replace(options.log, file=""), "check" if arguments.folder is None else "export")
 
     # Imported after the environment is set.
     from tensord.workers.devices import device_cuda
@@ -104,10 +110,13 @@ def main() -> None:
     explicit = options.repository.control_mode == "explicit"
     try:
         device = device_name.open(options.workers.devices_per_worker)
-        target = LoadTarget.configured(options, device, device_name.gpu, alone=bool(device_name.model))
-        loader = Loader(target, Inbox(), StatusPage.create(), Apart(explicit))
-        kept: list[LoadedModel] = []
-        outcomes = (_tried(loader, load, say, kept) for load in asked.loads)
+        if arguments.folder is not None:
+            outcomes = (_exported(load, device, arguments.folder, arguments.platforms) for load in asked.loads)
+        else:
+            target = LoadTarget.configured(options, device, device_name.gpu, alone=bool(device_name.model))
+            loader = Loader(target, Inbox(), StatusPage.create(), Apart(explicit))
+            kept: list[LoadedModel] = []
+            outcomes = (_tried(loader, load, say, kept) for load in asked.loads)
     except NoDevice as error:
         reason = str(error)
         outcomes = (LoadOutcome(load.name, load.version, reason) for load in asked.loads)
@@ -128,6 +137,16 @@ def _tried(loader: Loader, load: Load, say: Callable[[LoadLine], None], kept: li
         return LoadOutcome(load.name, load.version, error.message)
     kept.append(loaded)
     return LoadOutcome(load.name, load.version, "", loaded.config.decode(), loaded.footprint)
+
+
+def _exported(load: Load, device: jax.Device, folder: Path, platforms: str) -> LoadOutcome:
+    from tensord.workers.loading.exported_version import export_version
+
+    try:
+        export_version(load, device, folder, platforms)
+    except ServingError as error:
+        return LoadOutcome(load.name, load.version, error.message)
+    return LoadOutcome(load.name, load.version, "")
 
 
 if __name__ == "__main__":

@@ -42,10 +42,7 @@ def path(call: ModelCall) -> list[str]:
 
 
 class CallCircles:
-    """Finds deadlocked calls between a worker's models: every instance that could run such a call waits until it has ended.
-
-    Only the thread of the worker's loop uses it.
-    """
+    """Finds deadlocked calls between a worker's models: every instance that could run such a call waits until it has ended."""
 
     def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
         """``calls``: each call that has not ended, with the request made for it, oldest first; the caller keeps it up to date."""

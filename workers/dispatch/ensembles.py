@@ -68,10 +68,7 @@ class _Run:
 
 
 class EnsembleRuns:
-    """Runs the requests to ensembles of one worker: step by step, or as pipelines of compiled programs.
-
-    Only the thread of the worker's loop uses it.
-    """
+    """Runs the requests to ensembles of one worker: step by step, or as pipelines of compiled programs."""
 
     def __init__(
         self,

@@ -25,10 +25,7 @@ from tensord.workers.scheduling.planner import RUN, WaitUntil
 
 
 class InstanceRuns:
-    """Gives batches to the instances of one worker's models, each of which runs them in its own thread.
-
-    Only the thread of the worker's loop uses it.
-    """
+    """Gives batches to the instances of one worker's models, each of which runs them in its own thread."""
 
     def __init__(
         self,

@@ -39,10 +39,7 @@ _Error = tuple[float, str, str, str, str, str, str]
 
 
 class LaneAnswers:
-    """Counts the final answers to clients that have a lane; ignores those to fronts.
-
-    Only the thread of the worker's loop uses it.
-    """
+    """Counts the final answers to clients that have a lane; ignores those to fronts."""
 
     def __init__(self) -> None:
         #: Answers by error code, "OK" for success; answers of the C part are not counted here.

@@ -47,10 +47,7 @@ _MAX_BLOCKED = 4
 
 
 class Outbox:
-    """Sends one worker's answers to fronts and clients; those that find no room in the response arena wait.
-
-    Only the thread of the worker's loop uses it.
-    """
+    """Sends one worker's answers to fronts and clients; those that find no room in the response arena wait."""
 
     def __init__(self, options: Arenas, agenda: Agenda[AgendaPart] | None = None) -> None:
         self._options = options

@@ -3,7 +3,7 @@
     any thread: put ─▶ one call on the loop for all that came meanwhile ─▶ placed, in order ─▶ lane ─▶ taken ─▶ sender.settle
                                                                      ╰─ the response arena is full: kept, and tried again
 
-Only the thread of the worker's loop calls these functions, except ``put``, ``sender`` and ``alike``, which any thread may call.
+Any thread may call ``put``, ``sender`` and ``alike``.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Loader:
         own_flags.prepare()
         self._target = target
         options, execution = target.options, target.execution
-        self._compiling = functools.partial(compiling_alone, aside, Turns(1, options.expert.long_compile))
+        self._compiling = functools.partial(compiling_alone, aside, Turns(options.expert.long_compile))
         self._process = None if target.shared else ProcessState()
         self._server = server
         #: Metrics that models keep themselves.

@@ -1,1 +1,1 @@
-"""Runs programs on a processor (CPU): in host memory, small programs with one thread, compiled in other processes."""
+"""Runs programs on a processor (CPU): in host memory, small programs with one thread."""

@@ -1,8 +1,4 @@
-"""Limits how many long jobs run at a time, so that a job that takes very long does not block the others for ever.
-
-``count`` jobs run at a time, first come, first served. A job that has been at one step for ``long_seconds`` is not counted any
-more, so the next job begins; but no more than ``_BESIDE`` beyond ``count`` run, because each takes memory.
-"""
+"""Lets one long job run at a time, so that a job that takes very long does not block the others for ever."""
 
 from __future__ import annotations
 
@@ -14,22 +10,18 @@ from collections.abc import Callable, Iterator
 
 from tensord.workers.threads.cancellation import Cancellation
 
-#: Jobs that may run beyond the usual number, while as many take very long.
+#: Jobs that may run beyond the one, while as many take very long.
 _BESIDE = 3
 
 
 class Turns:
-    """Lets a bounded number of jobs of any threads run at a time, first come, first served.
+    """Lets one job of any thread run at a time, first come, first served.
 
-    A job that takes very long does not count, so that another may run beside it: up to three more.
+    A job that takes very long does not count, so that another may run beside it: up to three more, because each takes memory.
     """
 
-    def __init__(self, count: int, long_seconds: float) -> None:
-        """Lets ``count`` jobs run at a time.
-
-        A job that has been at one step for ``long_seconds`` does not count; 0: all count.
-        """
-        self._count = count
+    def __init__(self, long_seconds: float) -> None:
+        """A job that has been at one step for ``long_seconds`` does not count; 0: all count."""
         self._long = long_seconds
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
@@ -69,18 +61,17 @@ class Turns:
 
     def _until_free(self) -> float | None:
         """Returns the seconds until the next job may begin even if no job ends; 0: now; None: not before a job ends."""
-        if len(self._under_way) < self._count:
+        if not self._under_way:
             return 0.0
-        if not self._long or len(self._under_way) >= self._count + _BESIDE:
+        if not self._long or len(self._under_way) > _BESIDE:
             return None
         now = time.monotonic()
         # Those that have been at it longest are the first that do not count.
-        began = sorted(self._under_way.values())[len(self._under_way) - self._count]
-        return max(0.0, began + self._long - now)
+        return max(0.0, max(self._under_way.values()) + self._long - now)
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def __repr__(self) -> str:
-        return f"<Turns {len(self._under_way)} of {self._count}, {len(self._waiting)} wait>"
+        return f"<Turns {len(self._under_way)} run, {len(self._waiting)} wait>"

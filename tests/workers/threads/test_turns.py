@@ -37,7 +37,7 @@ class Someone:
 
 
 def test_one_after_the_other() -> None:
-    turns = Turns(1, 0)
+    turns = Turns(0)
     first = Someone(turns)
     assert first.begun.wait(600)
     second, third = Someone(turns), Someone(turns)
@@ -52,7 +52,7 @@ def test_one_after_the_other() -> None:
 
 def test_beside_one_that_takes_very_long() -> None:
     """Up to three more, however many take very long."""
-    turns = Turns(1, 0.05)
+    turns = Turns(0.05)
     everybody = [Someone(turns) for _ in range(4)]
     for each in everybody:
         assert each.begun.wait(600)
@@ -65,7 +65,7 @@ def test_beside_one_that_takes_very_long() -> None:
 
 
 def test_a_new_step_is_not_long() -> None:
-    turns = Turns(1, 600)
+    turns = Turns(600)
     first = Someone(turns)
     assert first.begun.wait(600)
     turns._under_way = dict.fromkeys(turns._under_way, -1000.0)
@@ -78,7 +78,7 @@ def test_a_new_step_is_not_long() -> None:
 
 
 def test_who_waits_can_be_cancelled() -> None:
-    turns = Turns(1, 0)
+    turns = Turns(0)
     first = Someone(turns)
     assert first.begun.wait(600)
     second = Someone(turns)
