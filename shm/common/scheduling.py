@@ -108,13 +108,15 @@ def set_named(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """
     others = dict(parameters)
     name = others.pop(SET_PARAMETER, None)
-    return others, "" if name is None else checked_set_name(name)
+    if name is None:
+        return others, ""
+    if not isinstance(name, str) or not name:
+        raise InvalidArgument(f"parameter '{SET_PARAMETER}' is {reprlib.repr(name)}, the name of a set is expected")
+    return others, name
 
 
-def checked_set_name(name: Any) -> str:
-    """Returns the name of a parameter set that a request gives. Raises InvalidArgument: it is no text, or is empty."""
-    if not isinstance(name, str):
-        raise InvalidArgument(f"parameter '{SET_PARAMETER}' is {reprlib.repr(name)}, a text is expected")
+def checked_set_name(name: str) -> str:
+    """Returns the name of a parameter set that a request gives. Raises InvalidArgument: it is empty."""
     if not name:
         raise InvalidArgument(f"parameter '{SET_PARAMETER}' is empty, the name of a parameter set is expected")
     return name
