@@ -1,8 +1,8 @@
-"""Sorts the fields of ModelConfig into three kinds: used, refused when the model is loaded, and ignored with a warning.
+"""Names the fields of ModelConfig that are not used: those refused when a model is loaded, and those ignored with a warning.
 
-Every field of the published message is in exactly one of the three tables here, by its path, or is below a field that is
-refused or ignored as a whole. A test fails if a newer message has a field that is in none. The tables of docs/models.md
-are these.
+Every other field of the published message is used: ``tensord.config.model_checks``, or the worker that loads the model, refuses
+wrong values. A test has their paths, and fails if a newer message has a field that nobody has looked at. The tables of
+docs/models.md are these.
 """
 
 from __future__ import annotations
@@ -14,44 +14,6 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from tensord.config.model_config import ModelConfig, is_map
 from tensord.shm.errors import Unsupported
-
-#: The message that fields are in, "." the configuration itself, and their names or paths in it.
-_HONOURED = """
-    . name platform backend max_batch_size default_model_filename
-    version_policy. latest.num_versions all specific.versions
-    input. name data_type format dims reshape.shape optional allow_ragged_batch
-    batch_input. kind target_name data_type source_input
-    batch_output. kind target_name source_input
-    output. name data_type dims reshape.shape label_filename
-    dynamic_batching. preferred_batch_size max_queue_delay_microseconds priority_levels default_priority_level
-    dynamic_batching. preserve_ordering
-    dynamic_batching.default_queue_policy. timeout_action default_timeout_microseconds allow_timeout_override
-    dynamic_batching.default_queue_policy. max_queue_size
-    dynamic_batching.priority_queue_policy. key value.timeout_action value.default_timeout_microseconds
-    dynamic_batching.priority_queue_policy. value.allow_timeout_override value.max_queue_size
-    response_cache. enable
-    model_transaction_policy. decoupled
-    ensemble_scheduling.step. model_name model_version input_map.key input_map.value output_map.key output_map.value
-    ensemble_scheduling. max_inflight_requests
-    sequence_batching. max_sequence_idle_microseconds iterative_sequence
-    sequence_batching.control_input. name control.kind control.int32_false_true control.fp32_false_true
-    sequence_batching.control_input. control.bool_false_true control.data_type
-    sequence_batching.direct. max_queue_delay_microseconds minimum_slot_utilization
-    sequence_batching.oldest. max_candidate_sequences preferred_batch_size max_queue_delay_microseconds
-    sequence_batching.oldest. preserve_ordering
-    sequence_batching.state. input_name output_name data_type dims initial_state.name initial_state.data_type
-    sequence_batching.state. initial_state.dims initial_state.zero_data initial_state.data_file
-    instance_group. name kind count gpus passive
-    instance_group.rate_limiter. priority resources.count resources.global resources.name
-    parameters. key value.string_value
-    model_warmup. name batch_size count
-    model_warmup.inputs. key value.data_type value.dims value.zero_data value.random_data value.input_data_file
-"""
-#: Paths of honoured fields without sub-fields. Wrong values are refused by ``tensord.config.model_checks``, or by the worker
-#: that loads the model.
-HONOURED = frozenset(
-    (message + name).lstrip(".") for message, *names in map(str.split, _HONOURED.strip().splitlines()) for name in names
-)
 
 _SHAPE_TENSOR = "shape tensors are only supported for TensorRT platform"
 _NON_LINEAR = "non-linear formats are only supported for TensorRT platform"

@@ -15,7 +15,43 @@ from tensord.protocol import model_config_pb2
 from tensord.shm.errors import Unsupported
 
 MANUAL = Path(__file__).parents[2] / "docs" / "models.md"
-TABLES = (model_fields.HONOURED, model_fields.REFUSED, model_fields.WITHOUT_EFFECT)
+#: The message that fields are in, "." the configuration itself, and their names or paths in it.
+_HONOURED = """
+    . name platform backend max_batch_size default_model_filename
+    version_policy. latest.num_versions all specific.versions
+    input. name data_type format dims reshape.shape optional allow_ragged_batch
+    batch_input. kind target_name data_type source_input
+    batch_output. kind target_name source_input
+    output. name data_type dims reshape.shape label_filename
+    dynamic_batching. preferred_batch_size max_queue_delay_microseconds priority_levels default_priority_level
+    dynamic_batching. preserve_ordering
+    dynamic_batching.default_queue_policy. timeout_action default_timeout_microseconds allow_timeout_override
+    dynamic_batching.default_queue_policy. max_queue_size
+    dynamic_batching.priority_queue_policy. key value.timeout_action value.default_timeout_microseconds
+    dynamic_batching.priority_queue_policy. value.allow_timeout_override value.max_queue_size
+    response_cache. enable
+    model_transaction_policy. decoupled
+    ensemble_scheduling.step. model_name model_version input_map.key input_map.value output_map.key output_map.value
+    ensemble_scheduling. max_inflight_requests
+    sequence_batching. max_sequence_idle_microseconds iterative_sequence
+    sequence_batching.control_input. name control.kind control.int32_false_true control.fp32_false_true
+    sequence_batching.control_input. control.bool_false_true control.data_type
+    sequence_batching.direct. max_queue_delay_microseconds minimum_slot_utilization
+    sequence_batching.oldest. max_candidate_sequences preferred_batch_size max_queue_delay_microseconds
+    sequence_batching.oldest. preserve_ordering
+    sequence_batching.state. input_name output_name data_type dims initial_state.name initial_state.data_type
+    sequence_batching.state. initial_state.dims initial_state.zero_data initial_state.data_file
+    instance_group. name kind count gpus passive
+    instance_group.rate_limiter. priority resources.count resources.global resources.name
+    parameters. key value.string_value
+    model_warmup. name batch_size count
+    model_warmup.inputs. key value.data_type value.dims value.zero_data value.random_data value.input_data_file
+"""
+#: Paths of honoured fields without sub-fields.
+HONOURED = frozenset(
+    (message + name).lstrip(".") for message, *names in map(str.split, _HONOURED.strip().splitlines()) for name in names
+)
+TABLES = (HONOURED, model_fields.REFUSED, model_fields.WITHOUT_EFFECT)
 
 
 def published(described: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,7 @@ from tensord.config.model_config import parse_pbtxt
 from tensord.protocol import model_config_pb2
 from tensord.shm.control_records import Load, Loaded
 from tensord.shm.errors import ServingError
+from tests.config.test_model_fields import HONOURED
 from tests.repositories import scale_model, write_model
 from tests.workers.worker_process import WorkerProcess
 
@@ -204,7 +205,7 @@ def most_memory(worker: WorkerProcess) -> int:
 
 def test_every_number_of_the_message_is_among_them() -> None:
     """Those of fields that are refused or without effect are looked at nowhere, or as a list of which the length counts."""
-    listed = {path for path in model_fields.HONOURED if _is_number(path)}
+    listed = {path for path in HONOURED if _is_number(path)}
     asked = {path for text in (WHOLE, *SEQUENCES) for path, _, _ in numbers(parse_pbtxt(text, "m"))}
     elsewhere = {
         path for path in listed if path.startswith("ensemble_scheduling.")
