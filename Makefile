@@ -134,7 +134,7 @@ wheel: $(RELEASE)/.created
 man: $(VENV)/.test
 	$(BIN)/tensord man build/man
 
-# After a change of a .proto file: writes the modules beside it.
+# After a change of a .proto file: writes the descriptors beside it.
 protocol: $(VENV)/.test
 	$(BIN)/python -m tests.tensord.protocol.generate
 

@@ -88,8 +88,8 @@ def test_what_is_in_it(wheel: Path) -> None:
         (license,) = (name for name in names if name.endswith("/LICENSE"))
         assert opened.read(license) == (ROOT / "LICENSE").read_bytes()
     code = {name for name in names if ".dist-info/" not in name and not name.endswith("/")}
-    files = {path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.p*")}
-    files = {path for path in files if path.suffix in (".py", ".pyi", ".proto") and not path.match(STUBS)}
+    files = {path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.*")}
+    files = {path for path in files if path.suffix in (".py", ".pyi", ".proto", ".binpb") and not path.match(STUBS)}
     expected = {str(path if path.parts[0] == "tensord" else "tensord" / path) for path in files}
     assert code == expected | EXTENSIONS | {
         "tensord/config/default.toml",
@@ -109,7 +109,7 @@ def test_what_is_in_the_source_archive(archive: Path) -> None:
     sources = {
         path
         for room in ROOMS
-        for end in ("py", "pyi", "c", "h", "toml", "proto", "yaml")
+        for end in ("py", "pyi", "c", "h", "toml", "proto", "binpb", "yaml")
         for path in (ROOT / room).rglob(f"*.{end}")
     }
     sources = {path.relative_to(ROOT) for path in sources if not path.match(STUBS)}

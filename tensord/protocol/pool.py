@@ -1,4 +1,4 @@
-"""The descriptor pool that holds every message of tensord; compiled modules fill it.
+"""The descriptor pool that holds every message of tensord; the modules of messages fill it.
 
 The pool is not protobuf's own. That one is shared by a whole process and takes a name once: tritonclient, kserve and grpcio's
 packages register the names of these files there, and models and tests import them beside ours. The classes are made from
@@ -7,6 +7,7 @@ descriptors by public calls, so no version of protobuf is asked whether it accep
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor
@@ -18,13 +19,16 @@ from google.protobuf.message_factory import GetMessageClass
 POOL = DescriptorPool()
 
 
-def define(serialized: bytes, module: dict[str, Any]) -> None:
-    """Adds a compiled .proto file (a serialized FileDescriptorProto) to the pool of all our messages, ``POOL``.
+def define(module: dict[str, Any]) -> None:
+    """Adds the messages of a .proto file to the pool of all our messages, ``POOL``.
 
-    ``module``: the variables of the file's Python module, to which DESCRIPTOR, the message classes, and the enumerations with
-    their values are added.
+    They are read from a file beside the module, NAME.binpb for NAME_pb2: a serialized FileDescriptorProto, as protoc makes it.
+
+    ``module``: the variables of the Python module, to which DESCRIPTOR, the message classes, and the enumerations with their
+    values are added.
     """
-    file = POOL.AddSerializedFile(serialized)
+    name = module["__name__"].rpartition(".")[2].removesuffix("_pb2")
+    file = POOL.AddSerializedFile(Path(__file__).with_name(f"{name}.binpb").read_bytes())
     module["DESCRIPTOR"] = file
     for name, enumeration in file.enum_types_by_name.items():
         module[name] = EnumTypeWrapper(enumeration)

@@ -1,7 +1,7 @@
-"""Compiles the protocol files: ``make protocol`` writes the modules and stubs in tensord/protocol/ that belong to them.
+"""Compiles the protocol files: ``make protocol`` writes what belongs to them in tensord/protocol/: descriptors and stubs.
 
-Only those parts of protoc's output are used that every version of it makes alike: the serialised descriptors, and the stubs. The
-modules are stored; the stubs are only for mypy, and ``make lint`` writes them. The compiler comes with grpcio-tools.
+Only those parts of protoc's output are used that every version of it makes alike. The descriptors are stored; the stubs are only
+for mypy, and ``make lint`` writes them. The compiler comes with grpcio-tools.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
@@ -24,12 +23,10 @@ MODULES = {
     "grpc/reflection/v1/reflection.proto": "reflection_pb2",
     "grpc/reflection/v1alpha/reflection.proto": "reflection_v1alpha_pb2",
 }
-#: Of a literal of bytes.
-_WIDTH = 112
 
 
-def generated() -> dict[str, str]:
-    """Returns the generated files: name -> text."""
+def generated() -> dict[str, bytes]:
+    """Returns the generated files: name -> content."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         options = (f"-I{PROTOCOL}", f"--pyi_out={out}", f"--descriptor_set_out={out / 'descriptors'}")
@@ -38,26 +35,11 @@ def generated() -> dict[str, str]:
         if done.returncode:
             raise SystemExit(f"protoc failed:\n{done.stderr}")
         files = FileDescriptorSet.FromString((out / "descriptors").read_bytes()).file
-        texts = {f"{MODULES[file.name]}.py": _module(file) for file in files}
+        found = {f"{MODULES[file.name].removesuffix('_pb2')}.binpb": _content(file) for file in files}
         for name, module in MODULES.items():
-            texts[f"{module}.pyi"] = _stub((out / name).with_name(f"{Path(name).stem}_pb2.pyi").read_text())
-    return texts
-
-
-def _module(file: FileDescriptorProto) -> str:
-    """Returns the text of a module that defines the messages of a file, after those of the files that it imports."""
-    imported = [MODULES[name] for name in file.dependency]
-    lines = [
-        f'"""The messages of {file.name}. Written by `make protocol`: change the .proto file, not this one."""',
-        "",
-        f"from tensord.protocol import {', '.join(sorted(('pool', *imported)))}",
-        "",
-        "pool.define(",
-        *(f"    {part}" for part in _literals(_content(file))),
-        "    globals(),",
-        ")",
-    ]
-    return "\n".join(lines) + "\n"
+            stub = (out / name).with_name(f"{Path(name).stem}_pb2.pyi").read_text()
+            found[f"{module}.pyi"] = _stub(stub).encode()
+    return found
 
 
 def _content(file: FileDescriptorProto) -> bytes:
@@ -69,17 +51,6 @@ def _content(file: FileDescriptorProto) -> bytes:
         for field in message.field:
             field.ClearField("json_name")
     return file.SerializeToString(deterministic=True)
-
-
-def _literals(content: bytes) -> Iterator[str]:
-    """Yields bytes as literals that fill a line each, with a comma behind the last."""
-    start = 0
-    while start < len(content):
-        size = 1
-        while size < len(content) - start and len(repr(content[start : start + size + 1])) <= _WIDTH:
-            size += 1
-        start += size
-        yield repr(content[start - size : start]) + ("," if start == len(content) else "")
 
 
 def _stub(text: str) -> str:
@@ -96,10 +67,10 @@ def _stub(text: str) -> str:
 
 def main() -> None:
     """Writes the generated files, but none that is so already: others may be importing it."""
-    for name, text in generated().items():
+    for name, content in generated().items():
         path = PROTOCOL / name
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+        if not path.exists() or path.read_bytes() != content:
+            path.write_bytes(content)
 
 
 if __name__ == "__main__":

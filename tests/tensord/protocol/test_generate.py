@@ -1,4 +1,4 @@
-"""The committed modules are what the compiler makes of the protocol files."""
+"""The stored descriptors are what the compiler makes of the protocol files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def test_every_file_has_its_module() -> None:
     assert {path.name for path in PROTOCOL.rglob("*_pb2.py")} == {f"{module}.py" for module in MODULES.values()}
 
 
-def test_the_modules_are_what_the_files_give() -> None:
+def test_the_descriptors_are_what_the_files_give() -> None:
     pytest.importorskip("grpc_tools", reason="grpcio-tools, which has the compiler, is not installed")
-    for name, text in generated().items():
-        if name.endswith(".py"):
-            assert (PROTOCOL / name).read_text() == text, f"{name} is not what its .proto gives: run `make protocol`"
+    for name, content in generated().items():
+        if name.endswith(".binpb"):
+            assert (PROTOCOL / name).read_bytes() == content, f"{name} is not what its .proto gives: make protocol"
 
 
 def test_a_client_is_generated_as_the_page_says(tmp_path: Path) -> None:
