@@ -20,9 +20,10 @@ import numpy as np
 from tensord.config import ensemble_graph, layers, model_config
 from tensord.daemon.models.repository import FoundModel, find
 from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.common.connection import Prepared
 from tensord.shm.common.latest import Latest
 from tensord.shm.common.local import LocalConnection
-from tensord.shm.common.model import Model, ModelSequence, Prepared
+from tensord.shm.common.model import Model, ModelSequence
 from tensord.shm.common.results import Answer, Description, Tensor, Timing
 from tensord.shm.errors import (
     UNKNOWN_MODEL,

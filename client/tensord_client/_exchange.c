@@ -1,15 +1,13 @@
-/* One exchange of a prepared call (prepared_call.py): its datagram is sent, and an answer that is as the last one is known by comparing.
+/* One exchange over a lane: a request is sent and its answer received, without a step of Python between them.
  *
- *     PreparedCall ─▶ ask ─▶ is everything as it was? ─no──▶ None: nothing was done, Python asks
- *                             │ yes: send, receive
- *                             ├─ the answer is as the last one, but for its id and times ─▶ the outputs
- *                             └─ anything else ─▶ what came: Python goes on with that
+ *     ask ─▶ may it be sent at once, and does this thread read? ─no──▶ None: nothing was done, Python asks
+ *             │ yes: send, receive
+ *             ├─ its answer, alone, whose arrays are in it or in the caller's places ─▶ the Answer
+ *             └─ anything else, or nothing in time ─▶ what came: Python goes on with that
  *
- * It is optional, and decides nothing that Python does not: between many processes an interpreter finds nothing of its own in the
- * processor's caches any more, and what it would execute then takes twenty times as long as in a loop.
- *
- * What it knows of the lane it reads from the objects that Python reads it from. Until the receive it holds the interpreter's lock, so
- * nothing changes meanwhile.
+ * Between many processes an interpreter finds nothing of its own in the processor's caches any more, and what it would execute then takes
+ * twenty times as long as in a loop. What this knows of the lane it reads from the objects that Python reads it from. Until the receive it
+ * holds the interpreter's lock, so nothing changes meanwhile.
  */
 
 #include "_spin.h"
@@ -21,30 +19,30 @@
 
 /* A datagram has at most one descriptor; there is room for what is wrong with it, too. */
 #define ANCILLARY CMSG_SPACE(4 * sizeof(int))
-#define ID_SIZE 8
 
-/* Objects that are kept. */
+/* Objects that are kept. Those with a length are containers of the lane. */
 enum {
-    DATAGRAM, /* bytearray: what is sent */
-    RECEIVED, /* bytearray: what comes */
-    HEAD,     /* bytes: what an answer begins with, up to its id */
-    TAIL,     /* bytes: what follows the id, up to the times */
-    OUTPUTS,  /* the Answer that such an answer stands for, but for its times */
     LANE,
-    SOCKET,     /* of the lane: whether it is closing, and its timeout */
-    SPIN,       /* of the socket: says when to poll */
-    IN_FLIGHT,  /* dict of the lane: id -> request */
-    BACKLOG,    /* of the lane, with a length */
-    RELEASES,   /* of the lane, with a length */
-    FOLLOWERS,  /* of the lane, with a length */
-    IDS,        /* iterator */
-    ACQUIRE,    /* of the lane's lock ``reading`` */
-    RELEASE,    /* of it */
-    LOCKED,     /* of the lane's lock ``lock`` */
-    MEMORY,     /* whose ``closures`` are those that the lane knows */
-    MODELS,     /* dict of the connection */
-    MODEL_KEY,  /* the model's key in it */
-    MODEL,      /* its value */
+    SOCKET,    /* of the lane: whether it is closing, its timeout, and when to poll */
+    MEMORY,    /* whose ``closures`` are those that the lane knows */
+    RECEIVED,  /* bytearray: what comes */
+    IN_FLIGHT, /* dict: id -> request */
+    QUEUED,    /* dict: id -> request */
+    OUTGOING,  /* list */
+    BACKLOG,
+    RELEASES,
+    FOLLOWERS,
+    NUMBERS,   /* dict: encoded prepared request -> encoded number */
+    ONCE,      /* set: encoded prepared requests that were sent once, without a number */
+    ANNOUNCED, /* set: numbers of segments */
+    KNOWN,     /* dict: number -> PreparedAnswer */
+    IDS,       /* iterator */
+    ACQUIRE,   /* of the lane's lock ``reading`` */
+    RELEASE,   /* of it */
+    LOCKED,    /* of the lane's lock ``lock`` */
+    PREPARED,  /* the class PreparedAnswer */
+    ANSWER,    /* the class Answer */
+    NDARRAY,   /* numpy's */
     OBJECTS
 };
 
@@ -52,66 +50,58 @@ typedef struct {
     PyObject_HEAD
     PyObject *object[OBJECTS];
     int fd;
-    Py_ssize_t id_at, deadline_at, tail_at;
-    /* Of the lane: how often numbers of prepared requests were given up, and numbers of answers given a meaning. */
-    long epoch, learned;
-    /* Until when the lanes are the right ones, in monotonic ns. */
-    uint64_t until;
+    /* The most requests that the worker takes at a time. */
+    Py_ssize_t most;
 } exchange_t;
 
 PyObject *spin_type;
 /* Names of attributes. */
-static PyObject *closing_name, *epoch_name, *learned_name, *closures_name, *known_closures_name, *timeout_name, *times_name, *promote_name,
-    *waiting_name, *request_id_name;
+static struct {
+    PyObject *advance, *answer, *begun, *cancel, *closing, *closures, *contents, *final, *known_closures, *parameters, *places, *plan, *prepared, *promote,
+        *segments, *spin, *timeout_ms, *times, *version;
+} name;
 
-static void write_u64(char *at, uint64_t value) {
-    for (int i = 7; i >= 0; i--, value >>= 8)
-        at[i] = (char)(value & 0xff);
+/* Returns the truth of an attribute; -1 with an exception. */
+static int is_true(PyObject *object, PyObject *attribute) {
+    PyObject *value = PyObject_GetAttr(object, attribute);
+    int is = value == NULL ? -1 : PyObject_IsTrue(value);
+    Py_XDECREF(value);
+    return is;
 }
 
-/* Returns whether an attribute is that number; -1 with an exception. */
-static int is_number(PyObject *object, PyObject *name, long wanted) {
-    PyObject *value = PyObject_GetAttr(object, name);
-    long found = value == NULL ? -1 : PyLong_AsLong(value);
+/* Returns whether two attributes are equal; -1 with an exception. */
+static int is_same(PyObject *one, PyObject *attribute, PyObject *other, PyObject *its) {
+    PyObject *value = PyObject_GetAttr(one, attribute), *wanted = value == NULL ? NULL : PyObject_GetAttr(other, its);
+    int is = wanted == NULL ? -1 : PyObject_RichCompareBool(value, wanted, Py_EQ);
     Py_XDECREF(value);
-    return found == -1 && PyErr_Occurred() ? -1 : found == wanted;
-}
-
-/* Returns whether two attributes are the same number; -1 with an exception. */
-static int is_same(PyObject *one, PyObject *name, PyObject *other, PyObject *other_name) {
-    PyObject *value = PyObject_GetAttr(other, other_name);
-    long wanted = value == NULL ? -1 : PyLong_AsLong(value);
-    Py_XDECREF(value);
-    return wanted == -1 && PyErr_Occurred() ? -1 : is_number(one, name, wanted);
+    Py_XDECREF(wanted);
+    return is;
 }
 
 /* Calls something, perhaps with an argument. Returns the truth of what it returns; -1 with an exception. */
 static int truth(PyObject *call, PyObject *argument) {
     PyObject *answer = PyObject_CallFunctionObjArgs(call, argument, NULL);
-    int is_true = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    int is = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
-    return is_true;
+    return is;
 }
 
-/* Returns whether everything is as it was when this was made, and nothing waits to be sent before; -1 with an exception. */
-static int is_ordinary(const exchange_t *self, uint64_t now) {
+/* Calls a method. Not 0: there is an exception. */
+static int told(PyObject *object, PyObject *method) {
+    PyObject *said = PyObject_CallMethodObjArgs(object, method, NULL);
+    Py_XDECREF(said);
+    return said == NULL;
+}
+
+/* Returns whether a request may be sent now, and nothing has to be sent before; -1 with an exception. */
+static int may_send(const exchange_t *self) {
     PyObject *const *object = self->object;
-    if (now >= self->until || PyDict_Size(object[IN_FLIGHT]) || PyObject_Size(object[BACKLOG]) || PyObject_Size(object[RELEASES]))
+    if (PyDict_Size(object[QUEUED]) || PyDict_Size(object[IN_FLIGHT]) >= self->most || PyList_Size(object[OUTGOING]) || PyObject_Size(object[BACKLOG]) || PyObject_Size(object[RELEASES]))
         return 0;
-    if (PyDict_GetItemWithError(object[MODELS], object[MODEL_KEY]) != object[MODEL])
-        return PyErr_Occurred() ? -1 : 0;
-    int is = is_number(object[SOCKET], closing_name, 0);
-    if (is > 0)
-        is = is_number(object[LANE], epoch_name, self->epoch);
-    if (is > 0)
-        is = is_number(object[LANE], learned_name, self->learned);
-    if (is > 0)
-        is = is_same(object[LANE], known_closures_name, object[MEMORY], closures_name);
-    if (is > 0) {
+    int is = is_true(object[SOCKET], name.closing);
+    if (is == 0)
         is = truth(object[LOCKED], NULL);
-        is = is < 0 ? -1 : !is;
-    }
-    return is;
+    return is ? (is < 0 ? -1 : 0) : is_same(object[LANE], name.known_closures, object[MEMORY], name.closures);
 }
 
 /* Has a receive end after the time that is left, or before: as LaneSocket.limit_wait does. Not 0: there is an exception. */
@@ -122,53 +112,109 @@ static int set_timeout(const exchange_t *self, uint64_t left_ns) {
         for (milliseconds = 1; left > 1; left >>= 1)
             milliseconds <<= 1;
     }
-    int is = is_number(self->object[SOCKET], timeout_name, milliseconds);
-    if (is != 0)
-        return is < 0;
+    PyObject *has = PyObject_GetAttr(self->object[SOCKET], name.timeout_ms);
+    long found = has == NULL ? -1 : PyLong_AsLong(has);
+    Py_XDECREF(has);
+    if (found == milliseconds || PyErr_Occurred())
+        return found != milliseconds;
     struct timeval timeout = {milliseconds / 1000, milliseconds % 1000 * 1000};
     if (setsockopt(self->fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout) != 0) {
         PyErr_SetFromErrno(PyExc_OSError);
         return -1;
     }
     PyObject *said = PyLong_FromLong(milliseconds);
-    int wrong = said == NULL || PyObject_SetAttr(self->object[SOCKET], timeout_name, said);
+    int wrong = said == NULL || PyObject_SetAttr(self->object[SOCKET], name.timeout_ms, said);
     Py_XDECREF(said);
     return wrong;
 }
 
-/* Sends the datagram with the next id, and notes that the request is in flight. Returns the id; NULL: it was not sent, and there may
- * be an exception. */
-static PyObject *send_request(const exchange_t *self, PyObject *call, uint64_t deadline, uint64_t *id) {
-    PyObject *const *object = self->object;
-    PyObject *key = PyIter_Next(object[IDS]);
-    *id = key == NULL ? 0 : PyLong_AsUnsignedLongLong(key);
-    if (key == NULL || PyErr_Occurred() || PyDict_SetItem(object[IN_FLIGHT], key, call)) {
-        Py_XDECREF(key);
-        return NULL;
+/* Returns whether a prepared request has never been sent, so that it is sent in full, as most are used once; -1 with an exception. */
+static int is_first(const exchange_t *self, PyObject *prepared) {
+    if (PySet_Size(self->object[ONCE]) >= TENSORD_MAX_NUMBERS)
+        return 0;
+    int is = PySet_Contains(self->object[ONCE], prepared);
+    return is < 0 ? -1 : !is;
+}
+
+/* Overwrites the deadline in a request's own fields, which lie at the end of what was written. */
+static void put_deadline(tensord__writer *to, Py_ssize_t own_size, uint64_t deadline) {
+    tensord__reader from = tensord__read_from(to->at - own_size, (size_t)own_size);
+    tensord__take_text(&from);
+    tensord__writer at = tensord__write_to((void *)from.at, (size_t)(from.end - from.at));
+    if (!from.bad)
+        tensord__put_u64(&at, deadline);
+}
+
+/* Writes the datagram of a request. Returns whether it can be sent by itself; -1 with an exception. ``deadline``: in monotonic ns; 0: none. */
+static int write_request(const exchange_t *self, PyObject *placed, PyObject *own, uint64_t id, uint64_t deadline, tensord__writer *to) {
+    PyObject *prepared = PyObject_GetAttr(placed, name.prepared), *number = NULL;
+    PyObject *contents = PyObject_GetAttr(placed, name.contents), *segments = PyObject_GetAttr(placed, name.segments);
+    int is = prepared == NULL || contents == NULL || segments == NULL ? -1 : 1;
+    if (is > 0) {
+        number = PyDict_GetItemWithError(self->object[NUMBERS], prepared);
+        is = number != NULL ? 1 : PyErr_Occurred() ? -1 : is_first(self, prepared);
     }
-    char *datagram = PyByteArray_AsString(object[DATAGRAM]);
-    write_u64(datagram + self->id_at, *id);
-    write_u64(datagram + self->deadline_at, deadline);
-    if (send(self->fd, datagram, (size_t)PyByteArray_Size(object[DATAGRAM]), MSG_DONTWAIT | MSG_NOSIGNAL) >= 0)
-        return key;
-    /* Python finds why. */
-    PyDict_DelItem(object[IN_FLIGHT], key);
-    Py_DECREF(key);
+    for (Py_ssize_t i = 0; is > 0 && i < PyTuple_Size(segments); i++)
+        is = PySet_Contains(self->object[ANNOUNCED], PyTuple_GetItem(segments, i));
+    if (is > 0) {
+        tensord__put_datagram(to, 1);
+        tensord__put_request(to, id);
+        put_encoded(to, number == NULL ? prepared : number);
+        if (PyList_Size(contents) > 0)
+            put_each(to, contents, put_content);
+        else
+            tensord__put_array(to, 0);
+        put_encoded(to, own);
+        if (deadline && !to->full)
+            put_deadline(to, PyBytes_Size(own), deadline);
+        is = PyErr_Occurred() ? -1 : !to->full && to->at - to->begin <= TENSORD_MAX_DATAGRAM;
+        if (is > 0 && number == NULL)
+            is = PySet_Add(self->object[ONCE], prepared) ? -1 : 1;
+    }
+    Py_XDECREF(prepared);
+    Py_XDECREF(contents);
+    Py_XDECREF(segments);
+    return is;
+}
+
+/* Sends a request and notes that it is in flight. Returns its id; NULL: nothing was done, and there may be an exception. */
+static PyObject *send_request(const exchange_t *self, PyObject *placed, PyObject *own, uint64_t deadline, uint64_t *id) {
+    PyObject *key = PyIter_Next(self->object[IDS]);
+    *id = key == NULL ? 0 : PyLong_AsUnsignedLongLong(key);
+    WRITER(to);
+    if (key != NULL && !PyErr_Occurred() && write_request(self, placed, own, *id, deadline, &to) > 0 && PyDict_SetItem(self->object[IN_FLIGHT], key, Py_None) == 0) {
+        if (send(self->fd, to.begin, (size_t)(to.at - to.begin), MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) {
+            free(to.grown);
+            return key;
+        }
+        /* Python finds why. */
+        PyDict_DelItem(self->object[IN_FLIGHT], key);
+    }
+    free(to.grown);
+    Py_XDECREF(key);
     return NULL;
 }
 
-/* Returns whether a datagram is an answer as the last one was. */
-static int is_alike(const exchange_t *self, const struct msghdr *message, size_t size, uint64_t id) {
-    char *head, *tail;
-    Py_ssize_t head_size, tail_size, tail_at = self->tail_at;
-    char text[ID_SIZE];
-    const char *received = PyByteArray_AsString(self->object[RECEIVED]);
-    if (PyBytes_AsStringAndSize(self->object[HEAD], &head, &head_size) || PyBytes_AsStringAndSize(self->object[TAIL], &tail, &tail_size))
-        return 0;
-    write_u64(text, id);
-    return !message->msg_controllen && !(message->msg_flags & (MSG_TRUNC | MSG_CTRUNC)) && size >= (size_t)(tail_at + tail_size) &&
-           !memcmp(received + tail_at, tail, (size_t)tail_size) && !memcmp(received, head, (size_t)head_size) &&
-           !memcmp(received + tail_at - ID_SIZE, text, ID_SIZE);
+/* Receives, without the interpreter's lock. Returns as recvmsg; -1 with EINTR: there is an exception. */
+static ssize_t receive(const exchange_t *self, struct msghdr *message) {
+    spin_t *spin = (spin_t *)PyObject_GetAttr(self->object[SOCKET], name.spin);
+    size_t room = message->msg_controllen;
+    ssize_t size = -1;
+    int failure = EINTR;
+    while (spin != NULL) {
+        message->msg_controllen = room;
+        Py_BEGIN_ALLOW_THREADS
+        spin_before(spin, self->fd);
+        size = recvmsg(self->fd, message, MSG_CMSG_CLOEXEC);
+        failure = errno;
+        spin_after(spin);
+        Py_END_ALLOW_THREADS
+        if (size >= 0 || failure != EINTR || PyErr_CheckSignals())
+            break;
+    }
+    Py_XDECREF(spin);
+    errno = failure;
+    return size;
 }
 
 /* Returns what came with a datagram, as recvmsg does: (level, type, content) of each. */
@@ -184,79 +230,133 @@ static PyObject *ancillary_of(struct msghdr *message) {
     return found;
 }
 
-/* Ends an exchange that was answered as ever. Returns the outputs. */
-static PyObject *finish(const exchange_t *self, PyObject *key, size_t size) {
-    PyObject *const *object = self->object;
-    Py_ssize_t at = self->tail_at + PyBytes_Size(object[TAIL]);
-    PyObject *times = PyBytes_FromStringAndSize(PyByteArray_AsString(object[RECEIVED]) + at, (Py_ssize_t)size - at);
-    int wrong = times == NULL || PyObject_SetAttr(object[OUTPUTS], times_name, times) || PyDict_DelItem(object[IN_FLIGHT], key);
+/* Reads the answer to a request from a datagram that has nothing else. Returns its prepared answer; NULL: what came is something else, of
+ * which Python finds out more, or there is an exception. */
+static PyObject *read_answer(const exchange_t *self, const struct msghdr *message, size_t size, uint64_t id, tensord__answer *answer) {
+    const char *received = PyByteArray_AsString(self->object[RECEIVED]);
+    if (message->msg_controllen || message->msg_flags & (MSG_TRUNC | MSG_CTRUNC) || size < 2 || *received != TENSORD_WHOLE)
+        return NULL;
+    tensord__reader from = tensord__read_from(received + 1, size - 1);
+    if (tensord__take_array(&from) != 1)
+        return NULL;
+    uint64_t fields = tensord__take_array(&from);
+    if (!tensord__is(tensord__take_text(&from), "c"))
+        return NULL;
+    *answer = tensord__take_answer(&from, fields);
+    if (from.bad || from.at != from.end || answer->request_id != id || answer->has_lease || answer->code.size)
+        return NULL;
+    PyObject *kind = answer->numbered ? find_prepared(self->object[KNOWN], answer->number) : prepared_of(&answer->prepared, self->object[PREPARED]);
+    if (kind == NULL)
+        PyErr_Clear(); /* Python judges it. */
+    else if (is_true(kind, name.final) <= 0)
+        Py_CLEAR(kind);
+    return kind;
+}
+
+/* Adds all outputs to an answer. Returns whether they are numbers in its record, or in the caller's places; -1 with an exception. */
+static int put_outputs(const exchange_t *self, PyObject *made, tensord__answer *answer, PyObject *kind, PyObject *call) {
+    PyObject *plan = PyObject_GetAttr(kind, name.plan), *places = plan == NULL ? NULL : PyObject_GetAttr(call, name.places);
+    int is = places == NULL ? -1 : PyTuple_Size(plan) > 0;
+    uint64_t left = answer->count;
+    for (Py_ssize_t i = 0; is > 0 && i < PyTuple_Size(plan); i++) {
+        PyObject *output = PyTuple_GetItem(plan, i);
+        tensord__content content = {NULL, 0, 0, 0};
+        if (has_content(output) && left > 0) {
+            content = tensord__take_content(&answer->contents);
+            left--;
+        }
+        is = put_array(made, output, places, (const char *)content.bytes, (Py_ssize_t)content.byte_size, self->object[NDARRAY]);
+    }
+    Py_XDECREF(plan);
+    Py_XDECREF(places);
+    return is > 0 ? left == 0 : is;
+}
+
+/* Copies an attribute, if it is true. Not 0: there is an exception. */
+static int copy_attribute(PyObject *from, PyObject *to, PyObject *attribute) {
+    PyObject *value = PyObject_GetAttr(from, attribute);
+    int is = value == NULL ? -1 : PyObject_IsTrue(value);
+    int wrong = is < 0 || (is && PyObject_SetAttr(to, attribute, value));
+    Py_XDECREF(value);
+    return wrong;
+}
+
+/* Returns the Answer of an answer, but for its times; NULL: Python has to make it, or there is an exception. It is the one of the last answer
+ * where that was of the same kind, and has nothing of its own. */
+static PyObject *made_of(const exchange_t *self, tensord__answer *answer, PyObject *kind, PyObject *call, PyObject *placed) {
+    PyObject *kept = PyObject_GetAttr(placed, name.answer), *made = NULL;
+    if (kept != NULL && kept != Py_None && PyTuple_GetItem(kept, 0) == kind) {
+        made = PyTuple_GetItem(kept, 1);
+        Py_INCREF(made);
+    }
+    Py_XDECREF(kept);
+    if (made != NULL || PyErr_Occurred())
+        return made;
+    made = PyObject_CallFunctionObjArgs(self->object[ANSWER], NULL);
+    if (made == NULL || put_outputs(self, made, answer, kind, call) <= 0 || copy_attribute(kind, made, name.version) ||
+        copy_attribute(kind, made, name.parameters))
+        Py_CLEAR(made);
+    if (made != NULL && answer->count == 0) {
+        kept = PyTuple_Pack(2, kind, made);
+        if (kept == NULL || PyObject_SetAttr(placed, name.answer, kept))
+            Py_CLEAR(made);
+        Py_XDECREF(kept);
+    }
+    return made;
+}
+
+/* Sets an answer's times. Not 0: there is an exception. */
+static int put_times(PyObject *made, const tensord__answer *answer) {
+    PyObject *times = answer->has_timing ? uints_of(answer->timing, 3) : (Py_INCREF(Py_None), Py_None);
+    int wrong = times == NULL || PyObject_SetAttr(made, name.times, times);
     Py_XDECREF(times);
+    return wrong;
+}
+
+/* Lets others read the lane. An exception stays. Not 0: there is one. */
+static int end_reading(const exchange_t *self) {
+    PyObject *const *object = self->object;
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *released = PyObject_CallFunctionObjArgs(object[RELEASE], NULL);
-    wrong |= released == NULL;
+    int wrong = released == NULL;
     Py_XDECREF(released);
+    if (PyObject_Size(object[FOLLOWERS]))
+        wrong |= told(object[LANE], name.promote);
+    if (PyDict_Size(object[QUEUED]))
+        wrong |= told(object[LANE], name.advance);
     if (type != NULL)
         PyErr_Restore(type, value, traceback);
-    if (!wrong && PyObject_Size(object[FOLLOWERS])) {
-        PyObject *promoted = PyObject_CallMethodObjArgs(object[LANE], promote_name, NULL);
-        wrong = promoted == NULL;
-        Py_XDECREF(promoted);
-    }
-    if (wrong)
-        return NULL;
-    Py_INCREF(object[OUTPUTS]);
-    return object[OUTPUTS];
+    return wrong || type != NULL;
 }
 
-/* Receives, without the interpreter's lock. Returns as recvmsg; -1 with EINTR: there is an exception. */
-static ssize_t receive(const exchange_t *self, struct msghdr *message) {
-    spin_t *spin = (spin_t *)self->object[SPIN];
-    size_t room = message->msg_controllen;
-    ssize_t size;
-    for (;;) {
-        int failure;
-        message->msg_controllen = room;
-        Py_BEGIN_ALLOW_THREADS
-        spin_before(spin, self->fd);
-        size = recvmsg(self->fd, message, MSG_CMSG_CLOEXEC);
-        failure = errno;
-        spin_after(spin);
-        Py_END_ALLOW_THREADS
-        errno = failure;
-        if (size >= 0 || failure != EINTR)
-            return size;
-        if (PyErr_CheckSignals()) {
-            errno = EINTR;
-            return size;
-        }
-    }
+/* Makes the object of a request that Python has to go on with. Returns it; NULL with an exception. */
+static PyObject *begin(const exchange_t *self, PyObject *sender, PyObject *call, PyObject *placed, PyObject *key) {
+    PyObject *request = PyObject_CallMethodObjArgs(sender, name.begun, call, placed, self->object[LANE], key, NULL);
+    if (request != NULL && PyDict_SetItem(self->object[IN_FLIGHT], key, request))
+        Py_CLEAR(request);
+    return request;
 }
 
-/* Leaves a call whose caller was interrupted: the next one waits for its answer. The exception stays. */
-static void leave(const exchange_t *self, PyObject *call, PyObject *key) {
+/* Gives a request up whose caller was interrupted. The exception stays. */
+static void leave(const exchange_t *self, PyObject *sender, PyObject *call, PyObject *placed, PyObject *key) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    if (PyObject_SetAttr(call, request_id_name, key) || PyObject_SetAttr(call, waiting_name, Py_True))
+    PyObject *request = begin(self, sender, call, placed, key);
+    if (request == NULL || told(request, name.cancel))
         PyErr_Clear();
-    PyObject *released = PyObject_CallFunctionObjArgs(self->object[RELEASE], NULL);
-    Py_XDECREF(released);
-    if (PyObject_Size(self->object[FOLLOWERS])) {
-        PyObject *promoted = PyObject_CallMethodObjArgs(self->object[LANE], promote_name, NULL);
-        Py_XDECREF(promoted);
-    }
+    Py_XDECREF(request);
     PyErr_Restore(type, value, traceback);
+    end_reading(self);
 }
 
-PyDoc_STRVAR(ask_text, "ask(call, until)\n--\n\n"
-                       "Asks once. ``until``: monotonic seconds, or None.\n\n"
-                       "Returns the outputs; None: nothing was done; or, with ``reading`` held, (id, what recvmsg_into would have returned, but\n"
-                       "for the address), whose second is None where nothing came in time.");
-
 static PyObject *ask(exchange_t *self, PyObject *arguments) {
-    PyObject *call, *until;
-    if (!PyArg_ParseTuple(arguments, "OO", &call, &until))
+    if (PyTuple_Size(arguments) != 5) {
+        PyErr_SetString(PyExc_TypeError, "ask takes five arguments");
         return NULL;
+    }
+    PyObject *sender = PyTuple_GetItem(arguments, 0), *call = PyTuple_GetItem(arguments, 1), *placed = PyTuple_GetItem(arguments, 2);
+    PyObject *own = PyTuple_GetItem(arguments, 3), *until = PyTuple_GetItem(arguments, 4);
     uint64_t now = now_ns(), id, deadline = 0;
     if (until != Py_None) {
         double seconds = PyFloat_AsDouble(until);
@@ -267,38 +367,47 @@ static PyObject *ask(exchange_t *self, PyObject *arguments) {
             Py_RETURN_NONE;
         deadline = (uint64_t)(seconds * 1e9);
     }
-    int is = is_ordinary(self, now);
+    int is = may_send(self);
     if (is > 0)
         is = truth(self->object[ACQUIRE], Py_False);
     if (is < 0)
         return NULL;
     if (is == 0)
         Py_RETURN_NONE;
-    PyObject *key = set_timeout(self, deadline ? deadline - now : 0) ? NULL : send_request(self, call, deadline, &id);
+    PyObject *key = set_timeout(self, deadline ? deadline - now : 0) ? NULL : send_request(self, placed, own, deadline, &id), *answer = NULL;
     if (key == NULL) {
-        PyObject *type, *value, *traceback;
-        PyErr_Fetch(&type, &value, &traceback);
-        PyObject *released = PyObject_CallFunctionObjArgs(self->object[RELEASE], NULL);
-        Py_XDECREF(released);
-        if (type != NULL || released == NULL) {
-            PyErr_Restore(type, value, traceback);
+        if (end_reading(self))
             return NULL;
-        }
         Py_RETURN_NONE;
     }
     char control[ANCILLARY] __attribute__((aligned(sizeof(size_t))));
     struct iovec room = {PyByteArray_AsString(self->object[RECEIVED]), (size_t)PyByteArray_Size(self->object[RECEIVED])};
     struct msghdr message = {.msg_iov = &room, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+    tensord__answer read;
     ssize_t size = receive(self, &message);
-    PyObject *answer = NULL;
-    if (size < 0 && errno == EINTR)
-        leave(self, call, key);
-    else if (size < 0)
-        answer = Py_BuildValue("OO", key, Py_None);
-    else if (is_alike(self, &message, (size_t)size, id))
-        answer = finish(self, key, (size_t)size);
-    else
-        answer = Py_BuildValue("O(nNi)", key, (Py_ssize_t)size, ancillary_of(&message), message.msg_flags & ~MSG_CMSG_CLOEXEC);
+    if (size < 0 && PyErr_Occurred()) {
+        leave(self, sender, call, placed, key);
+        Py_DECREF(key);
+        return NULL;
+    }
+    PyObject *kind = size < 0 ? NULL : read_answer(self, &message, (size_t)size, id, &read);
+    if (kind != NULL)
+        answer = made_of(self, &read, kind, call, placed);
+    if (answer != NULL && put_times(answer, &read))
+        Py_CLEAR(answer);
+    Py_XDECREF(kind);
+    if (answer != NULL || PyErr_Occurred()) {
+        if (PyDict_DelItem(self->object[IN_FLIGHT], key) | end_reading(self))
+            Py_CLEAR(answer);
+    } else {
+        PyObject *request = begin(self, sender, call, placed, key);
+        if (request == NULL)
+            end_reading(self);
+        else if (size < 0)
+            answer = Py_BuildValue("NO", request, Py_None);
+        else
+            answer = Py_BuildValue("N(nNi)", request, (Py_ssize_t)size, ancillary_of(&message), message.msg_flags & ~MSG_CMSG_CLOEXEC);
+    }
     Py_DECREF(key);
     return answer;
 }
@@ -306,27 +415,15 @@ static PyObject *ask(exchange_t *self, PyObject *arguments) {
 /* --------------------------------------------------------------------------------------------------------------------- type */
 
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
-    static char *names[] = {"datagram",       "id_at",          "deadline_at",    "received",       "head",           "tail",
-                            "tail_at",        "outputs",        "lane",           "socket",         "spin",           "fd",             "in_flight",
-                            "backlog",        "releases",       "followers",      "ids",            "acquire",        "release",
-                            "locked",         "memory",         "models",         "model_key",      "model",          "epoch",
-                            "learned",        "until",          NULL};
+    static char *names[] = {"lane",  "socket", "memory",  "received", "in_flight", "queued", "outgoing", "backlog", "releases", "followers", "numbers", "once", "announced", "known",
+                            "ids",   "acquire", "release", "locked",  "prepared", "answer",    "ndarray", "fd",     "most",     NULL};
     PyObject *o[OBJECTS];
     int fd;
-    Py_ssize_t id_at, deadline_at, tail_at;
-    long epoch, learned;
-    double until;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "YnnYSSnOOOO!iO!OOOOOOOOO!OOlld", names, &o[DATAGRAM], &id_at, &deadline_at, &o[RECEIVED],
-                                     &o[HEAD], &o[TAIL], &tail_at, &o[OUTPUTS], &o[LANE], &o[SOCKET], (PyTypeObject *)spin_type, &o[SPIN], &fd, &PyDict_Type, &o[IN_FLIGHT], &o[BACKLOG],
-                                     &o[RELEASES], &o[FOLLOWERS], &o[IDS], &o[ACQUIRE], &o[RELEASE], &o[LOCKED], &o[MEMORY], &PyDict_Type,
-                                     &o[MODELS], &o[MODEL_KEY], &o[MODEL], &epoch, &learned, &until))
+    Py_ssize_t most;
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "OOOYO!O!O!OOOO!OOO!OOOOOOOin", names, &o[LANE], &o[SOCKET], &o[MEMORY], &o[RECEIVED], &PyDict_Type,
+                                     &o[IN_FLIGHT], &PyDict_Type, &o[QUEUED], &PyList_Type, &o[OUTGOING], &o[BACKLOG], &o[RELEASES], &o[FOLLOWERS], &PyDict_Type, &o[NUMBERS], &o[ONCE],
+                                     &o[ANNOUNCED], &PyDict_Type, &o[KNOWN], &o[IDS], &o[ACQUIRE], &o[RELEASE], &o[LOCKED], &o[PREPARED], &o[ANSWER], &o[NDARRAY], &fd, &most))
         return NULL;
-    Py_ssize_t size = PyByteArray_Size(o[DATAGRAM]), room = PyByteArray_Size(o[RECEIVED]);
-    if (id_at < 0 || id_at + ID_SIZE > size || deadline_at < 0 || deadline_at + ID_SIZE > size || tail_at < ID_SIZE || tail_at > room ||
-        PyBytes_Size(o[HEAD]) > room || PyBytes_Size(o[TAIL]) > room - tail_at) {
-        PyErr_SetString(PyExc_ValueError, "a place lies outside of its buffer");
-        return NULL;
-    }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     exchange_t *self = (exchange_t *)allocate(type, 0);
     if (self == NULL)
@@ -336,12 +433,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
         self->object[i] = o[i];
     }
     self->fd = fd;
-    self->id_at = id_at;
-    self->deadline_at = deadline_at;
-    self->tail_at = tail_at;
-    self->epoch = epoch;
-    self->learned = learned;
-    self->until = until >= 9e9 ? UINT64_MAX : (uint64_t)(until * 1e9);
+    self->most = most;
     return (PyObject *)self;
 }
 
@@ -367,8 +459,9 @@ static void drop(exchange_t *self) {
     Py_DECREF(type);
 }
 
+/* What it does stands in _lane.pyi. */
 static PyMethodDef methods[] = {
-    {"ask", (PyCFunction)(void (*)(void))ask, METH_VARARGS, ask_text},
+    {"ask", (PyCFunction)(void (*)(void))ask, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -378,13 +471,31 @@ static PyType_Slot slots[] = {
 
 PyType_Spec exchange_spec = {"tensord_client._lane.Exchange", sizeof(exchange_t), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
 
-static int intern(PyObject **name, const char *text) {
-    *name = PyUnicode_InternFromString(text);
-    return *name == NULL;
-}
-
 int exchange_names(void) {
-    return intern(&closing_name, "closing") || intern(&epoch_name, "epoch") || intern(&learned_name, "learned") || intern(&closures_name, "closures") ||
-           intern(&known_closures_name, "known_closures") || intern(&timeout_name, "timeout_ms") || intern(&times_name, "times") ||
-           intern(&promote_name, "promote") || intern(&waiting_name, "waiting") || intern(&request_id_name, "request_id");
+    static const struct {
+        PyObject **name;
+        const char *text;
+    } names[] = {{&name.advance, "advance"},
+                 {&name.answer, "answer"},
+                 {&name.begun, "begun"},
+                 {&name.cancel, "cancel"},
+                 {&name.closing, "closing"},
+                 {&name.closures, "closures"},
+                 {&name.contents, "contents"},
+                 {&name.final, "final"},
+                 {&name.known_closures, "known_closures"},
+                 {&name.parameters, "parameters"},
+                 {&name.places, "places"},
+                 {&name.plan, "plan"},
+                 {&name.prepared, "prepared"},
+                 {&name.promote, "promote"},
+                 {&name.segments, "segments"},
+                 {&name.spin, "spin"},
+                 {&name.timeout_ms, "timeout_ms"},
+                 {&name.times, "times"},
+                 {&name.version, "version"}};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL)
+            return -1;
+    return 0;
 }

@@ -24,11 +24,6 @@ static PyObject *made(tensord__writer *to) {
     return content;
 }
 
-#define WRITER(name)                                                                                                              \
-    unsigned char stack[1024];                                                                                                    \
-    tensord__writer name = tensord__write_to(stack, sizeof stack);                                                                \
-    name.grows = 1
-
 /* A converter of PyArg_ParseTuple: a number that is not negative. */
 static int as_uint(PyObject *value, void *number) {
     *(uint64_t *)number = PyLong_AsUnsignedLongLong(value);
@@ -65,7 +60,7 @@ static void put_int(tensord__writer *to, PyObject *value) {
 }
 
 /* Writes an array of what a sequence has. */
-static void put_each(tensord__writer *to, PyObject *given, void (*put)(tensord__writer *, PyObject *)) {
+void put_each(tensord__writer *to, PyObject *given, void (*put)(tensord__writer *, PyObject *)) {
     PyObject *list = to->full ? NULL : PySequence_List(given);
     if (list == NULL) {
         to->full = 1;
@@ -77,7 +72,7 @@ static void put_each(tensord__writer *to, PyObject *given, void (*put)(tensord__
     Py_DECREF(list);
 }
 
-static void put_content(tensord__writer *to, PyObject *content) {
+void put_content(tensord__writer *to, PyObject *content) {
     char *at;
     Py_ssize_t size;
     if (PyBytes_AsStringAndSize(content, &at, &size))
@@ -87,7 +82,7 @@ static void put_content(tensord__writer *to, PyObject *content) {
 }
 
 /* Writes what is encoded already. */
-static void put_encoded(tensord__writer *to, PyObject *encoded) {
+void put_encoded(tensord__writer *to, PyObject *encoded) {
     char *at;
     Py_ssize_t size;
     if (PyBytes_AsStringAndSize(encoded, &at, &size))
@@ -369,7 +364,7 @@ static int set_field(PyObject *made, Py_ssize_t i, PyObject *item) {
 /* Sets an item of a tuple, which takes it over. Not 0: making it has failed. */
 static int set_item(PyObject *made, uint64_t i, PyObject *item) { return item == NULL || PyTuple_SetItem(made, (Py_ssize_t)i, item); }
 
-static PyObject *uints_of(const uint64_t *numbers, int count) {
+PyObject *uints_of(const uint64_t *numbers, int count) {
     PyObject *found = PyTuple_New(count);
     for (int i = 0; found != NULL && i < count; i++)
         if (set_item(found, (uint64_t)i, PyLong_FromUnsignedLongLong(numbers[i])))
@@ -413,7 +408,7 @@ static PyObject *value_of(tensord__reader *from) {
 }
 
 /* Returns a prepared answer: an instance of the class. */
-static PyObject *prepared_of(tensord__prepared_answer *read, PyObject *prepared) {
+PyObject *prepared_of(tensord__prepared_answer *read, PyObject *prepared) {
     PyObject *outputs = PyTuple_New((Py_ssize_t)read->output_count), *parameters = PyDict_New();
     int wrong = outputs == NULL || parameters == NULL;
     for (uint64_t i = 0; !wrong && i < read->output_count; i++)
@@ -445,7 +440,7 @@ static PyObject *contents_of(tensord__answer *answer, uint64_t *byte_size) {
 }
 
 /* Returns the prepared answer with a number, or NULL with an exception. */
-static PyObject *find_prepared(PyObject *known, uint64_t number) {
+PyObject *find_prepared(PyObject *known, uint64_t number) {
     PyObject *key = PyLong_FromUnsignedLongLong(number);
     PyObject *found = key == NULL ? NULL : PyDict_GetItemWithError(known, key);
     if (found == NULL && !PyErr_Occurred())
@@ -498,7 +493,7 @@ static PyObject *learned(tensord__reader *from, PyObject *known, PyObject *prepa
     return found;
 }
 
-PyObject *read_record(tensord__reader *from, PyObject *known, PyObject *prepared) {
+static PyObject *read_record(tensord__reader *from, PyObject *known, PyObject *prepared) {
     uint64_t fields = tensord__take_array(from), read[2] = {0, 0};
     tensord__text tag = tensord__take_text(from);
     if (tensord__is(tag, "c")) {
@@ -549,41 +544,6 @@ static PyObject *records(PyObject *module, PyObject *arguments) {
         Py_CLEAR(found);
     }
     return found;
-}
-
-static PyObject *timing(PyObject *module, PyObject *content) {
-    uint64_t times[3];
-    tensord__reader from;
-    (void)module;
-    if (read_of(content, 0, PyObject_Size(content), &from))
-        return NULL;
-    tensord__take_lease(&from, times);
-    if (!from.bad && from.at == from.end)
-        return uints_of(times, 3);
-    PyErr_SetString(PyExc_ValueError, "these are no times");
-    return NULL;
-}
-
-static PyObject *skip(PyObject *module, PyObject *arguments) {
-    PyObject *content;
-    Py_ssize_t at, end;
-    uint64_t number, left = 1;
-    tensord__reader from;
-    (void)module;
-    if (!PyArg_ParseTuple(arguments, "Onn", &content, &at, &end) || read_of(content, at, end, &from))
-        return NULL;
-    const unsigned char *begin = from.at;
-    while (left-- > 0 && !from.bad) {
-        int kind = tensord__take_head(&from, &number);
-        if (kind == TENSORD__TEXT || kind == TENSORD__BYTES)
-            tensord__take(&from, number);
-        else if (kind == TENSORD__ARRAY || kind == TENSORD__MAP)
-            left += kind == TENSORD__MAP ? 2 * number : number;
-    }
-    if (!from.bad)
-        return PyLong_FromSsize_t(at + (from.at - begin));
-    PyErr_SetString(PyExc_ValueError, "a value is cut off");
-    return NULL;
 }
 
 /* --------------------------------------------------------------------------------------------------------- inputs of requests */
@@ -662,33 +622,60 @@ static PyObject *small_inputs(PyObject *module, PyObject *arguments) {
 
 /* ------------------------------------------------------------------------------------------------------- arrays of answers */
 
-static PyObject *arrays(PyObject *module, PyObject *arguments) {
-    PyObject *answer, *outputs, *contents, *ndarray, *name, *shape, *dtype;
-    Py_ssize_t byte_size, size;
-    char *content;
-    (void)module;
-    if (!PyArg_ParseTuple(arguments, "O!O!O!O", &PyDict_Type, &answer, &PyTuple_Type, &outputs, &PyTuple_Type, &contents, &ndarray))
-        return NULL;
-    Py_ssize_t count = PyTuple_Size(outputs);
-    if (PyTuple_Size(contents) != count)
-        Py_RETURN_FALSE;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *each = PyTuple_GetItem(contents, i);
-        if (!PyArg_ParseTuple(PyTuple_GetItem(outputs, i), "OOOn", &name, &shape, &dtype, &byte_size))
-            return NULL;
-        if (!PyBytes_CheckExact(each) || PyBytes_Size(each) != byte_size)
-            Py_RETURN_FALSE;
-        if (PyBytes_AsStringAndSize(each, &content, &size))
-            return NULL;
-        PyObject *memory = PyByteArray_FromStringAndSize(content, size);
-        PyObject *array = memory == NULL ? NULL : PyObject_CallFunctionObjArgs(ndarray, shape, dtype, memory, NULL);
-        int wrong = array == NULL || PyDict_SetItem(answer, name, array);
-        Py_XDECREF(memory);
-        Py_XDECREF(array);
-        if (wrong)
-            return NULL;
+/* Returns whether an array that the caller gave has that shape and dtype; -1 with an exception. */
+static int is_like(PyObject *place, PyObject *shape, PyObject *dtype) {
+    PyObject *has = PyObject_GetAttr(place, shape_name);
+    int is = has == NULL ? -1 : PyObject_RichCompareBool(has, shape, Py_EQ);
+    Py_XDECREF(has);
+    if (is <= 0)
+        return is;
+    has = PyObject_GetAttr(place, dtype_name);
+    is = has == NULL ? -1 : PyObject_RichCompareBool(has, dtype, Py_EQ);
+    Py_XDECREF(has);
+    return is;
+}
+
+int put_array(PyObject *answer, PyObject *output, PyObject *places, const char *content, Py_ssize_t size, PyObject *ndarray) {
+    PyObject *name, *shape, *dtype, *array;
+    Py_ssize_t byte_size;
+    if (!PyArg_ParseTuple(output, "OOOn", &name, &shape, &dtype, &byte_size))
+        return -1;
+    PyObject *place = PyDict_GetItemWithError(places, name);
+    if (byte_size < 0 || place != NULL) {
+        int is = byte_size < 0 && place != NULL ? is_like(place, shape, dtype) : 0;
+        return is > 0 && PyDict_SetItem(answer, name, place) ? -1 : is;
     }
-    Py_RETURN_TRUE;
+    if (PyErr_Occurred())
+        return -1;
+    if (content == NULL || size != byte_size)
+        return 0;
+    PyObject *memory = PyByteArray_FromStringAndSize(content, size);
+    array = memory == NULL ? NULL : PyObject_CallFunctionObjArgs(ndarray, shape, dtype, memory, NULL);
+    int wrong = array == NULL || PyDict_SetItem(answer, name, array);
+    Py_XDECREF(memory);
+    Py_XDECREF(array);
+    return wrong ? -1 : 1;
+}
+
+int has_content(PyObject *output) { return PyLong_AsSsize_t(PyTuple_GetItem(output, 3)) >= 0; }
+
+static PyObject *arrays(PyObject *module, PyObject *arguments) {
+    PyObject *answer, *outputs, *contents, *places, *ndarray;
+    Py_ssize_t at = 0;
+    int is = 1;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "O!O!O!O!O", &PyDict_Type, &answer, &PyTuple_Type, &outputs, &PyTuple_Type, &contents, &PyDict_Type, &places, &ndarray))
+        return NULL;
+    for (Py_ssize_t i = 0; is > 0 && i < PyTuple_Size(outputs); i++) {
+        PyObject *output = PyTuple_GetItem(outputs, i), *given = NULL;
+        if (has_content(output) && at < PyTuple_Size(contents))
+            given = PyTuple_GetItem(contents, at++);
+        is = given != NULL && PyBytes_CheckExact(given) ? put_array(answer, output, places, PyBytes_AsString(given), PyBytes_Size(given), ndarray)
+                                                        : put_array(answer, output, places, NULL, 0, ndarray);
+    }
+    if (is < 0)
+        return NULL;
+    return PyBool_FromLong(is && at == PyTuple_Size(contents));
 }
 
 /* ------------------------------------------------------------------------------------------------------------------- module */
@@ -710,10 +697,8 @@ static PyMethodDef functions[] = {
     {"segment_closed", segment_closed, METH_VARARGS, NULL},
     {"segment_opened", segment_opened, METH_VARARGS, NULL},
     {"segment_refused", segment_refused, METH_VARARGS, NULL},
-    {"skip", skip, METH_VARARGS, NULL},
     {"small_inputs", small_inputs, METH_VARARGS, NULL},
     {"taken", taken, METH_VARARGS, NULL},
-    {"timing", timing, METH_O, NULL},
     {"trace_context", trace_context, METH_VARARGS, NULL},
     {"wire_version", wire_version, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

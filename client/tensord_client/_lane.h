@@ -25,8 +25,30 @@ extern PyObject *spin_type;
 /* Makes the names of attributes that an exchange looks for. Not 0: there is an exception. */
 int exchange_names(void);
 
-/* Returns the next record of a datagram: an AnswerRecord, or its tag and numbers; NULL: there is an exception, or the reader is bad.
- * ``known``: number -> prepared answer, which learns what the record prepares; ``prepared``: the class of these. */
-PyObject *read_record(tensord__reader *from, PyObject *known, PyObject *prepared);
+/* Defines a writer that grows; whoever uses it frees ``grown``. */
+#define WRITER(name)                                                                                                              \
+    unsigned char stack[1024];                                                                                                    \
+    tensord__writer name = tensord__write_to(stack, sizeof stack);                                                                \
+    name.grows = 1
+
+/* Writes an array of what a sequence has. */
+void put_each(tensord__writer *to, PyObject *given, void (*put)(tensord__writer *, PyObject *));
+void put_content(tensord__writer *to, PyObject *content);
+/* Writes what is encoded already. */
+void put_encoded(tensord__writer *to, PyObject *encoded);
+
+/* Returns a prepared answer: an instance of the class ``prepared``, or the one that has a number. NULL: there is an exception. */
+PyObject *prepared_of(tensord__prepared_answer *read, PyObject *prepared);
+PyObject *find_prepared(PyObject *known, uint64_t number);
+
+/* Returns a tuple of numbers. */
+PyObject *uints_of(const uint64_t *numbers, int count);
+
+/* Returns whether an output (name, shape, dtype, byte size) has a content in the answer's record; else it is in the caller's place. */
+int has_content(PyObject *output);
+
+/* Adds an output to an answer: an array of the content, or the caller's place for it. Returns whether it is as the output says; -1 with
+ * an exception. */
+int put_array(PyObject *answer, PyObject *output, PyObject *places, const char *content, Py_ssize_t size, PyObject *ndarray);
 
 #endif

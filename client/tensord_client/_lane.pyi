@@ -155,12 +155,6 @@ def records(
     Raises: ValueError: the bytes are no records of a worker, or an answer names a number that is not known.
     """
 
-def timing(content: bytes, /) -> tuple[int, int, int]:
-    """Decodes the times at the end of an answer. Raises ValueError: they are none."""
-
-def skip(content: bytes | bytearray, at: int, end: int, /) -> int:
-    """Returns the position behind the value that begins at ``content[at]``. Raises ValueError: it does not end by ``end``."""
-
 # ----------------------------------------------------------------------------------------------------------------- arrays
 
 def small_inputs(
@@ -180,14 +174,16 @@ def arrays(
     answer: dict[str, Array],
     outputs: tuple[tuple[str, tuple[int, ...], Any, int], ...],
     contents: tuple[Any, ...],
+    places: dict[str, Any],
     ndarray: type[Array],
     /,
 ) -> bool:
-    """Adds an array for each output to an answer. Returns False if bytes are not in the record or do not fit; else True.
+    """Adds an array for each output to an answer. Returns False if one is neither in the record nor in its place; else True.
 
     Args:
-      outputs: (name, shape, dtype, byte size) of each output.
-      contents: for each output its bytes in the answer's record, or their place in the worker's memory.
+      outputs: (name, shape, dtype, byte size) of each output; byte size -1: the worker has written it to its place.
+      contents: for each other output its bytes in the answer's record, or their place in the worker's memory.
+      places: output name -> the caller's array for it.
       ndarray: numpy's.
     """
 
@@ -199,37 +195,45 @@ class Spin:
     def end(self, now_ns: int) -> None: ...
 
 class Exchange:
+    """Sends requests of threads that wait, and receives their answers, on one lane."""
+
     def __init__(
         self,
         *,
-        datagram: bytearray,
-        id_at: int,
-        deadline_at: int,
-        received: bytearray,
-        head: bytes,
-        tail: bytes,
-        tail_at: int,
-        outputs: Answer,
         lane: Any,
         socket: Any,
-        spin: Spin,
-        fd: int,
+        memory: Any,
+        received: bytearray,
         in_flight: dict[int, Any],
+        queued: dict[int, Any],
+        outgoing: list[Any],
         backlog: Sized,
         releases: Sized,
         followers: Sized,
+        numbers: dict[bytes, bytes],
+        once: set[bytes],
+        announced: set[int],
+        known: dict[int, PreparedAnswer],
         ids: Iterator[int],
         acquire: Callable[[bool], bool],
         release: Callable[[], None],
         locked: Callable[[], bool],
-        memory: Any,
-        models: dict[Any, Any],
-        model_key: Any,
-        model: Any,
-        epoch: int,
-        learned: int,
-        until: float,
+        prepared: type[PreparedAnswer],
+        answer: type[Answer],
+        ndarray: type[Array],
+        fd: int,
+        most: int,
     ) -> None: ...
     def ask(
-        self, call: Any, until: float | None
-    ) -> Answer | tuple[int, tuple[int, list[tuple[int, int, bytes]], int] | None] | None: ...
+        self, sender: Any, call: Any, placed: Any, own: bytes, until: float | None, /
+    ) -> Answer | tuple[Any, tuple[int, list[tuple[int, int, bytes]], int] | None] | None:
+        """Sends a request and waits for its answer.
+
+        Returns the answer; None: nothing was done; or, with the lock ``reading`` held, (the request, what ``recvmsg_into``
+        returned), whose second is None where nothing came in time.
+
+        Args:
+          sender: its ``begun`` makes the request of (``call``, ``placed``, the lane, the request's id), where Python goes on.
+          own: the request's other fields, encoded by ``own_fields``; the deadline in it is replaced by ``until``.
+          until: seconds of ``time.monotonic()``; None: without limit.
+        """

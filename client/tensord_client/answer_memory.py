@@ -8,6 +8,7 @@ is an eighth of what answers may hold.
 
 from __future__ import annotations
 
+import math
 import mmap
 import weakref
 from collections import deque
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tensord_client.common.arrays import dtype_of
+from tensord_client.common.datatypes import DATATYPES
 from tensord_client.errors import DeadlineExceeded, Internal, ResultsHeld, ServingError, Unavailable, from_code
 from tensord_client.memory import mapped
 from tensord_client.native import wire
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 #: The segment, offset and generation of a lease.
 LeaseKey = tuple[int, int, int]
 _RELEASES, _RELEASED_PART = 16, 8
+#: The datatypes of fixed size.
+_NUMBERS = DATATYPES.keys() - {"BYTES"}
 #: How a worker's error begins when its response memory had no room for an answer.
 _NO_ROOM = "no room for an answer of "
 
@@ -46,8 +51,17 @@ class PreparedAnswer:
         self.own_count = sum([not output.placed for output in outputs])
         #: True: a record without an error is no response, and only says that no further response comes.
         self.is_mark = final and not (version or outputs)
-        #: (name, shape, dtype, byte size) of each output, for ``pending``; empty: they are not all numbers in the record.
-        self.plan: tuple[tuple[str, tuple[int, ...], Any, int], ...] | None = None
+        #: (name, shape, dtype, the content's byte size in the answer's record; -1: it lies in the caller's array) of each
+        #: output; empty where an output is BYTES, or of a datatype that nobody knows.
+        self.plan: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] = ()
+        if all([output.datatype in _NUMBERS for output in outputs]):  # noqa: C419  # a generator costs more
+            planned = [(output.name, output.shape, dtype_of(output.datatype), output.placed) for output in outputs]
+            self.plan = tuple(
+                [
+                    (name, shape, kind, -1 if lies else math.prod(shape) * kind.itemsize)
+                    for name, shape, kind, lies in planned
+                ]
+            )
 
 
 class HeldResults:
@@ -57,19 +71,19 @@ class HeldResults:
         """Starts counting at zero. ``most``: the most answers that the program may hold."""
         self.most = most
         #: The bytes of each answer, by the memory of its lane and the key of its lease.
-        self._sizes: dict[tuple[AnswerMemory, LeaseKey], int] = {}
+        self.sizes: dict[tuple[AnswerMemory, LeaseKey], int] = {}
 
     def add(self, memory: AnswerMemory, key: LeaseKey, byte_size: int) -> None:
         """Adds an answer, whose outputs have ``byte_size`` bytes, to those that the program holds, until ``discard``."""
-        self._sizes[memory, key] = byte_size
+        self.sizes[memory, key] = byte_size
 
     def discard(self, memory: AnswerMemory, key: LeaseKey) -> None:
         """Removes an answer from those that the program holds; does nothing if it is not among them."""
-        self._sizes.pop((memory, key), None)
+        self.sizes.pop((memory, key), None)
 
     def too_many(self) -> ResultsHeld | None:
         """Returns the error of a program that holds as many answers as it may; None: it holds fewer."""
-        held = len(self._sizes)
+        held = len(self.sizes)
         return ResultsHeld(held, self.most) if held >= self.most else None
 
     def explained(self, error: ServingError, memory: AnswerMemory, room: int) -> ServingError:
@@ -80,7 +94,7 @@ class HeldResults:
           memory, room: the memory of the request's lane, and the bytes that answers in it may hold.
         """
         # A copy: before Python 3.12 a garbage collection may begin inside a loop over the items, and end a lease that is counted.
-        held = self._sizes.copy().items()
+        held = self.sizes.copy().items()
         here = [size for (each, _), size in held if each is memory]
         is_full = isinstance(error, DeadlineExceeded) and here and sum(here) + max(here) > room
         if not (held and (is_full or error.message.startswith(_NO_ROOM))):

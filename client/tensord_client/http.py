@@ -21,7 +21,7 @@ import numpy as np
 
 from tensord_client.common.arrays import datatype_of, decode, dtype_of
 from tensord_client.common.call import MAX_WAITING, Call
-from tensord_client.common.connection import RepeatedCall
+from tensord_client.common.connection import Prepared
 from tensord_client.common.forks import forgotten_by_children
 from tensord_client.common.results import Answer, Array, Description, Timing, check_place, written
 from tensord_client.common.scheduling import PARAMETERS, Kind
@@ -222,9 +222,11 @@ class HttpConnection:
     def _send(self, exchange: HttpExchange, patience: float | None = None) -> HttpRequest:
         return HttpRequest(self._pool, exchange, self._waiter, self._patience if patience is None else patience)
 
-    def prepare(self, call: Call) -> RepeatedCall:
+    exchange = ask
+
+    def prepare(self, call: Call) -> Prepared:
         """Makes a request that can be sent many times, each time with what its arrays hold then; nothing is sent yet."""
-        return RepeatedCall(self, call)
+        return Prepared(self.ask, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Makes an ordinary numpy array: over HTTP the server shares no memory of the host with this process.

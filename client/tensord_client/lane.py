@@ -17,21 +17,23 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensord_client.answer_memory import HeldResults
 from tensord_client.clients_socket import ClientsSocket
 from tensord_client.common.call import MAX_WAITING, Call
+from tensord_client.common.connection import Prepared
 from tensord_client.common.forks import forgotten_by_children
 from tensord_client.common.pending import WaitEnded
-from tensord_client.common.results import Array, Description
+from tensord_client.common.results import Answer, Array, Description
+from tensord_client.common.scheduling import UNSCHEDULED
 from tensord_client.common.submission import UNKNOWN_MODEL, lost_sequence
 from tensord_client.errors import (
     CLOSED,
     Cancelled,
     Internal,
+    InvalidArgument,
     ServingError,
     Unavailable,
     Unsupported,
@@ -44,8 +46,7 @@ from tensord_client.memory import Memory
 from tensord_client.native import say_missing, wire
 from tensord_client.opened_model import OpenedModel
 from tensord_client.parameters import sealed
-from tensord_client.placement import Placement
-from tensord_client.prepared_call import PreparedCall
+from tensord_client.placement import Placed, Placement, own_fields
 from tensord_client.worker_lane import WorkerLane
 
 #: Request ids begin here, so that all of them have the same length on the wire.
@@ -106,6 +107,8 @@ class LaneConnection(Sender):
         self.memory: Memory = Memory()
         self.placement: Placement = Placement(self.memory)
         self._ids = itertools.count(_FIRST_ID)
+        #: The encoded fields of a request that has none of its own; without a part in C there are no lanes.
+        self._bare: bytes = b"" if wire is None else wire.own_fields()
         self.held = HeldResults(self.max_results)
         #: Lanes by their numbers at the daemon, and those of a daemon that has gone, whose numbers the next one gives anew.
         self._lanes: dict[int, WorkerLane] = {}
@@ -114,7 +117,6 @@ class LaneConnection(Sender):
         self.models: dict[tuple[str, int], OpenedModel] = {}
         self._sequences: dict[tuple[str, int | str], WorkerLane] = {}
         self.begin()
-        self._prepared: weakref.WeakSet[PreparedCall] = weakref.WeakSet()
 
     # ------------------------------------------------------------------------------------------------- the daemon
 
@@ -287,7 +289,9 @@ class LaneConnection(Sender):
             if call.layouts is None
             else self.placement.place_again(call, model, call.layouts)
         )
-        pending = LaneRequest(self, call, placed)
+        return self._submit(LaneRequest(self, call, placed, own_fields(call)))
+
+    def _submit(self, pending: LaneRequest) -> LaneRequest:
         if not self._send(pending, self.max_waiting):
             with self.laneless_lock:
                 waiting = len(self.laneless)
@@ -296,14 +300,66 @@ class LaneConnection(Sender):
                 pending.mark_astray()
         return pending
 
-    def prepare(self, call: Call) -> PreparedCall:
+    def exchange(self, call: Call) -> Answer | LaneRequest:
+        """Sends a request whose caller waits in this thread. Returns its answer, or, if it did not come at once, a ``Pending``.
+
+        Raises: as ``ask``.
+        """
+        known = self.models.get((call.model, call.version))
+        if known is None or call.traceparent or len(self.held.sizes) >= self.held.most:
+            return self.ask(call)
+        sequence_id = call.scheduling.sequence_id
+        is_alone = len(known.lanes) == 1 and not (known.coming or sequence_id)
+        lane = known.lanes[0] if is_alone else self.lane_for(call)
+        if lane is None or lane.exchange is None:
+            return self.ask(call)
+        if call.layouts is not None:
+            # It is prepared.
+            layout = call.layouts.get(known)
+            placed = layout.placed if layout is not None else None
+            if placed is None:
+                placed = self.placement.place_again(call, known, call.layouts)
+                layout = call.layouts[known]
+            own: bytes = layout.own  # type: ignore[union-attr]
+        else:
+            placed = self.placement.place(call, known)
+            is_bare = not call.request_id and call.scheduling == UNSCHEDULED
+            own = self._bare if is_bare else own_fields(call)
+        came = lane.exchange.ask(self, call, placed, own, call.deadline)
+        if sequence_id and came is not None:
+            self.sent(call, lane)
+        if type(came) is Answer:
+            if placed.slot is not None:
+                placed.slot.give_back()
+            return came
+        if came is None:
+            return self._submit(LaneRequest(self, call, placed, own_fields(call)))
+        request: LaneRequest
+        request, datagram = came
+        lane.go_on(datagram)
+        return request
+
+    def begun(self, call: Call, placed: Placed, lane: WorkerLane, request_id: int) -> LaneRequest:
+        """Makes the object of a request that the part in C has sent, and that Python has to go on with."""
+        pending = LaneRequest(self, call, placed, own_fields(call))
+        pending.lane, pending.request_id = lane, request_id
+        if call.layouts is not None:
+            call.last = pending
+        return pending
+
+    def prepare(self, call: Call) -> Prepared:
         """Makes a request that can be sent many times, each time with what its arrays hold then.
 
         Raises: InvalidArgument: the request cannot be sent, or has several responses.  Unavailable: no worker serves the model
-          now, or shared memory is full.  NotFound: the model is not served.
+          now.  NotFound: the model is not served.
         """
-        made = PreparedCall(self, call, self.model_of(call))
-        self._prepared.add(made)
+        model = self.model_of(call)
+        if model.description.streams:
+            raise InvalidArgument(
+                f"model '{call.model}' answers a request with several responses: it cannot be prepared"
+            )
+        made = Prepared(self.exchange, call)
+        self.placement.keep_layout(call, model)
         return made
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
@@ -383,7 +439,7 @@ class LaneConnection(Sender):
         placed, call = pending.placed, pending.call
         loop = _running_loop()
         while True:
-            lane = self.lane_for(call, None)
+            lane = self.lane_for(call)
             if lane is None:
                 return False
             pending.lane = lane
@@ -399,13 +455,10 @@ class LaneConnection(Sender):
             self.sent(call, lane)
             return True
 
-    def lane_for(self, call: Call, last: WorkerLane | None) -> WorkerLane | None:
+    def lane_for(self, call: Call) -> WorkerLane | None:
         """Chooses the lane for a request: that of its sequence, else the least busy one.
 
         Returns None: no lane to a worker that serves the model is usable.
-
-        Args:
-          last: the lane that the caller used last, which is chosen again if nothing is in flight on it; None: there is none.
 
         Raises: Unavailable: the request belongs to a sequence whose worker has ended.
         """
@@ -422,8 +475,6 @@ class LaneConnection(Sender):
             return None
         if known.lacks and time.monotonic() - known.opened_at > _COMING_AFTER:
             self._look_for_more(known, call)
-        if last is not None and last.usable and not last.in_flight and last in known.lanes:
-            return last
         return known.choose()
 
     def sent(self, call: Call, lane: WorkerLane) -> None:
@@ -560,7 +611,7 @@ class LaneConnection(Sender):
     def forget(self) -> None:
         """Resets the connection in a process that was forked off, and closes this process's copies of the parent's sockets."""
         lanes, sock = [*self._lanes.values(), *self._former], self._socket
-        prepared, requests = list(self._prepared), [*self.laneless, *self.claimed]
+        requests = [*self.laneless, *self.claimed]
         self.placement.slots.forget()
         self._begin()
         if sock is not None:
@@ -569,9 +620,6 @@ class LaneConnection(Sender):
             requests += lane.forget()
         for request in requests:
             request.forget()
-        for call in prepared:
-            call.forget()
-            self._prepared.add(call)
 
     def __repr__(self) -> str:
         return f"<LaneConnection {self.path}{' closed' if self.is_closed else f' {len(self._lanes)} lanes'}>"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,9 +13,6 @@ from tensord_client.native import wire
 
 if TYPE_CHECKING:
     from tensord_client._lane import AnswerRecord, OutputTensor
-
-#: Describes an output whose bytes come in the answer's record: name, shape, dtype, byte size.
-Plan = tuple[str, tuple[int, ...], np.dtype, int]
 
 
 def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answer:
@@ -35,9 +30,7 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
     if prepared.parameters:
         answer.parameters = prepared.parameters
     answer.times = record.timing
-    if prepared.plan is None:
-        prepared.plan = _plan(prepared.outputs)
-    if prepared.plan and not places and wire.arrays(answer, prepared.plan, record.contents, np.ndarray):
+    if prepared.plan and wire.arrays(answer, prepared.plan, record.contents, places, np.ndarray):
         return answer
     contents = iter(record.contents)
     views: list[Array] = []
@@ -71,11 +64,3 @@ def _array(content: bytes, output: OutputTensor) -> Array:
     if output.datatype == "BYTES":
         return decode_strings(content, output.shape)
     return np.frombuffer(bytearray(content), dtype_of(output.datatype)).reshape(output.shape)
-
-
-def _plan(outputs: Sequence[OutputTensor]) -> tuple[Plan, ...]:
-    """Returns (name, shape, dtype, byte size) of each output; empty if an output is BYTES or lies in an array of the caller's."""
-    if any(output.placed or output.datatype == "BYTES" for output in outputs):
-        return ()
-    planned = [(output.name, output.shape, dtype_of(output.datatype)) for output in outputs]
-    return tuple([(name, shape, dtype, math.prod(shape) * dtype.itemsize) for name, shape, dtype in planned])

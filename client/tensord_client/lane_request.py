@@ -28,7 +28,7 @@ from tensord_client.errors import (
 )
 from tensord_client.lane_answers import made_answer
 from tensord_client.native import wire
-from tensord_client.placement import Placed, own_fields
+from tensord_client.placement import Placed
 from tensord_client.worker_lane import WorkerLane
 
 if TYPE_CHECKING:
@@ -57,12 +57,13 @@ class LaneRequest(Submission, Pending[Answer]):
     #: Bytes of responses that were read and not acknowledged to the worker yet.
     _read = 0
 
-    def __init__(self, connection: Sender, call: Call, placed: Placed) -> None:
+    def __init__(self, connection: Sender, call: Call, placed: Placed, own: bytes) -> None:
         super().__init__(call.model, call.deadline, connection.deadlines)
         self._connection = connection
         self.call = call
         self.placed = placed
-        self.own = own_fields(call)
+        #: The request's other fields, encoded.
+        self.own = own
 
     # ------------------------------------------------------------------------------------------- from whoever reads
 
@@ -195,6 +196,16 @@ class LaneRequest(Submission, Pending[Answer]):
         if until is not None and time.monotonic() >= until:
             raise WaitEnded
         time.sleep(_ASIDE)
+
+    def settle(self, until: float | None) -> None:
+        """Waits until the worker has answered a request that its caller has given up, or the lane has ended."""
+        try:
+            while not self._ended and self.lane is not None and not self.lane.ended:
+                self.waiting = True
+                if not self._ended:
+                    self.lane.wait(self, until)
+        except WaitEnded:
+            raise self.late() from None
 
     def attach(self, loop: Any) -> None:
         """Has the event loop read the lane; a thread of the connection's sends the request if it is astray."""
@@ -332,7 +343,7 @@ class Sender:
                     return
                 pending = waiting.popleft()
             try:
-                self.send_again(pending, pending.call.deadline)
+                self.send_again(pending, pending.deadline)
             except WaitEnded:
                 pending.expire()
             except ServingError as error:

@@ -109,7 +109,7 @@ class Slots:
 class Placed:
     """A request whose inputs the worker can read: the fields of its record, and the memory that must live until the answer."""
 
-    __slots__ = ("contents", "hold", "prepared", "segments", "slot")
+    __slots__ = ("answer", "contents", "hold", "prepared", "segments", "slot")
 
     def __init__(
         self,
@@ -127,6 +127,8 @@ class Placed:
         self.segments = segments
         self.slot = slot
         self.hold = hold
+        #: (prepared answer, Answer) of the last answer if its outputs all lie in the caller's places: the next is the same.
+        self.answer: Any = None
 
 
 #: A tensor of a call: name, datatype, shape, and its place; None: inside the request.
@@ -139,7 +141,19 @@ class Layout:
     It is valid for every request with the same arrays; with strings, which it holds encoded, for one request only.
     """
 
-    __slots__ = ("copied", "has_strings", "hold", "inline", "kind", "outputs", "prepared", "segments", "tensors")
+    __slots__ = (
+        "copied",
+        "has_strings",
+        "hold",
+        "inline",
+        "kind",
+        "outputs",
+        "own",
+        "placed",
+        "prepared",
+        "segments",
+        "tensors",
+    )
 
     def __init__(self, call: Call) -> None:
         self.tensors: list[Tensor] = []
@@ -157,6 +171,10 @@ class Layout:
         #: True: an input is BYTES, which are encoded when the layout is made.
         self.has_strings = False
         self.hold = [*call.inputs.values(), *call.places.values()]
+        #: What is sent each time, if all inputs are used in place; None: some are copied, or travel inside the request.
+        self.placed: Placed | None = None
+        #: The other fields of the request, encoded, for a call that is sent many times.
+        self.own = b""
 
 
 class Placement:
@@ -195,12 +213,17 @@ class Placement:
         ``layouts``: the layout that the call's last request had, by model; it is used if it is still valid, else replaced.
         """
         layout = layouts.get(model)
-        if layout is None or layout.has_strings:
-            layout = self.lay_out(call, model)
-            # Another model was opened before, or by another process.
-            layouts.clear()
-            layouts[model] = layout
-        return self.fill(call, layout)
+        return self.fill(call, self.keep_layout(call, model) if layout is None or layout.has_strings else layout)
+
+    def keep_layout(self, call: Call, model: OpenedModel) -> Layout:
+        """Lays out a call that is sent many times, keeps the layout in it and returns it. Raises: as ``lay_out``."""
+        layout = self.lay_out(call, model)
+        # Another model was opened before, or by another process.
+        assert call.layouts is not None
+        call.layouts.clear()
+        call.layouts[model] = layout
+        layout.own = own_fields(call)
+        return layout
 
     def lay_out(self, call: Call, model: OpenedModel) -> Layout:
         """Decides for each input whether it is used in place, travels inside the request or is copied to shared memory.
@@ -244,6 +267,8 @@ class Placement:
                     self._prepared.clear()
                 self._prepared[kind] = prepared
             layout.prepared = prepared
+            if not layout.inline:
+                layout.placed = Placed(prepared, [], tuple(layout.segments), None, layout.hold)
         return layout
 
     def fill(self, call: Call, layout: Layout) -> Placed:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tensord_client.common.call import Call
-from tensord_client.common.connection import Connection, PreparedCall
+from tensord_client.common.connection import Connection, Prepared
 from tensord_client.common.forks import forgotten_by_children
 from tensord_client.common.pending import Pending
 from tensord_client.common.results import Answer, Array, Description
@@ -93,7 +93,13 @@ class ServiceConnection:
         """
         return self._way(call.model, call.version).ask(call)
 
-    def prepare(self, call: Call) -> PreparedCall:
+    def exchange(self, call: Call) -> Answer | Pending[Answer]:
+        """Sends a request whose caller waits in this thread, as ``Connection.exchange``."""
+        if (call.model, call.version) in self._apart:
+            return self.http().exchange(call)
+        return self._lane.exchange(call)
+
+    def prepare(self, call: Call) -> Prepared:
         """Makes a request that can be sent many times, each time with what its arrays hold then.
 
         Raises: ServingError: the request cannot be sent.

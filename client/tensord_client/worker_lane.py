@@ -22,10 +22,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from tensord_client.answer_memory import AnswerMemory, HeldResults, PreparedAnswer
 from tensord_client.common.pending import WaitEnded
+from tensord_client.common.results import Answer
 from tensord_client.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable, too_many_waiting
-from tensord_client.lane_socket import AT_ONCE, LaneEnded, LaneSocket
+from tensord_client.lane_socket import AT_ONCE, Datagram, LaneEnded, LaneSocket
 from tensord_client.memory import Memory
 from tensord_client.native import wire
 
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
 # Plain integers: the socket module's flags are enums, whose every operation is a Python call.
 _TRUNCATED = int(socket.MSG_TRUNC)
 _DESCRIPTORS_LOST = int(socket.MSG_CTRUNC)
-_U64 = struct.Struct(">Q")
 #: The most datagrams that an event loop receives in one iteration.
 _TURN = 64
 #: Seconds until a lane's thread notices that another thread had no room in the socket for what it sent.
@@ -90,8 +92,6 @@ class WorkerLane:
         """
         self._most = most
         self.socket = LaneSocket(sock, spin_ns)
-        #: How many prepared calls use it.
-        self.bound = 0
         self.number = number
         self.memory = memory
         self.ids = ids
@@ -101,7 +101,8 @@ class WorkerLane:
         self.lock = self.socket.lock
         #: Held by the thread or event loop that reads the socket.
         self.reading = threading.Lock()
-        self.in_flight: dict[int, Waiting] = {}
+        #: Requests by their ids; None: the part in C waits for the answer, and holds ``reading``.
+        self.in_flight: dict[int, Waiting | None] = {}
         #: True: the lane has ended, and every request in flight has been notified.
         self.ended = False
         #: When it ended, in seconds of ``time.monotonic()``; 0: it has not.
@@ -110,8 +111,6 @@ class WorkerLane:
 
         self._numbers: dict[bytes, bytes] = {}
         self._once: set[bytes] = set()
-        #: Counts how often all numbers of prepared requests were given up.
-        self.epoch = 0
         self._announced: set[int] = set()
         self.known_closures = 0
         #: Requests, with their ids, that are sent together when the event loop's iteration ends.
@@ -123,10 +122,7 @@ class WorkerLane:
         self._contexts: dict[int, bytes] = {}
 
         self._parts = bytearray()
-        self._agreed = False
         self._prepared: dict[int, PreparedAnswer] = {}
-        #: Counts how often numbers of prepared answers were given a meaning.
-        self.learned = 0
 
         #: Threads that wait while another one reads.
         self.followers: dict[queue.SimpleQueue[None], None] = {}
@@ -135,6 +131,8 @@ class WorkerLane:
         self.finished: deque[Any] = deque()
         self._thread: threading.Thread | None = None
         self._thread_waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
+        #: Sends requests of threads that wait, and receives their answers; None: the worker has not told its edition.
+        self.exchange: wire.Exchange | None = None
         try:
             self.socket.send(wire.datagram((wire.wire_version(),)))
         except LaneEnded:
@@ -244,7 +242,6 @@ class WorkerLane:
             return known
         if len(self._numbers) >= wire.MAX_NUMBERS:
             self._numbers.clear()
-            self.epoch += 1
         count = len(self._numbers)
         self._flush_outgoing()
         for each in wire.datagrams(wire.prepare(count, prepared)):
@@ -300,9 +297,11 @@ class WorkerLane:
         Raises LaneEnded: the worker is gone.
         """
         if self._outgoing:
-            outgoing, self._outgoing, self._outgoing_size = self._outgoing, [], 0
-            ids = tuple([request_id for _, request_id in outgoing])
-            self.socket.send(wire.datagram([record for record, _ in outgoing]), -1, ids)
+            records = [record for record, _ in self._outgoing]
+            ids = tuple([request_id for _, request_id in self._outgoing])
+            self._outgoing.clear()
+            self._outgoing_size = 0
+            self.socket.send(wire.datagram(records), -1, ids)
 
     def flush(self) -> None:
         """Sends the requests that wait for the end of an event loop's iteration; does nothing if the worker is gone."""
@@ -316,39 +315,6 @@ class WorkerLane:
             if not self.socket.closing:
                 self._flush_outgoing()
                 self.socket.send(wire.datagram((record,)))
-
-    def send_prepared(self, request: Waiting, datagram: bytearray, id_at: int, epoch: int) -> int:
-        """Sends the encoded ``datagram`` of a prepared call, after writing a new request id into it at offset ``id_at``.
-
-        Returns the id; 0: nothing was sent, because the prepared request's number in the datagram is not valid any more, or
-        because the request has to wait (``is_full``).
-        ``epoch``: the lane's ``epoch`` (it grows when all numbers become invalid) when the datagram was encoded.
-
-        Raises: LaneEnded: the datagram was not sent.
-        """
-        with self.lock:
-            if self.socket.closing:
-                raise LaneEnded
-            if self.epoch != epoch or self.is_full:
-                return 0
-            if self.answers.releases or self._outgoing or self.memory.closures != self.known_closures:
-                self.announce(())
-                self._flush_outgoing()
-                release = self.answers.release_record()
-                if release:
-                    self.socket.send(wire.datagram((release,)))
-            request_id = next(self.ids)
-            _U64.pack_into(datagram, id_at, request_id)
-            self.in_flight[request_id] = request
-            if not self.socket.backlog:
-                try:
-                    if self.socket.send_at_once(datagram):
-                        return request_id
-                except LaneEnded:
-                    self.in_flight.pop(request_id, None)
-                    raise
-            self.socket.send(bytes(datagram), -1, (request_id,))
-            return request_id
 
     def _release(self) -> None:
         """Gives answers' memory (leases) back to the worker; if a thread is sending, leaves that to the next request."""
@@ -432,7 +398,7 @@ class WorkerLane:
             for record in self._records(size):
                 if type(record) is tuple:
                     self._apply(record, fds, bool(flags & _DESCRIPTORS_LOST))
-                elif self._agreed:
+                elif self.exchange is not None:
                     self._answered(record)
                 else:
                     raise ValueError("an answer came before the version of the wire")
@@ -457,12 +423,36 @@ class WorkerLane:
 
     def _apply(self, record: tuple[Any, ...], fds: list[int], lost: bool) -> None:
         tag = record[0]
-        if not self._agreed:
+        if self.exchange is None:
             if tag != "V" or record[1] != wire.WIRE_VERSION:
                 raise ValueError(f"the worker speaks another edition of the wire than {wire.WIRE_VERSION}")
-            self._agreed = True
+            self.exchange = wire.Exchange(
+                lane=self,
+                socket=self.socket,
+                memory=self.memory,
+                received=self.socket.received,
+                in_flight=self.in_flight,
+                queued=self.queued,
+                outgoing=self._outgoing,
+                backlog=self.socket.backlog,
+                releases=self.answers.releases,
+                followers=self.followers,
+                numbers=self._numbers,
+                once=self._once,
+                announced=self._announced,
+                known=self._prepared,
+                ids=self.ids,
+                acquire=self.reading.acquire,
+                release=self.reading.release,
+                locked=self.lock.locked,
+                prepared=PreparedAnswer,
+                answer=Answer,
+                ndarray=np.ndarray,
+                fd=self.socket.sock.fileno(),
+                most=self._most,
+            )
         elif tag == "C+":
-            self.learned += 1
+            pass
         elif tag == "S+":
             if not self.answers.open(record[1], record[2], fds, lost):
                 self.say(wire.segment_refused(record[1]))
@@ -499,6 +489,19 @@ class WorkerLane:
         try:
             while request.waiting and not self.ended:
                 self.read(until)
+        finally:
+            self.reading.release()
+            if self.followers:
+                self.promote()
+
+    def go_on(self, datagram: Datagram | None) -> None:
+        """Delivers what came in an exchange that ended without its answer, and lets others read the lane.
+
+        ``datagram``: in ``received``; None: none came. The caller holds the lock ``reading``.
+        """
+        try:
+            if datagram is not None:
+                self.handle(*datagram)
         finally:
             self.reading.release()
             if self.followers:
@@ -654,7 +657,8 @@ class WorkerLane:
         self.answers.end()
         self.socket.close()
         for request_id, request in lost.items():
-            request.lane_ended(request_id not in unsent, error)
+            if request is not None:
+                request.lane_ended(request_id not in unsent, error)
         self.promote()
         self._thread_waiter.put(None)
 
@@ -672,4 +676,4 @@ class WorkerLane:
         self.lock, self.reading = self.socket.lock, threading.Lock()
         lost, self.in_flight = self.in_flight, {}
         self.queued.clear()
-        return list(lost.values())
+        return [request for request in lost.values() if request is not None]

@@ -78,6 +78,7 @@ class Call:
         "deadline",
         "detached",
         "inputs",
+        "last",
         "layouts",
         "model",
         "outputs",
@@ -138,6 +139,8 @@ class Call:
         self.detached = detached
         #: Layouts that a connection keeps for a call that is sent many times; None: the call is sent once.
         self.layouts: dict[Any, Any] | None = None
+        #: The last request of a call that is sent many times, if its answer did not come at once.
+        self.last: Any = None
 
     @property
     def is_bare(self) -> bool:

@@ -2,36 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from .call import Call
+from .call import FOREVER, Call
+from .forks import forgotten_by_children
 from .pending import Pending
 from .results import Answer, Array, Description
 
 
-class PreparedCall(Protocol):
-    """A request that is made once and sent many times, each time with what its arrays hold then."""
+class Prepared:
+    """A request that is made once and sent many times, each time with what its arrays hold then.
 
-    def __call__(self, timeout: float | None = None) -> Answer:
-        """Sends the request with what its arrays hold now, waits for the answer and returns the outputs by name.
+    Threads may share it; they take turns. Made by ``Model.prepare``.
+    """
 
-        ``timeout``: seconds to wait; None: without limit.
+    def __init__(
+        self, exchange: Callable[[Call], Answer | Pending[Answer]], call: Call, timeout: float | None = None
+    ) -> None:
+        """Sends nothing yet.
 
-        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time.
+        Args:
+          exchange: sends a request, as ``Connection.exchange``.
+          timeout: seconds that a call waits for its answer; None: without limit.
         """
-
-
-class RepeatedCall:
-    """A prepared call for connections that cannot prepare requests: each call sends an ordinary request."""
-
-    def __init__(self, connection: Connection, call: Call) -> None:
-        self._connection = connection
+        self._exchange = exchange
         self._call = call
+        self.timeout = timeout
+        # So that a connection keeps where the arrays lie.
+        call.layouts = {}
+        self.forget()
+        forgotten_by_children(self)
+
+    def forget(self) -> None:
+        """Begins without a request, also in a process that was forked off, where no other thread uses this object."""
+        self._lock = threading.Lock()
+        self._call.last = None
 
     def __call__(self, timeout: float | None = None) -> Answer:
-        """Sends the request and waits for its answer, as ``PreparedCall`` says."""
-        return self._connection.ask(self._call).result(timeout)
+        """Sends what the arrays hold now, waits for the answer and returns it: the outputs by name.
+
+        ``timeout``: seconds to wait; None: as long as the constructor said.
+
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time. The next call then waits for the
+          end of this one first, so that two calls never write to the same places.
+        """
+        call = self._call
+        timeout = self.timeout if timeout is None else timeout
+        until = None if timeout is None or timeout >= FOREVER else time.monotonic() + timeout
+        with self._lock:
+            call.deadline = until
+            if call.last is not None:
+                call.last.settle(until)
+                call.last = None
+            came = self._exchange(call)
+            if type(came) is not Answer:
+                call.last = came
+                came = came.result()  # type: ignore[union-attr]
+                call.last = None
+            return came
+
+    def __repr__(self) -> str:
+        return f"<Prepared {self._call.model}>"
 
 
 class Connection(Protocol):
@@ -52,7 +86,13 @@ class Connection(Protocol):
         Raises: ServingError: the request cannot be sent.
         """
 
-    def prepare(self, call: Call) -> PreparedCall:
+    def exchange(self, call: Call) -> Answer | Pending[Answer]:
+        """Sends a request whose caller waits in this thread. Returns its answer, or, if it did not come at once, a ``Pending``.
+
+        Raises: ServingError: the request cannot be sent.
+        """
+
+    def prepare(self, call: Call) -> Prepared:
         """Makes a request to be sent many times, each time with what its arrays hold then; nothing is sent yet.
 
         Raises: ServingError: the request cannot be sent.

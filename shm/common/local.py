@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .call import Call
-from .connection import RepeatedCall
+from .connection import Prepared
 from .errors import CLOSED, ServingError, Unavailable, Unsupported, in_plain_words, kind_of
 from .pending import Deadlines, Pending
 from .results import Answer, Array, Description, written
@@ -159,9 +159,11 @@ class LocalConnection:
         """
         return LocalRequest(self, self._loaded(call.model, call.version), call)
 
-    def prepare(self, call: Call) -> RepeatedCall:
+    exchange = ask
+
+    def prepare(self, call: Call) -> Prepared:
         """Makes a request that can be sent many times, each time with what its arrays hold then."""
-        return RepeatedCall(self, call)
+        return Prepared(self.ask, call)
 
     def call_back(self, request: LocalRequest) -> None:
         """Has a thread call the callbacks of a request that has ended: the worker's loop must not wait for them."""

@@ -14,6 +14,7 @@ from . import tensors
 from .call import FOREVER, Call, Own, read, seconds
 from .errors import InvalidArgument, Unavailable
 from .latest import Latest
+from .pending import Pending
 from .results import Answer, Array, Description, Tensors
 from .scheduling import Scheduling, SequenceId
 
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from .connection import Connection, PreparedCall
-    from .pending import Pending
+    from .connection import Connection, Prepared
 
 _NOTHING: dict[str, Any] = {}
 
@@ -156,7 +156,8 @@ class Model(Calls):
         Raises: InvalidArgument: an argument is wrong, or the model gives several responses (use ``stream``).
           DeadlineExceeded: no answer came within the model's ``timeout``.  ServingError: any other error of the server.
         """
-        return self._connection.ask(self.call(inputs, outputs, own)).result()
+        came = self._connection.exchange(self.call(inputs, outputs, own))
+        return came.result() if isinstance(came, Pending) else came
 
     def submit(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
@@ -199,8 +200,9 @@ class Model(Calls):
           used.
         """
         call = self.call(inputs, outputs or tuple(out or ()), own, out)
-        call.deadline = None
-        return Prepared(self._connection.prepare(call), self.timeout)
+        made = self._connection.prepare(call)
+        made.timeout = self.timeout
+        return made
 
     @property
     def parameters(self) -> Any:
@@ -239,21 +241,6 @@ class Model(Calls):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class Prepared:
-    """A prepared request: each call sends what its input arrays hold at that time. Made by ``Model.prepare``."""
-
-    def __init__(self, prepared: PreparedCall, timeout: float | None) -> None:
-        self._prepared = prepared
-        self._timeout = timeout
-
-    def __call__(self) -> Answer:
-        """Sends the request, waits for the answer and returns it: the outputs by name. It may be the object of the call before.
-
-        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came within the model's ``timeout``.
-        """
-        return self._prepared(self._timeout)
 
 
 class ModelSequence:

@@ -99,6 +99,12 @@ class Pending(Generic[T]):
     def withdraw(self) -> None:
         """Tells the server that nobody waits for the answer any more. Called once, in any thread."""
 
+    def settle(self, until: float | None) -> None:
+        """Waits until nobody uses the arrays of a request that its caller has given up; the default: that is so at once.
+
+        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises DeadlineExceeded: ``until`` has passed.
+        """
+
     def made(self, arrived: Any) -> T | ServingError:
         """Makes the caller's answer of a response as ``add`` took it."""
         answer: T = arrived

@@ -8,7 +8,7 @@ A front, and a client that has lanes, tell a request what has happened to it, an
 
     what happens            in both                                a front                         a client
     ─────────────────────── ────────────────────────────────────── ─────────────────────────────── ──────────────────────────────
-    a request is sent       to the usable worker with the fewest   near its regions                to the last one, if idle
+    a request is sent       to the usable worker with the fewest   near its regions
                             of the submitter's requests
     a worker ends           nothing more is sent to it             its requests wait until the     its requests are told at once
                                                                    supervisor has fenced it

@@ -356,12 +356,17 @@ def test_small_inputs_are_seen(inputs: dict[str, Any], is_seen: bool) -> None:
 
 
 def test_an_answers_arrays() -> None:
-    """They are the program's own; bytes that are not as many as the shape needs, or lie elsewhere, are left to others."""
-    outputs = (("a", (2, 3), np.dtype(np.int16), 12), ("b", (0,), np.dtype(np.float64), 0))
-    answer = Answer()
-    assert wire.arrays(answer, outputs, (bytes(range(12)), b""), np.ndarray)
+    """They are the program's own, or its places; what is not as the output says, or lies elsewhere, is left to others."""
+    int8, int16 = np.dtype(np.int8), np.dtype(np.int16)
+    outputs = (("a", (2, 3), int16, 12), ("b", (0,), np.dtype(np.float64), 0), ("c", (3,), int8, -1))
+    answer, place = Answer(), np.zeros(3, int8)
+    assert wire.arrays(answer, outputs, (bytes(range(12)), b""), {"c": place}, np.ndarray)
     assert (answer["a"].shape, answer["b"].shape) == ((2, 3), (0,))
+    assert answer["c"] is place
     assert answer["a"].tobytes() == bytes(range(12))
     answer["a"][:] = 1
-    for contents in ((bytes(11), b""), (bytes(13), b""), (bytes(12), (0, 0, 0))):
-        assert not wire.arrays(Answer(), outputs, contents, np.ndarray)
+    for contents in ((bytes(11), b""), (bytes(13), b""), (bytes(12), (0, 0, 0)), (bytes(12),), (bytes(12), b"", b"")):
+        assert not wire.arrays(Answer(), outputs, contents, {"c": place}, np.ndarray)
+    wrong = {}, {"c": np.zeros(4, int8)}, {"c": place.view(np.uint8)}, {"a": np.zeros((2, 3), int16), "c": place}
+    for places in wrong:
+        assert not wire.arrays(Answer(), outputs, (bytes(range(12)), b""), places, np.ndarray)
