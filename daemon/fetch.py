@@ -3,6 +3,7 @@
     REPOSITORY/.NAME.fetch/   the stage, which scans of the repository ignore
         lock                  locked by the process that fetches
         files/                what is here whole, each under a digest of its path, size and identity at its source
+        part.*/               what is coming
         NAME/                 the model
     REPOSITORY/NAME/          what daemons serve: exchanged with the staged model by one rename, when that is complete and checked
 
@@ -20,7 +21,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -113,6 +113,11 @@ def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_by
         for file in files
         if not file.name.endswith("/")
     }
+    # What a fetch that was killed has left, and what is at the source no more.
+    for left in whole.parent.glob("part.*"):
+        shutil.rmtree(left)
+    for left in set(whole.iterdir()) - set(places.values()):
+        left.unlink()
     missing = [file for file, place in places.items() if not (file.identity and place.exists())]
     byte_size, to_come = (sum(max(0, file.byte_size) for file in each) for each in (files, missing))
     if byte_size > max_byte_size:
@@ -120,18 +125,9 @@ def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_by
     if to_come > (free := shutil.disk_usage(whole).free):
         raise InvalidArgument(f"{to_come} bytes are to come; '{model.parent.parent}' has room for {free}")
 
-    def bring(file: File) -> None:
-        part = places[file].with_suffix(".part")
-        source.download(file, part, max_byte_size)
-        with open(part, "rb") as opened:
-            os.fsync(opened.fileno())
-        part.rename(places[file])
-
-    pool = ThreadPoolExecutor(source.at_a_time)
-    try:
-        list(pool.map(bring, missing))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    for at in range(0, len(missing), source.at_a_time):
+        some = missing[at : at + source.at_a_time]
+        source.download(some, [places[file] for file in some], whole.parent, max_byte_size)
     if [(file.name, file.identity) for file in source.files()] != [(file.name, file.identity) for file in files]:
         raise Unavailable(f"{source.shown}: it has changed while it was fetched; fetch it again")
     shutil.rmtree(model, ignore_errors=True)

@@ -9,10 +9,12 @@ The libraries behind fsspec raise all kinds of exceptions; here they become a Se
 from __future__ import annotations
 
 import errno
+import os
 import re
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,18 +119,26 @@ class Source:
                 files.append(_file(path, name, info) if kind == "file" else File(path, f"{name}/", 0, "folder"))
         return tuple(sorted(files, key=lambda file: file.name))
 
-    def download(self, file: File, place: Path, max_byte_size: int) -> None:
-        """Writes a whole file to ``place``. ``max_byte_size``: of one whose size nobody says.
+    def download(self, files: Sequence[File], places: Sequence[Path], stage: Path, max_byte_size: int) -> None:
+        """Brings whole files to ``places``. ``max_byte_size``: of an archive whose size nobody says.
 
-        Raises ServingError: it could not be read, or has another size than was listed; OSError: it cannot be written.
+        Raises ServingError: a file could not be read, or has another size than was listed; OSError: one cannot be written.
         """
 
         def bring() -> None:
-            # Hugging Face's library asks for a file in parts where a callback is to know of it.
-            counted = {"callback": _Coming(file, max_byte_size)} if self._files.async_impl else {}
-            self._files.get_file(file.path or self._path, str(place), **counted)
-            if file.byte_size not in (-1, came := place.stat().st_size):
-                raise Unavailable(f"'{file.name}' has {file.byte_size} bytes, {came} came")
+            # In a new folder of the stage, where no earlier attempt still writes.
+            with tempfile.TemporaryDirectory(prefix="part.", dir=stage) as folder:
+                parts = [os.path.join(folder, str(index)) for index in range(len(files))]
+                if self.is_archive:
+                    self._files.get_file(self._path, parts[0], callback=_Coming(files[0], max_byte_size))
+                else:
+                    self._files.get([file.path for file in files], parts)
+                for file, part, place in zip(files, parts, places, strict=True):
+                    if file.byte_size not in (-1, came := os.stat(part).st_size):
+                        raise Unavailable(f"'{file.name}' has {file.byte_size} bytes, {came} came")
+                    with open(part, "rb") as opened:
+                        os.fsync(opened.fileno())
+                    os.rename(part, place)
 
         self._ask(bring)
 
@@ -163,7 +173,7 @@ class Source:
 
 
 class _Coming(Callback):  # type: ignore[misc]
-    """Counts the bytes of a file that come: ends those that are too many, and says every ten seconds how many there are."""
+    """Counts the bytes of an archive that come: ends those that are too many, and says every ten seconds how many there are."""
 
     def __init__(self, file: File, max_byte_size: int) -> None:
         super().__init__()

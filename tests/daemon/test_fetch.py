@@ -136,8 +136,8 @@ def test_a_polling_daemon_sees_one_model_and_then_the_other(server: Server, tmp_
         halved = subprocess.Popen(
             command(url, models / "m"), cwd=ROOT, env=environment(**trusted), start_new_session=True, text=True
         )
-        stage = models / ".m.fetch" / "files"
-        came = lambda: sum(part.stat().st_size for part in stage.glob("*.part"))  # noqa: E731
+        stage = models / ".m.fetch"
+        came = lambda: sum(part.stat().st_size for part in stage.glob("part.*/*"))  # noqa: E731
         wait_until(lambda: has_ended(halved) or came() >= BLOCK, "a block in the stage")
         halved.send_signal(signal.SIGKILL)
         assert halved.wait() == -signal.SIGKILL

@@ -81,8 +81,7 @@ def answer(
 
 def fetched(source: Source, folder: Path, limit: int = 1 << 20) -> bytes:
     """Downloads the only file; returns its bytes."""
-    (file,) = source.files()
-    source.download(file, folder / "file", limit)
+    source.download(source.files(), [folder / "file"], folder, limit)
     return (folder / "file").read_bytes()
 
 

@@ -94,10 +94,12 @@ def begin(there: Path, folder: Path, files: int, monkeypatch: pytest.MonkeyPatch
         names = downloads(patched)
         download = Source.download
 
-        def killed(self: Source, file: File, place: Path, limit: int) -> None:
-            download(self, file, place, limit)
+        def killed(self: Source, wanted: Sequence[File], places: Sequence[Path], stage: Path, limit: int) -> None:
+            download(self, wanted, places, stage, limit)
             if len(names) > files:
-                place.write_bytes(b"half")
+                places[0].unlink()
+                (stage / "part.x").mkdir()
+                (stage / "part.x" / "0").write_bytes(b"half")
                 raise Killed
 
         patched.setattr(Source, "download", killed)
@@ -110,9 +112,9 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     download = Source.download
 
-    def recorded(self: Source, file: File, place: Path, limit: int) -> None:
-        found.append(file.name)
-        download(self, file, place, limit)
+    def recorded(self: Source, files: Sequence[File], places: Sequence[Path], stage: Path, limit: int) -> None:
+        found.extend(file.name for file in files)
+        download(self, files, places, stage, limit)
 
     monkeypatch.setattr(Source, "download", recorded)
     return found
@@ -153,8 +155,8 @@ def test_another_url_begins_anew(there: Path, tmp_path: Path, monkeypatch: pytes
 def test_one_that_changes_meanwhile_is_refused(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = Source.download
 
-    def changing(self: Source, file: File, place: Path, limit: int) -> None:
-        download(self, file, place, limit)
+    def changing(self: Source, files: Sequence[File], places: Sequence[Path], stage: Path, limit: int) -> None:
+        download(self, files, places, stage, limit)
         os.utime(there / "config.pbtxt", (1, 1))
 
     monkeypatch.setattr(Source, "download", changing)
