@@ -164,7 +164,7 @@ def merge(settings: Iterable[Setting]) -> Options:
         section, _, name = setting.key.rpartition(".")
         target = merged.setdefault(section, {}) if section else merged
         value = _convert(setting, keys[setting.key])
-        target[name] = _at_home(setting, value) if setting.key in _PATHS else value
+        target[name] = _at_home(setting, value) if setting.key in _PATHS.split() else value
     options = msgspec.convert(merged, Options)
     _check(options)
     return _absolute(options)
@@ -292,19 +292,11 @@ _LIST = msgspec.inspect.VarTupleType
 
 
 #: Keys that name a file or a folder, or may do so after ``unix:``.
-_PATHS = (
-    *("repository.paths", "executables.cache_directory", "log.file", "trace.file", "http.address", "grpc.address"),
-    *(
-        "http.certificate",
-        "http.key",
-        "http.root_certificate",
-        "grpc.certificate",
-        "grpc.key",
-        "grpc.root_certificate",
-        "clients.socket",
-        "supervisor.control_socket",
-    ),
-)
+_PATHS = """
+    repository.paths executables.cache_directory log.file trace.file http.address grpc.address http.certificate
+    http.key http.root_certificate grpc.certificate grpc.key grpc.root_certificate clients.socket
+    supervisor.control_socket
+"""
 
 
 def _at_home(setting: Setting, value: Any) -> Any:

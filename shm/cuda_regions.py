@@ -24,26 +24,11 @@ from tensord.shm.regions import Leased, check_range
 
 _HANDLE_SIZE = 64
 #: The driver's sticky errors, after which nothing in this process's context works any more.
-_STICKY = frozenset(
-    {
-        "CUDA_ERROR_ASSERT",
-        "CUDA_ERROR_CONTEXT_IS_DESTROYED",
-        "CUDA_ERROR_DEINITIALIZED",
-        "CUDA_ERROR_ECC_UNCORRECTABLE",
-        "CUDA_ERROR_EXTERNAL_DEVICE",
-        "CUDA_ERROR_HARDWARE_STACK_ERROR",
-        "CUDA_ERROR_ILLEGAL_ADDRESS",
-        "CUDA_ERROR_ILLEGAL_INSTRUCTION",
-        "CUDA_ERROR_INVALID_ADDRESS_SPACE",
-        "CUDA_ERROR_INVALID_PC",
-        "CUDA_ERROR_LAUNCH_FAILED",
-        "CUDA_ERROR_LAUNCH_TIMEOUT",
-        "CUDA_ERROR_MISALIGNED_ADDRESS",
-        "CUDA_ERROR_MPS_CLIENT_TERMINATED",
-        "CUDA_ERROR_NVLINK_UNCORRECTABLE",
-    }
-)
-
+_STICKY = """
+    ASSERT CONTEXT_IS_DESTROYED DEINITIALIZED ECC_UNCORRECTABLE EXTERNAL_DEVICE HARDWARE_STACK_ERROR ILLEGAL_ADDRESS
+    ILLEGAL_INSTRUCTION INVALID_ADDRESS_SPACE INVALID_PC LAUNCH_FAILED LAUNCH_TIMEOUT MISALIGNED_ADDRESS
+    MPS_CLIENT_TERMINATED NVLINK_UNCORRECTABLE
+"""
 _SONAME = "libcuda.so.1"
 
 
@@ -200,7 +185,7 @@ class Context:
         code, *results = function(*arguments)
         if code != self.driver.CUresult.CUDA_SUCCESS:
             name = _name(self.driver, code)
-            if name in _STICKY:
+            if name.removeprefix("CUDA_ERROR_") in _STICKY.split():
                 self._owner.lost = name
                 raise DeviceLost(f"the GPU failed ({name}); its worker is being restarted")
             raise CudaError(name)

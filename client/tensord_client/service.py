@@ -6,7 +6,7 @@ open ─▶ lane ─ Unsupported (lanes are off, another wire version, too long 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tensord_client.common.call import Call
@@ -15,7 +15,6 @@ from tensord_client.common.forks import forgotten_by_children
 from tensord_client.common.pending import Pending
 from tensord_client.common.results import Answer, Array, Description
 from tensord_client.errors import ServingError, Unsupported
-from tensord_client.http_channel import Buffer
 from tensord_client.lane import LaneConnection
 from tensord_client.parameters import ModelParameters
 
@@ -38,6 +37,9 @@ class ServiceConnection:
         Raises: Unavailable: no daemon answers there.
         """
         self._lane = LaneConnection(path, patience=patience)
+        # These go over the socket for clients, whichever way the model is asked.
+        self.push, self.drop_parameters = self._lane.push, self._lane.drop_parameters
+        self.revert_parameters, self.end_sequence = self._lane.revert_parameters, self._lane.end_sequence
         self._over_http = over_http
         self._lock = threading.Lock()
         self._http: Connection | None = None
@@ -117,18 +119,6 @@ class ServiceConnection:
         """Returns the parameter sets of a model; version 0: of all versions."""
         return ModelParameters(self, model, version)
 
-    def push(
-        self,
-        model: str,
-        version: int,
-        name: str,
-        said: Mapping[str, Any],
-        pieces: Sequence[Buffer],
-        timeout: float | None,
-    ) -> dict[str, Any]:
-        """Pushes parameters into a parameter set of a model. Args, Returns and Raises: as ``parameters.Sets.push``."""
-        return self._lane.push(model, version, name, said, pieces, timeout)
-
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
         """Returns a model's parameter sets, as ``Connection.parameter_sets``; over HTTP if the socket cannot carry the list."""
         try:
@@ -137,14 +127,6 @@ class ServiceConnection:
             found: list[dict[str, Any]] = self.http().parameters(model, version).list()
             return found
 
-    def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops the parameter set ``name`` of a model: requests for it fail. Raises ServingError: no such set, or ``main``."""
-        self._lane.drop_parameters(model, version, name)
-
-    def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Undoes a set's newest push. Args, Returns and Raises: as ``parameters.Sets.revert_parameters``."""
-        return self._lane.revert_parameters(model, version, name)
-
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """Makes an array on a GPU, which is registered with the daemon over HTTP even if requests go over lanes.
 
@@ -152,10 +134,6 @@ class ServiceConnection:
           memory left on it.  ServingError: the daemon refuses the array.
         """
         return self.http().empty_on(device, shape, dtype)
-
-    def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence whose requests went over a lane; else does nothing: the server ends idle ones."""
-        self._lane.end_sequence(model, sequence_id)
 
     def close(self) -> None:
         """Closes the connection to the daemon, the lanes and the HTTP connection. Idempotent."""
