@@ -243,44 +243,6 @@ THREE = """
 """
 
 
-@pytest.mark.parametrize("library", [httpclient, grpcclient], ids=["http", "grpc"])
-def test_small_requests_cross_the_bus_once_each_way(
-    stub: CudaStub, serve: Serve, repository: Path, library: Any
-) -> None:
-    """A batch is one transfer in, one out and a wait for each, for any number of clients and outputs.
-
-    Where the outputs begin among the packed ones differs between batches of one and of eight rows.
-    """
-    repositories.write_model(repository, "three", THREE)
-    daemon = serve()
-    (pid,) = [worker.pid for worker in daemon.workers]
-    url = daemon.url if library is httpclient else daemon.grpc_url
-
-    def ask(model: str, who: int, count: int) -> None:
-        with library.InferenceServerClient(url) as client:
-            for number in range(count):
-                values = np.full((1, 4), 100 * who + number - 50, np.float32)
-                given = library.InferInput("x", [1, 4], "FP32")
-                given.set_data_from_numpy(values)
-                answer = client.infer(model, [given])
-                assert np.array_equal(answer.as_numpy("y"), 3 * values + 1)
-                if model == "three":
-                    assert np.array_equal(answer.as_numpy("up"), values > 0)
-                    assert answer.as_numpy("sum").tolist() == [[values.sum()]]
-
-    for model in ("scale", "three"):
-        ask(model, 0, 5)
-        before = stub.host(pid)
-        ask(model, 1, 20)
-        alone = stub.host(pid)
-        assert (alone.queued - before.queued, alone.waited - before.waited) == (40, 40)
-        assert alone.other_copied == before.other_copied
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(ask, 8 * [model], range(2, 10), 8 * [20]))
-        together = stub.host(pid)
-        assert together.queued - alone.queued == together.waited - alone.waited <= 320
-
-
 _LARGE = """
     inputs = {"x": "FP32[n]"}
     outputs = {"y": "FP32[n]", "sum": "FP32[1]"}

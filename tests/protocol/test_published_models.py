@@ -248,43 +248,6 @@ RESCHEDULED = """
                 sender.send(pb_utils.InferenceResponse(output_tensors=out))
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
-#: bls_error_code: an error's code reaches whoever called, as a number that it is.
-FAILS = """
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            codes = {int(code): code for code in (
-                pb_utils.TritonError.UNKNOWN, pb_utils.TritonError.INTERNAL, pb_utils.TritonError.NOT_FOUND,
-                pb_utils.TritonError.INVALID_ARG, pb_utils.TritonError.UNAVAILABLE, pb_utils.TritonError.UNSUPPORTED,
-                pb_utils.TritonError.ALREADY_EXISTS, pb_utils.TritonError.CANCELLED,
-            )}
-            responses = []
-            for request in requests:
-                number = pb_utils.get_input_tensor_by_name(request, "ERROR_CODE").as_numpy()[0]
-                error = pb_utils.TritonError(f"Test error with code {number}", codes[number])
-                responses.append(pb_utils.InferenceResponse(error=error))
-            return responses
-"""
-RECEIVES = """
-    import numpy as np
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            responses = []
-            for request in requests:
-                number = pb_utils.get_input_tensor_by_name(request, "ERROR_CODE").as_numpy()
-                asked = pb_utils.InferenceRequest(
-                    model_name="fails", requested_output_names=["OUTPUT"], inputs=[pb_utils.Tensor("ERROR_CODE", number)]
-                )
-                error = asked.exec().error()
-                responses.append(pb_utils.InferenceResponse(output_tensors=[
-                    pb_utils.Tensor("RECEIVED_CODE", np.array([int(error.code())], np.int32)),
-                    pb_utils.Tensor("ERROR_MESSAGE", np.array([str(error.message())], object)),
-                ]))
-            return responses
-"""
 #: preprocessing: files of images into arrays, as the first step of an ensemble.
 PREPROCESS = """
     import io
@@ -313,24 +276,6 @@ COLOURS = """
 
     def create(path, config, device):
         return (lambda params, inputs: {"output": inputs["input"].mean((2, 3))}), {}
-"""
-#: jax: DLPack in and out of a compiled function.
-JAX = """
-    import jax
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def initialize(self, args):
-            self.add_sub = jax.jit(lambda a, b: (a + b, a - b))
-
-        def execute(self, requests):
-            responses = []
-            for request in requests:
-                a, b = (pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("INPUT0", "INPUT1"))
-                total, rest = self.add_sub(jax.numpy.array(a), jax.numpy.array(b))
-                out = [pb_utils.Tensor.from_dlpack("OUTPUT0", total), pb_utils.Tensor.from_dlpack("OUTPUT1", rest)]
-                responses.append(pb_utils.InferenceResponse(output_tensors=out))
-            return responses
 """
 PAIRS = "INPUT0 FP32 4, INPUT1 FP32 4", "OUTPUT0 FP32 4, OUTPUT1 FP32 4"
 
@@ -364,7 +309,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     )
     write_model(repository, "sum", SUM, fields("IN INT32 1", "SUM INT32 1"))
     write_model(repository, "sum_async", ASYNC_SUM, fields("IN INT32 1", "SUM INT32 1"))
-    write_model(repository, "jax", JAX, fields(*PAIRS))
     decoupled = "model_transaction_policy { decoupled: true }"
     write_model(
         repository,
@@ -374,10 +318,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     )
     rounds = decoupled + "sequence_batching { iterative_sequence: true }"
     write_model(repository, "rescheduled", RESCHEDULED, fields("IN INT32 1", "OUT INT32 1", rounds))
-    write_model(repository, "fails", FAILS, fields("ERROR_CODE INT32 1", "OUTPUT STRING 1"))
-    write_model(
-        repository, "receives", RECEIVES, fields("ERROR_CODE INT32 1", "RECEIVED_CODE INT32 1, ERROR_MESSAGE STRING 1")
-    )
     write_image_ensemble(repository)
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
         yield running
@@ -392,7 +332,7 @@ def given(name: str, array: Any, datatype: str = "FP32") -> httpclient.InferInpu
     return made
 
 
-@pytest.mark.parametrize("model", ["add_sub", "bls_sync", "bls_async", "jax"])
+@pytest.mark.parametrize("model", ["add_sub", "bls_sync", "bls_async"])
 def test_sums_and_differences(http: httpclient.InferenceServerClient, daemon: DaemonProcess, model: str) -> None:
     inputs = [given("INPUT0", A), given("INPUT1", B)]
     if model == "bls_sync":
@@ -400,8 +340,7 @@ def test_sums_and_differences(http: httpclient.InferenceServerClient, daemon: Da
     answer = http.infer(model, inputs)
     np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), A + B)
     np.testing.assert_array_equal(answer.as_numpy("OUTPUT1"), A - B)
-    if model != "jax":
-        assert scrape(daemon.metrics_url).value("requests_process_latency_ns_total", model="add_sub", version="1") > 0
+    assert scrape(daemon.metrics_url).value("requests_process_latency_ns_total", model="add_sub", version="1") > 0
 
 
 def test_a_model_that_is_not_there_is_said(http: httpclient.InferenceServerClient) -> None:
@@ -461,13 +400,6 @@ def test_responses_after_execute_has_returned(daemon: DaemonProcess) -> None:
 
 def test_a_sender_of_an_earlier_round_goes_on(daemon: DaemonProcess) -> None:
     assert streamed(daemon, "rescheduled", [asked("IN", [2])], 3) == [2, 1, 0]
-
-
-@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5, 6, 7])
-def test_codes_of_errors_reach_the_caller(http: httpclient.InferenceServerClient, code: int) -> None:
-    answer = http.infer("receives", [given("ERROR_CODE", np.array([code], np.int32), "INT32")])
-    assert answer.as_numpy("RECEIVED_CODE").tolist() == [code]
-    assert answer.as_numpy("ERROR_MESSAGE").tolist() == [f"Test error with code {code}".encode()]
 
 
 @pytest.mark.parametrize("module", [httpclient, grpcclient])

@@ -23,17 +23,8 @@ import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess
 
-#: A process that registers a region over a unix socket and then waits for its end.
-OWNER = """
-import sys
-import tritonclient.grpc as grpcclient
-with grpcclient.InferenceServerClient(sys.argv[1]) as client:
-    client.register_system_shared_memory(sys.argv[2], sys.argv[3], 4096)
-    print("registered", flush=True)
-    sys.stdin.read()
-"""
 SIZE = 1 << 16
 COUNT = SIZE // 8
 
@@ -134,27 +125,6 @@ def test_a_users_regions_are_the_users(served: Served, shared_object: Callable[[
         tcp.register_system_shared_memory("t", key, SIZE)
         served.tensorctl("regions", "unregister", "v")
         user.unregister_system_shared_memory()
-        assert set(served.records()) == {"t"}
-        tcp.unregister_system_shared_memory()
-
-
-def test_a_region_goes_with_its_process(served: Served, shared_object: Callable[[str], Path]) -> None:
-    """A process that registers over the unix socket is killed: its region goes. What came over TCP stays."""
-    key = "/" + shared_object("owner").name
-    with httpclient.InferenceServerClient(served.daemon.url) as tcp:
-        tcp.register_system_shared_memory("t", key, SIZE)
-        owner = subprocess.Popen(
-            [sys.executable, "-c", OWNER, served.unix, "o", key], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert owner.stdout is not None
-        assert owner.stdin is not None
-        assert owner.stdout.readline() == b"registered\n"
-        assert served.records()["o"]["pid"] == owner.pid
-        owner.kill()
-        owner.wait()
-        owner.stdout.close()
-        owner.stdin.close()
-        wait_until(lambda: "o" not in served.records(), "the region to be gone", served.daemon)
         assert set(served.records()) == {"t"}
         tcp.unregister_system_shared_memory()
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -156,70 +155,6 @@ def ended(loop: WorkerLoop, lane: RawLane) -> bool:
 # ------------------------------------------------------------------------------------------------------------ it serves
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_small_request_is_answered(loop: WorkerLoop, lane: RawLane, prepared: bool) -> None:
-    """It is also answered where requests like it are answered outside of Python."""
-    if prepared:
-        lane.prepare(3, addsub())
-    for value in range(40):
-        lane.ask(3 if prepared else addsub(), vector(value), vector(1))
-        (answer,) = loop.client_answers(lane, 1)
-        assert sums(lane, answer) == (value + 1, value - 1)
-        assert answer.timing is None
-    assert loop.worker.lane_requests >= 40
-
-
-def test_answers_are_counted_by_code(loop: WorkerLoop, lane: RawLane) -> None:
-    """Good ones wherever they were given, and errors of every kind; only final ones, and only those that were given."""
-    before = loop.worker.lane_answers
-    lane.prepare(3, addsub())
-    for value in range(40):
-        lane.ask(3 if value % 2 else addsub(), vector(value), vector(1))
-        loop.client_answers(lane, 1)
-    unknown = msgspec.structs.replace(addsub(), model="nobody")
-    for asked, last in ((unknown, vector(1)), (addsub(), b"short"), (addsub(), b"")):
-        lane.ask(asked, vector(1), last)
-        (answer,) = loop.client_answers(lane, 1)
-        assert answer.code
-    counted = {code: count - before.get(code, 0) for code, count in loop.worker.lane_answers.items()}
-    assert counted == {"OK": 40, "NOT_FOUND": 1, "INVALID_ARGUMENT": 2}
-
-
-def test_one_good_answer_in_ten_is_logged_and_the_others_pass(
-    loop: WorkerLoop, lane: RawLane, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Wherever they are answered: with the access log on, nine in ten are still answered outside of Python."""
-    lane.prepare(3, addsub())
-    with caplog.at_level("INFO", "tensord.access"):
-        for every, wanted in ((10, 6), (0, 0)):
-            loop.worker.lanes.log_every(every)
-            before = loop.worker._poller.lane_requests
-            caplog.clear()
-            for value in range(60):
-                lane.ask(3, vector(value), vector(1))
-                loop.client_answers(lane, 1)
-            assert len(caplog.records) == wanted
-            assert not extensions.available or loop.worker._poller.lane_requests - before >= 48
-
-
-def test_the_last_errors_are_kept(loop: WorkerLoop, lane: RawLane) -> None:
-    """Not good answers, nor what a client has cancelled; as many as operators are shown, and of texts the beginning."""
-    unknown = msgspec.structs.replace(addsub(), model="nobody" * 100)
-    for asked, contents in ((addsub(), vector(1)), (unknown, vector(1)), (addsub(), b"short")):
-        lane.ask(asked, vector(1), contents, client_id="mine")
-        loop.client_answers(lane, 1)
-    found = loop.worker.recent_lane_errors()[-2:]
-    assert [(row["protocol"], row["code"], row["model"], row["id"]) for row in found] == [
-        ("lane", "NOT_FOUND", ("nobody" * 100)[:300], "mine"),
-        ("lane", "INVALID_ARGUMENT", "addsub", "mine"),
-    ]
-    assert "byte size mismatch" in found[1]["error"]
-    for _ in range(120):
-        lane.ask(addsub(), vector(1), b"short")
-        loop.client_answers(lane, 1)
-    assert len(loop.worker.recent_lane_errors()) == 100
-
-
 def test_inputs_and_outputs_in_segments_are_not_copied(loop: WorkerLoop, lane: RawLane) -> None:
     """Fixed slots: one number for each, and nothing but it in a call. Soon outside of Python, too."""
     count, before = 1 << 20, loop.worker._poller.lane_requests
@@ -252,20 +187,6 @@ def test_inputs_and_outputs_in_segments_are_not_copied(loop: WorkerLoop, lane: R
     assert loop.client_answers(lane, 1)[0].code == ""
     assert b[:] == bytes(4 * count)
     assert lane.kind(answer).outputs[0].region == target
-
-
-def test_timing_says_what_a_request_waited_computed_and_copied(loop: WorkerLoop, lane: RawLane) -> None:
-    lane.prepare(3, addsub())
-    for _ in range(40):
-        lane.ask(3, vector(5), vector(1), trace=TIMING)
-        (answer,) = loop.client_answers(lane, 1)
-        assert sums(lane, answer) == (6, 4)
-        assert answer.timing is not None
-        queue_ns, compute_ns, copied = answer.timing
-        assert 0 <= queue_ns < 60_000_000_000
-        assert 0 < compute_ns < 60_000_000_000
-        assert copied == 4 * 64
-        assert answer.trace is None
 
 
 def test_large_outputs_without_a_place_come_in_leased_memory(loop: WorkerLoop, lane: RawLane) -> None:

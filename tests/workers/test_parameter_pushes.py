@@ -28,7 +28,6 @@ from tensord.shm.operations import (
     CommitParameters,
     DropParameters,
     FileSource,
-    LeafPlace,
     LeavesSource,
     MakeParameters,
     MemorySource,
@@ -127,24 +126,6 @@ def test_what_is_no_file_holds_nobody_up(loop: PushingLoop, tmp_path: Path, name
     assert str(tmp_path) not in raised.value.message
     loop.push("m", numbered(2), 1)
     assert value(loop.ask_value("m")) == 2
-
-
-@pytest.mark.parametrize("name", ["p.safetensors", "p.npz", "p.msgpack", "deep/p.safetensors"])
-def test_of_a_file(loop: PushingLoop, tmp_path: Path, name: str) -> None:
-    """Beside the version, or beside the model."""
-    folder = tmp_path / "m" / ("1" if name != "p.npz" else "")
-    path = folder / name
-    path.parent.mkdir(exist_ok=True)
-    if name.endswith(".npz"):
-        np.savez(path, **numbered(3))  # type: ignore[arg-type]
-    elif name.endswith(".msgpack"):
-        flax = pytest.importorskip("flax.serialization")
-        path.write_bytes(flax.to_bytes({"w": numbered(3)["w"], "deep": {"0": {"v": numbered(3)["w"]}}}))
-    else:
-        path.write_bytes(layout_bytes(numbered(3)))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert same(content(loop.make("m", FileSource(name), checksum=f"sha256:{digest}")), 3)
-    assert use(loop, loop.make("m", FileSource(name))) == 3
 
 
 @pytest.mark.parametrize(
@@ -321,28 +302,6 @@ def test_a_client_that_writes_meanwhile_cannot_change_what_was_checked(
         writer.join()
 
 
-def test_of_leaves_in_several_regions(loop: PushingLoop, registered: Callable[..., Memory]) -> None:
-    registered(np.full(8, 5, np.float32).tobytes(), "one")
-    registered(b"...." + np.full(4, 5, np.float32).tobytes(), "two")
-    leaves = {
-        "w": LeafPlace("one", 16, 16, "FP32", (4,)),
-        "deep.0.v": LeafPlace("two", 4, 16, "FP32", (4,)),
-    }
-    assert use(loop, loop.make("m", LeavesSource(leaves))) == 5
-    for place, message in (
-        (LeafPlace("one", 0, 12, "FP32", (4,)), "has 12 bytes, FP32[4] needs 16"),
-        (LeafPlace("one", 20, 16, "FP32", (4,)), "Invalid offset"),
-        (LeafPlace("one", 0, 16, "FP33", (4,)), "has datatype 'FP33'"),
-        (LeafPlace("one", 0, 16, "BYTES", (4,)), "has datatype 'BYTES'"),
-        (LeafPlace("one", 0, 16, "FP32", (-1, -4)), "leaf 'w': dimension -1 is negative"),
-        (LeafPlace("none", 0, 16, "FP32", (4,)), "Unable to find shared memory region: 'none'"),
-    ):
-        with pytest.raises(ServingError) as raised:
-            loop.make("m", LeavesSource({**leaves, "w": place}))
-        assert message in raised.value.message
-    assert loop.worker._regions.leases() == {"system": 0, "cuda": 0}
-
-
 def spacious(*, header: object, byte_size: int, seals: int = SEALS) -> int:
     """Returns a descriptor of memory that has a header and, as no page is taken for it, any number of bytes behind it."""
     text = json.dumps(header).encode()
@@ -395,28 +354,6 @@ def test_of_memory_that_may_still_change(loop: PushingLoop) -> None:
         loop.make("m", MemorySource(4))
     with pytest.raises(InvalidArgument, match="checksum 'md5' is neither crc32 nor sha256"):
         loop.make("m", MemorySource(len(given)), sealed(numbered(6)), checksum="md5:00")
-
-
-def test_a_part_of_the_leaves(loop: PushingLoop) -> None:
-    """The others are the set's newest, or main's: what is made is whole, and needs nothing else."""
-
-    def part(number: float, set: str) -> int:
-        given = {"deep.0.v": numbered(number)["w"]}
-        size = len(layout_bytes(given))
-        return loop.make("m", MemorySource(size), sealed(given), partial=True, set=set)
-
-    found = content(part(7, "main"))
-    assert (found["w"].tolist(), found["deep.0.v"].tolist()) == ([0] * 4, [7] * 4)
-    loop.push("m", numbered(1), 1)
-    found = content(part(7, "a"))
-    assert (found["w"].tolist(), found["deep.0.v"].tolist()) == ([1] * 4, [7] * 4)
-    loop.commit(loop.stage("m", part(7, "a"), 2, "a"))
-    loop.push("m", numbered(3), 3)
-    found = content(part(8, "a"))
-    assert (found["w"].tolist(), found["deep.0.v"].tolist()) == ([1] * 4, [8] * 4)
-    given = {"other": numbered(1)["w"]}
-    with pytest.raises(InvalidArgument, match="model 'm' has no leaf 'other'"):
-        loop.make("m", MemorySource(len(layout_bytes(given))), sealed(given), partial=True)
 
 
 # -------------------------------------------------------------------------------------------------------------- staging

@@ -32,7 +32,6 @@ from tensord.shm.errors import InvalidArgument, Replaced, Unavailable, Unsupport
 from tensord.shm.messages import WIRE_VERSION
 from tensord.shm.operations import (
     DropParameters,
-    FileSource,
     ListParameters,
     MemorySource,
     Operation,
@@ -502,37 +501,6 @@ async def pushing(path: Path, **http: Any) -> AsyncIterator[Pushes]:
         served.close()
         await asyncio.sleep(0)
         registry.close()
-
-
-async def test_parameters_are_pushed_listed_reverted_and_dropped(tmp_path: Path) -> None:
-    async with pushing(tmp_path / "s") as pushes:
-        answers = await ask(
-            tmp_path / "s",
-            ({"push": {"model": "m", "number": 17, "check_finite": True}}, [memory(12)]),
-            ({"push": {"model": "m", "version": 2, "set": "a", "file": "p.npz"}}, []),
-            ({"push": {"model": "m", "number": 16}}, [memory(12)]),
-            ({"parameters": {"model": "m"}}, []),
-            ({"revert": {"model": "m", "set": "a"}}, []),
-            ({"drop": {"model": "m", "version": 1, "set": "a"}}, []),
-        )
-        assert answers == [
-            {"number": 17, "version": 1, "byte_size": 12},
-            {"number": 17, "version": 1, "byte_size": 12},
-            {"error": "number 16 of set 'main' of model 'm' is not newer than 17", "code": "REPLACED"},
-            {"parameters": []},
-            {"number": 16, "version": 1, "byte_size": 12},
-            {},
-        ]
-        assert pushes.asked == [
-            PushParameters("m", 0, "main", MemorySource(12), 17, check_finite=True),
-            PushParameters("m", 2, "a", FileSource("p.npz")),
-            PushParameters("m", 0, "main", MemorySource(12), 16),
-            ListParameters("m"),
-            RevertParameters("m", 0, "a"),
-            DropParameters("m", 1, "a"),
-        ]
-        assert pushes.contents == [bytes(12)]
-        assert (pushes.peers[0].uid, pushes.peers[0].pid) == (os.getuid(), os.getpid())
 
 
 async def test_a_push_for_which_no_file_can_be_opened(registry: RegionRegistry) -> None:

@@ -19,7 +19,6 @@ from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.shm.control_records import RegionPlace
 from tensord.shm.errors import (
     AlreadyExists,
-    Internal,
     InvalidArgument,
     NotFound,
     ServingError,
@@ -124,41 +123,6 @@ def request(name: str = "r", **changes: int | str) -> RegisterSystemRegion:
 
 def names(registry: RegionRegistry) -> list[str]:
     return [entry["name"] for entry in json.loads(registry.status(RegionStatus("system", "")))]
-
-
-async def test_one_opens_and_all_have_it(memory: int) -> None:
-    workers = [FakeHolder(i, memory) for i in range(3)]
-    registry = made(lambda: workers, RegionsOptions())
-    await registry.register(request(), TCP)
-    assert [worker.opened for worker in workers] == [1, 0, 0]
-    assert len({worker.regions["r"] for worker in workers}) == 1
-    assert [worker.access for worker in workers] == [[""], ["guarded"], ["guarded"]]
-    assert json.loads(registry.status(RegionStatus("system", "r"))) == [
-        {"name": "r", "key": "/k", "offset": 0, "byte_size": 64}
-    ]
-    with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
-        await registry.register(request(key="/other"), TCP)
-    registry.check_invariants()
-    await registry.unregister(UnregisterRegion("cuda", "r"), TCP)
-    assert names(registry) == ["r"]
-    await registry.unregister(UnregisterRegion("system", "r"), TCP)
-    await registry.unregister(UnregisterRegion("system", "r"), TCP)
-    assert not any(worker.regions for worker in workers)
-    registry.close()
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-async def test_a_refusal_undoes_everything(memory: int, culprit: int) -> None:
-    workers = [FakeHolder(i, memory) for i in range(3)]
-    workers[culprit].refuses = Internal("Unable to open shared memory region: 'r'")
-    registry = made(lambda: workers, RegionsOptions())
-    with pytest.raises(Internal, match="Unable to open"):
-        await registry.register(request(), TCP)
-    assert not any(worker.regions for worker in workers)
-    assert names(registry) == []
-    workers[culprit].refuses = None
-    await registry.register(request(), TCP)
-    registry.close()
 
 
 @pytest.mark.parametrize(

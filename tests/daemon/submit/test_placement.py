@@ -17,7 +17,6 @@ from tensord.daemon.submit.placement import UnsentRequest, begin
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
-from tensord.shm.errors import InvalidArgument
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice, Slice
 from tests.fakes import INCARNATION, EchoWorker
@@ -145,44 +144,3 @@ async def test_who_leaves_cancels(setting: Setting) -> None:
     while setting.on_loan:
         await asyncio.sleep(0.001)
     assert not told.contents + told.errors
-
-
-async def test_waiting_for_room(setting: Setting) -> None:
-    """
-    1. One request fills the arena; a second waits, a third waits and is cancelled.
-    2. The first is answered.
-    Result: the second is sent, the third never, nothing stays on loan.
-    """
-    told = [Told(setting) for _ in range(3)]
-    for number, one in enumerate(told, 1):
-        one.begin(b"%d" % number * 900_000)
-    assert [one.waits_for_room for one in told] == [False, True, True]
-    setting.submitter.cancel(told[2])
-    first = await setting.next()
-    setting.worker.complete(first.request_id)
-    second = await setting.next()
-    assert setting.worker.content(second)[:1] == b"2"
-    setting.worker.complete(second.request_id)
-    while setting.on_loan:
-        await asyncio.sleep(0.001)
-    assert [one.errors for one in told] == [[], [], []]
-    assert [one.left for one in told] == [False, True, False]
-    assert setting.worker.idle(0)
-
-
-async def test_no_room_in_time_is_an_answer() -> None:
-    setting = Setting(byte_size=MIB, max_byte_size=2 * MIB, wait=0.2)
-    told = Told(setting)
-    Told(setting).begin(bytes(900_000))
-    told.begin(bytes(900_000))
-    await told.until()
-    assert told.left
-    ((code, message),) = told.errors
-    assert code == "UNAVAILABLE"
-    assert "none came free" in message
-    setting.close()
-
-
-async def test_what_can_never_fit_is_refused_at_once(setting: Setting) -> None:
-    with pytest.raises(InvalidArgument):
-        Told(setting).begin(bytes(3 * MIB))

@@ -24,8 +24,8 @@ from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.arena import Lease
 from tensord.shm.channel import pair
-from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
-from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
+from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, WorkerFenced
+from tensord.shm.errors import Unavailable
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import (
     AnswerRecord,
@@ -337,58 +337,6 @@ def test_idle_workers_are_asked_in_another_order_by_each_front(row: int, order: 
     setting.close()
 
 
-def test_the_least_loaded_worker_is_asked(setting: Setting) -> None:
-    workers = [setting.open_worker(), setting.open_worker()]
-    setting.ready(*workers)
-    for _ in range(4):
-        setting.ask()
-    setting.turn()
-    for worker in workers:
-        assert len([worker.next(), worker.next()]) == 2
-
-
-def test_a_region_of_one_gpu_decides_where_a_request_goes(setting: Setting) -> None:
-    """1. two GPUs; 2. requests go to their region's, busy or not; 3. one that names both goes to one; 4. the region goes."""
-    first, second = setting.open_worker("cuda:0"), setting.open_worker("cuda:1")
-    setting.ready(first, second)
-    setting.submitter.region_placed(RegionPlace("g", "cuda:1"))
-    setting.submitter.region_placed(RegionPlace("h", "cuda:0"))
-    answers: list[WholeAnswer] = []
-
-    def ask(*names: str) -> None:
-        inputs = tuple(Tensor(f"x{i}", "UINT8", (1,), RegionSlice(name, 0, 1)) for i, name in enumerate(names))
-        record = WholeRequest(setting.submitter.next_id(), "m", 0, inputs).record
-        setting.send(record, lambda prepared, own, _: answers.append(whole_answer(prepared, own)))
-
-    for _ in range(2):
-        ask("g")
-    setting.turn()
-    for _ in range(2):
-        second.next()
-    assert first.idle()
-    ask("g", "h")
-    setting.turn()
-    second.next()
-    setting.submitter.region_placed(RegionPlace("g", ""))
-    ask("g")
-    setting.turn()
-    first.next()
-    assert not answers
-
-
-def test_nobody_has_the_gpu_of_a_region(setting: Setting) -> None:
-    setting.ready(setting.open_worker("cuda:0"))
-    setting.submitter.region_placed(RegionPlace("g", "cuda:1"))
-    answers: list[WholeAnswer] = []
-    record = WholeRequest(
-        setting.submitter.next_id(), "m", 0, (Tensor("x", "UINT8", (1,), RegionSlice("g", 0, 1)),)
-    ).record
-    setting.send(record, lambda prepared, own, _: answers.append(whole_answer(prepared, own)))
-    while not answers:
-        setting.sleep(0.05)
-    assert "no worker was ready for model 'm' on GPU 1, where its regions are, within" in answers[0].message
-
-
 def test_too_many_give_the_lease_back(setting: Setting) -> None:
     for _ in range(4):
         setting.ask()
@@ -434,12 +382,6 @@ def test_who_waits_for_a_worker_is_sent_in_order(setting: Setting) -> None:
     assert worker.idle(0.01)
 
 
-def test_an_unknown_model(setting: Setting) -> None:
-    asked = setting.ask()
-    setting.turn()
-    assert [final.code for final in asked.finals] == ["NOT_FOUND"]
-
-
 def test_a_model_that_moves_takes_its_requests_along(setting: Setting) -> None:
     """
     1. Its worker has it no more when two requests come there; one of them is cancelled.
@@ -469,31 +411,6 @@ def test_a_model_that_moves_takes_its_requests_along(setting: Setting) -> None:
         setting.sleep(0.1)
         assert [(final.code, final.message) for final in refused.finals] == [("NOT_FOUND", message)]
     assert setting.submitter.statistics()["leases"] == 0
-
-
-def test_room_is_given_in_the_order_of_asking(setting: Setting) -> None:
-    held = [setting.submitter.loan(200_000) for _ in range(4)]
-    assert setting.submitter.loan(200_000) is None
-    found: list[tuple[int, Lease | ServingError]] = []
-    for number, size in enumerate((200_000, 100_000, 200_000)):
-        setting.submitter.wait_for_room(size, lambda lease, number=number: found.append((number, lease)))  # type: ignore[misc]
-    # What would fit does not overtake.
-    assert setting.submitter.loan(20_000) is None
-    for lease in held[:2]:
-        assert lease is not None
-        setting.submitter.give_back(lease)
-    assert [number for number, _ in found] == [0, 1]
-    setting.sleep(0.4)
-    assert [number for number, _ in found] == [0, 1, 2]
-    late = found[2][1]
-    assert isinstance(late, Unavailable)
-    assert "and none came free within 0.05 s" in late.message
-    assert setting.submitter.loan(1) is not None
-
-
-def test_what_can_never_fit(setting: Setting) -> None:
-    with pytest.raises(InvalidArgument, match="cannot fit"):
-        setting.submitter.loan(2 * MIB)
 
 
 def replaced(setting: Setting, first: EchoWorker, executing: list[Asked], **kind: Any) -> EchoWorker:

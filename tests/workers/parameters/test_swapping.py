@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tensord.shm.errors import NotFound
-from tests.records import Tensor, WholeAnswer
+from tests.records import Tensor
 from tests.workers.parameters.pushing import (
     PushingLoop,
     mapped,
@@ -32,68 +32,6 @@ def loop() -> Iterator[PushingLoop]:
     worker = PushingLoop()
     yield worker
     worker.close()
-
-
-def swap(loop: PushingLoop, model: str, batches: bool = True, swaps: int = SWAPS, width: int = 8) -> int:
-    """Exchanges parameters again and again while requests wait, come and are answered. Returns how many were answered."""
-    asked: dict[int, tuple[float, int, bool]] = {}
-    answered = 0
-
-    def check(answers: list[WholeAnswer], newest: int) -> None:
-        for answer in answers:
-            given, since, tells = asked.pop(answer.request_id)
-            number = value(answer) - given
-            assert since <= number <= newest, "older than what was committed before it was asked"
-            assert said(answer) == (("main", number) if tells else (None, None))
-
-    committed = 0
-    for number in range(1, swaps + 1):
-        # Some are answered between staging and committing, some wait then.
-        for turn in range(6):
-            rows = 1 + (number + turn) % 3 if batches else 1
-            tells = turn % 3 == 2
-            id = loop.submit_value(model, float(turn), rows, tells=tells, batches=batches)
-            asked[id] = float(turn), committed, tells
-            answered += 1
-            if turn == 2:
-                check(loop.answers(3), committed)
-                push = loop.stage(model, numbered(number, width), number)
-        loop.front.flush()
-        loop.commit(push)
-        committed = number
-        check(loop.answers(3), committed)
-    assert not asked
-    return answered
-
-
-@pytest.mark.parametrize(
-    ("config", "batches"),
-    [
-        ("max_batch_size: 8", True),
-        ("max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 300 }", True),
-        ("", False),
-        ("max_batch_size: 8 instance_group { count: 2 kind: KIND_CPU }", True),
-    ],
-    ids=["batches", "delayed", "grouped", "instances"],
-)
-def test_a_jitted_model(loop: PushingLoop, tmp_path: Path, config: str, batches: bool) -> None:
-    """The C part answers as soon as it has learned: a swap makes it forget only what says which set it is of."""
-    loop.load(write_numbered(tmp_path, "m", config))
-    swap(loop, "m", batches)
-
-
-def test_a_program_of_all_threads(loop: PushingLoop, tmp_path: Path) -> None:
-    """Small programs, as above, use the same memory on another device."""
-    loop.load(write_numbered(tmp_path, "m", "max_batch_size: 4", width=4 << 20))
-    swap(loop, "m", swaps=30, width=4 << 20)
-
-
-def test_a_host_model(loop: PushingLoop, tmp_path: Path) -> None:
-    path = write_numbered(tmp_path, "m", "max_batch_size: 8", "host = True")
-    source = path / "1" / "model.py"
-    source.write_text(source.read_text().replace("jnp.", "np."))
-    loop.load(path)
-    swap(loop, "m", swaps=SWAPS // 3)
 
 
 def test_a_fused_ensemble_sees_the_new_sets_of_its_models_at_once(loop: PushingLoop, tmp_path: Path) -> None:
@@ -173,21 +111,6 @@ def test_a_model_that_is_loaded_anew_has_its_own_parameters(loop: PushingLoop, t
     # What was staged was for the load before.
     loop.commit(push)
     assert value(loop.ask_value("m")) == 0
-
-
-def test_a_trace_says_which_set_was_used(loop: PushingLoop, tmp_path: Path) -> None:
-    loop.load(write_numbered(tmp_path, "m", "max_batch_size: 8"))
-    """Also of repeats, which are answered in C."""
-    loop.push("m", numbered(7), 7, "a")
-    for number in range(3):
-        if number:
-            loop.push("m", numbered(number), number)
-        for _ in range(5):
-            for name, expected in ((None, ("main", number) if number else None), ("a", ("a", 7))):
-                answer = loop.ask_value("m", name, own={"trace": 1})
-                assert value(answer) == (number if name is None else 7)
-                assert answer.trace is not None
-                assert answer.trace.parameters == expected
 
 
 def test_a_bucket_that_is_compiled_for_a_request_gets_the_newest(loop: PushingLoop, tmp_path: Path) -> None:

@@ -32,32 +32,6 @@ def answers(instructions: list[Any]) -> list[dict[str, Any]]:
 DIAMOND = EnsembleGraph(["a"], ["d", "c"], [step("a", "b"), step("a", "c"), step("b c", "d")])
 
 
-def test_a_step_starts_when_all_it_takes_is_there() -> None:
-    going = run(DIAMOND)
-    begun = going.begun({"a": "A"})
-    assert starts(begun) == [(0, 0), (1, 0)]
-    first, second = begun
-    assert isinstance(first, StepStart)
-    assert isinstance(second, StepStart)
-    assert going.responded(second, {"c": "C"}) == []
-    going.ended(second)
-    third = going.responded(first, {"b": "B"})
-    going.ended(first)
-    assert starts(third) == [(2, 0)]
-    assert isinstance(third[0], StepStart)
-    assert third[0].inputs == {"b": "B", "c": "C"}
-    assert answers(going.responded(third[0], {"d": "D"})) == [{"d": "D", "c": "C"}]
-    going.ended(third[0])
-    assert going.running == 0
-    assert not going.stuck
-    assert going._values == {}
-    going.check_invariants()
-
-
-def test_only_what_is_asked_for_is_run() -> None:
-    assert starts(run(DIAMOND, "c").begun({"a": "A"})) == [(1, 0)]
-
-
 def test_a_tensor_that_is_not_there_is_not_passed_on() -> None:
     graph = EnsembleGraph(["a", "hint"], ["b"], [step("a hint", "b")])
     (only,) = run(graph).begun({"a": "A"})
@@ -94,14 +68,6 @@ def test_what_an_answer_says_of_its_sequence_holds_for_all_that_comes_of_it() ->
         going.ended(each)
     assert going._controls == {}
     assert not going.stuck
-
-
-def test_an_input_that_is_an_output() -> None:
-    graph = EnsembleGraph(["a"], ["a", "b"], [step("a", "b")])
-    going = run(graph)
-    (only,) = going.begun({"a": "A"})
-    assert isinstance(only, StepStart)
-    assert answers(going.responded(only, {"b": "B"})) == [{"a": "A", "b": "B"}]
 
 
 def test_a_step_without_an_answer_leaves_the_run_stuck() -> None:
