@@ -136,13 +136,13 @@ def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_by
             _check_sum(places[files[0]], files[0].name, sha256)
             archive.unpack(places[files[0]], files[0].name, model, max_byte_size)
         for file in () if source.is_archive else files:
-            at = model / file.name
-            (at if file.name.endswith("/") else at.parent).mkdir(parents=True, exist_ok=True)
+            place = model / file.name
+            (place if file.name.endswith("/") else place.parent).mkdir(parents=True, exist_ok=True)
             if file in places:
                 try:
-                    os.link(places[file], at)
+                    os.link(places[file], place)
                 except OSError:  # of a file system that has no links
-                    places[file].rename(at)
+                    places[file].rename(place)
         _check_sums(model, "" if source.is_archive else sha256)
     except InvalidArgument:
         shutil.rmtree(whole)  # what is wrong is not gone on with
