@@ -29,8 +29,8 @@ ROWS += ",rnn-http-c16,rnn-stream-c16,rnn-stream-c64,repeat-stream-c4,writer-str
 #: What stands before the table in docs/.
 _PREFACE = """# Side by side with a real Triton
 
-Written by `make bench PEER=DIR`; [measurements.md](measurements.md) says what was measured, on what, and what it means. Medians
-of the rounds; `x` is the median of the rounds' ratios ours/peer. Bold: as asked for.
+Written by `make bench PEER=DIR`; [measurements.md](measurements.md) says what was measured, on what, and what it means.
+Medians of the rounds; `x` is the median of the rounds' ratios ours/peer. Bold: as asked for.
 
 ![rates and latencies, relative to Triton](side-by-side.svg)
 

@@ -25,10 +25,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def helper(module: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+def helper(module: str, *words: str, python: str = sys.executable) -> Iterator[subprocess.Popen[str]]:
     """Runs ``python -m MODULE WORDS`` with pipes until the block ends, in whatever way it ends."""
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *words],
+        [python, "-m", module, *words],
         cwd=_ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

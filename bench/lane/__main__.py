@@ -1,6 +1,7 @@
 """Measures clients on the same host, over lanes and in other ways: ``python -m bench.lane``.
 
     python -m bench.lane                 the lane, our own gRPC and HTTP with system regions by tritonclient
+    python -m bench.lane --other DIR     and lanes of another checkout of ours, daemon and client
     python -m bench.lane --peer DIR      and a real Triton over HTTP with system regions; DIR as for ``python -m bench``
 
 Rows: small-c1, a small request at a time; small-p16, sixteen such processes; 16MiB-c1; flight-64, 64 requests in flight on one
@@ -60,10 +61,10 @@ class Load:
         self, stack: contextlib.ExitStack, way: str, kind: str, address: str, row: Row, server: Server | None
     ) -> None:
         """Starts the processes. ``kind``: the WAY of ``bench.lane.load``. Raises SystemExit: a process has ended."""
-        self.way = way
+        self.way, python = way, sys.executable if server is None else server.python
         self._server = server
         self._processes = [
-            stack.enter_context(helper("bench.lane.load", kind, row.name, address, str(number)))
+            stack.enter_context(helper("bench.lane.load", kind, row.name, address, str(number), python=python))
             for number in range(row.processes)
         ]
         for process in self._processes:
@@ -91,6 +92,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bench.lane", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--other", type=Path, metavar="DIR", help="another checkout of ours")
     parser.add_argument("--peer", type=Path, metavar="DIR", help="folder with the peer's setup.sh and triton.sh")
     parser.add_argument("--rows", default=",".join(ROWS), help="by name, comma-separated; all by default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5)
@@ -105,11 +107,13 @@ def main() -> int:
     report: dict[str, dict[str, list[dict[str, object]]]] = {}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tensord-bench-")))
-        clients = Path(folder, "clients.sock")
-        os.environ["TENSORD_CLIENTS_SOCKET"] = str(clients)
-        models = f"--model-repository={ROOT / 'bench/lane/models'}"
-        server = stack.enter_context(servers.ours(servers.OURS, ROOT, arguments.logs, models))
-        peer = None
+        lanes = []
+        for name, checkout in ((servers.OURS, ROOT), *([(servers.OTHER, arguments.other)] if arguments.other else [])):
+            clients = os.environ["TENSORD_CLIENTS_SOCKET"] = str(folder / name)
+            models = f"--model-repository={ROOT / 'bench/lane/models'}"
+            run = servers.ours(name, checkout.resolve(), arguments.logs, models)
+            lanes.append((LANE if checkout is ROOT else name, clients, stack.enter_context(run)))
+        server, peer = lanes[0][2], None
         if arguments.peer:
             for model in (arguments.peer / "models/addsub", arguments.peer / "models/identity", _POLICY):
                 shutil.copytree(model, folder / "peer" / model.name)
@@ -118,7 +122,7 @@ def main() -> int:
         print("| --- | --- | --- | --- | --- | --- | --- | --- |")
         for row in [ROWS[name] for name in names]:
             with contextlib.ExitStack() as running:
-                loads = [Load(running, LANE, LANE, str(clients), row, server)]
+                loads = [Load(running, way, LANE, clients, row, one) for way, clients, one in lanes]
                 # Processes that import grpc besides would fill a machine's memory.
                 if row.processes <= _MANY:
                     loads.append(Load(running, "grpc", "grpc", server.grpc, row, server))

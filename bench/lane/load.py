@@ -118,9 +118,6 @@ class Region:
         return Fixed(found, right)
 
 
-# ------------------------------------------------------------------------------------------------- one after the other
-
-
 @contextlib.contextmanager
 def over_lane(row: Row, address: str, number: int) -> Iterator[Ask]:
     """Yields a function that asks over a lane, with arrays of the client's memory, one for each input and shape.
@@ -215,9 +212,6 @@ def in_process(row: Row, number: int) -> Iterator[Ask]:
     yield ask
 
 
-# ------------------------------------------------------------------------------------------------------ many in flight
-
-
 @contextlib.asynccontextmanager
 async def flights(way: str, row: Row, address: str, number: int) -> AsyncIterator[list[AsyncAsk]]:
     """Yields one client's functions that ask, one for each request that is to be in flight."""
@@ -260,9 +254,6 @@ def _library_asker(client: Any, region: Region, row: Row, source: Iterator[tuple
         region.outputs(right).check()
 
     return ask
-
-
-# ------------------------------------------------------------------------------------------------------------ measured
 
 
 def report(took: list[float], began: float, used: float) -> None:

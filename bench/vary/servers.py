@@ -20,12 +20,13 @@ _PEER_HTTP, _PEER_GRPC = "127.0.0.1:18000", "127.0.0.1:18001"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server that is measured. ``pid``: of its first process; None: it is not known."""
+    """One server that is measured. ``pid``: of its first process; None: it is not known. ``python``: its checkout's."""
 
     name: str
     http: str
     grpc: str
     pid: int | None = None
+    python: str = sys.executable
 
     def address(self, protocol: str) -> str:
         """Returns the address for a protocol, named as in a pool."""
@@ -59,7 +60,7 @@ def ours(name: str, checkout: Path, logs: Path, *words: str) -> Iterator[Server]
     command += [f"--model-repository={ROOT / 'bench' / 'models'}", "--allow-metrics=false", *words]
     command += [f"--http-port={_PORTS[name]}", f"--grpc-port={_PORTS[name] + 1}"]
     with serving(command, http, logs / f"bench-{name}.log", cwd=checkout) as pid:
-        yield Server(name, http, grpc, pid)
+        yield Server(name, http, grpc, pid, command[0])
 
 
 @contextlib.contextmanager
