@@ -288,11 +288,7 @@ def metadata(message: ModelConfig) -> bytes:
 
     def tensors(fields: Sequence[Any]) -> list[dict[str, Any]]:
         return [
-            {
-                "name": field.name,
-                "datatype": from_model_config(data_type_name(field)),
-                "shape": [*batch, *field.dims],
-            }
+            {"name": field.name, "datatype": from_model_config(data_type_name(field)), "shape": [*batch, *field.dims]}
             for field in fields
         ]
 

@@ -57,9 +57,7 @@ PYTHON_WITHOUT_EFFECT = {
 }
 
 #: Parameters with a meaning in Triton's Python back end: key -> what happens instead.
-PARAMETERS_WITHOUT_EFFECT = {
-    "EXECUTION_ENV_PATH": "the model imports what is installed in the daemon's environment",
-}
+PARAMETERS_WITHOUT_EFFECT = {"EXECUTION_ENV_PATH": "the model imports what is installed in the daemon's environment"}
 
 #: The value that asks for nothing, where it is not the field's default.
 _NEUTRAL = {"optimization.input_pinned_memory.enable": True, "optimization.output_pinned_memory.enable": True}

@@ -74,9 +74,7 @@ def main() -> None:
 @main.command(cls=flags.FlagCommand)
 @_config_file
 @click.option(
-    "--watch",
-    is_flag=True,
-    help="For writing models: load one again within seconds of a change to its files.",
+    "--watch", is_flag=True, help="For writing models: load one again within seconds of a change to its files."
 )
 @click.pass_context
 def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
@@ -112,11 +110,7 @@ def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
     from tensord.daemon.supervisor import Supervisor
 
     supervisor = Supervisor(
-        configured,
-        lambda: layers.read(config, os.environ, given),
-        os.environ,
-        workers,
-        first_signals=first_signals,
+        configured, lambda: layers.read(config, os.environ, given), os.environ, workers, first_signals=first_signals
     )
     try:
         if first_signals.came is not None:

@@ -54,11 +54,7 @@ class _Command(click.Command):
         super().__init__(*arguments, **fields)
         self.params.append(
             click.Option(
-                ["--json"],
-                is_flag=True,
-                expose_value=False,
-                callback=_print_as_json,
-                help="Print the answer as JSON.",
+                ["--json"], is_flag=True, expose_value=False, callback=_print_as_json, help="Print the answer as JSON."
             )
         )
 

@@ -603,11 +603,7 @@ class Supervisor:
             "grpc": self.fronts.urls("grpc"),
             "metrics": self._metrics.url,
             "workers": process_list.of_workers(
-                self.workers,
-                self._slots,
-                self.models.lifecycle.known_versions(),
-                self.lanes.open_by_worker(),
-                now_ns,
+                self.workers, self._slots, self.models.lifecycle.known_versions(), self.lanes.open_by_worker(), now_ns
             ),
             "fronts": process_list.of_fronts(self.fronts, self._slots, now_ns),
             "regions": self._regions.statistics(),

@@ -171,10 +171,7 @@ def test_exemplars_are_kept(daemon: DaemonProcess, prometheus: Prometheus) -> No
     def found() -> set[str]:
         assert infers(daemon, f"00-{TRACE_ID}-00f067aa0ba902b7-01")
         data = prometheus.ask(
-            "query_exemplars",
-            query="tensord_request_duration_seconds_bucket",
-            start="0",
-            end=str(1 << 33),
+            "query_exemplars", query="tensord_request_duration_seconds_bucket", start="0", end=str(1 << 33)
         )
         return {each["labels"]["trace_id"] for series in data for each in series["exemplars"]}
 

@@ -23,17 +23,7 @@ import pytest
 
 from tests import repositories
 from tests.daemon_process import ROOT, DaemonProcess
-from tests.installation import (
-    NEIGHBOURS,
-    ROOMS,
-    Installation,
-    made,
-    needs_compiler,
-    neighbours,
-    ran,
-    tool,
-    wheel_of,
-)
+from tests.installation import NEIGHBOURS, ROOMS, Installation, made, needs_compiler, neighbours, ran, tool, wheel_of
 
 #: Written by `make lint`, for this checkout.
 STUBS = "tensord/protocol/*.pyi"

@@ -191,12 +191,7 @@ class Control:
         if len(running) == 1:
             running[0].begin()
 
-    def _answer(
-        self,
-        record: Load,
-        outcome: LoadedModel | Exception,
-        cancellation: Cancellation,
-    ) -> None:
+    def _answer(self, record: Load, outcome: LoadedModel | Exception, cancellation: Cancellation) -> None:
         """Puts a loaded version into service, or holds it back if ``record`` says so, and sends Loaded to the supervisor.
 
         ``outcome``: the loaded version, or the error. If loading failed or was cancelled, Loaded has the reason. If the device is

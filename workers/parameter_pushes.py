@@ -60,12 +60,7 @@ class ParameterPushes:
     """
 
     def __init__(
-        self,
-        models: ModelTable,
-        regions: RegionTable,
-        thread: WorkThread,
-        options: Workers,
-        agenda: Agenda[AgendaPart],
+        self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
     ) -> None:
         """``thread``: copies, stages and frees parameters; used for nothing else. ``agenda``: that of the worker's loop."""
         self._models = models

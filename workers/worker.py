@@ -88,12 +88,7 @@ class Worker:
     """Loads and serves models on one open device, in a loop (``run``) until the supervisor orders a stop, or is gone."""
 
     def __init__(
-        self,
-        channel: Channel,
-        options: Options,
-        device_name: DeviceName,
-        device: jax.Device,
-        beat_ns: int = _BEAT_NS,
+        self, channel: Channel, options: Options, device_name: DeviceName, device: jax.Device, beat_ns: int = _BEAT_NS
     ) -> None:
         """``channel``: to the supervisor. ``beat_ns``: the longest that an iteration of the loop waits for events."""
         self._beat_ns = beat_ns
@@ -128,34 +123,14 @@ class Worker:
         self._dispatcher = engine.dispatcher
         in_place = device_name.platform == "cpu" and options.expert.place_outputs and output_memory.attach()
         self._page.outputs = Outputs.IN_PLACE if in_place else Outputs.COPIED
-        target = LoadTarget.configured(
-            options,
-            device,
-            device_name.gpu,
-            self._cuda,
-            bool(device_name.model),
-            budget,
-        )
+        target = LoadTarget.configured(options, device, device_name.gpu, self._cuda, bool(device_name.model), budget)
         thread = WorkThread("loader", self._inbox)
         loader = Loader(target, self._inbox, self._page, self._dispatcher.calls, thread.standing_aside)
         operations = self._dispatcher.calls.daemon = DaemonOperations(channel, thread, self._inbox)
         self._pushes = ParameterPushes(
-            self._models,
-            self._regions,
-            WorkThread("parameters", self._inbox),
-            options.workers,
-            self._dispatcher.agenda,
+            self._models, self._regions, WorkThread("parameters", self._inbox), options.workers, self._dispatcher.agenda
         )
-        self._control = Control(
-            self,
-            channel,
-            self._models,
-            self._regions,
-            loader,
-            thread,
-            operations,
-            self._pushes,
-        )
+        self._control = Control(self, channel, self._models, self._regions, loader, thread, operations, self._pushes)
         self.profiler = Profiler(self._inbox)
         self._cache = ResponseCache(options.response_cache.byte_size)
         #: By the descriptor of their lane; clients' lanes also by their number.

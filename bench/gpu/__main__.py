@@ -65,11 +65,7 @@ _AROUND = 8.0
 #: Seconds in which a daemon has to be ready: a driver's first start, and three models compiled.
 _START = 120.0
 #: Of small requests: what each asks (bench/vary), over how many connections.
-_SMALL = (
-    ("small-http-c1", "http", "id", 1),
-    ("small-grpc-c1", "grpc", "id", 1),
-    ("mlp-grpc-c32", "grpc", "mlp", 32),
-)
+_SMALL = (("small-http-c1", "http", "id", 1), ("small-grpc-c1", "grpc", "id", 1), ("mlp-grpc-c32", "grpc", "mlp", 32))
 
 
 def tried(function: Callable[[], Any]) -> Any:

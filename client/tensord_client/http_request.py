@@ -22,14 +22,7 @@ from typing import Any
 
 from tensord_client.common.call import MAX_WAITING
 from tensord_client.common.pending import Deadlines, Pending, WaitEnded
-from tensord_client.errors import (
-    CLOSED,
-    Cancelled,
-    Internal,
-    ServingError,
-    Unavailable,
-    too_many_waiting,
-)
+from tensord_client.errors import CLOSED, Cancelled, Internal, ServingError, Unavailable, too_many_waiting
 from tensord_client.http_channel import Address, Buffer, HttpChannel, HttpResponse, MalformedResponse
 
 #: A server closes connections that are idle for 75 seconds where nothing else is configured.

@@ -22,10 +22,7 @@ class Job:
     __slots__ = ("_done", "_failed", "_steps", "cancelled")
 
     def __init__(
-        self,
-        steps: Generator[None, None, Any],
-        done: Callable[[Any], None],
-        failed: Callable[[Exception], None],
+        self, steps: Generator[None, None, Any], done: Callable[[Any], None], failed: Callable[[Exception], None]
     ) -> None:
         self._steps = steps
         self._done = done

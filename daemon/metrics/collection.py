@@ -175,9 +175,7 @@ class Collection:
             self._configuration.reloaded_at,
             self._configuration.options.metrics.buckets,
             ParameterTotals(
-                self._parameters.sets.by_version(),
-                self._parameters.sets.byte_size,
-                dict(self._parameters.outcomes),
+                self._parameters.sets.by_version(), self._parameters.sets.byte_size, dict(self._parameters.outcomes)
             ),
             _latest(itertools.chain(*told)),
             {} if self._spans is None else self._spans.outcomes(),

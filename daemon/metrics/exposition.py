@@ -55,17 +55,9 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
         lambda c: c.request_ns // 1000,
     ),
     ("nv_inference_queue_duration_us", "Of that, waiting in queues", lambda c: c.queue_ns // 1000),
-    (
-        "nv_inference_compute_input_duration_us",
-        "Of that, gathering the inputs",
-        lambda c: c.compute_input_ns // 1000,
-    ),
+    ("nv_inference_compute_input_duration_us", "Of that, gathering the inputs", lambda c: c.compute_input_ns // 1000),
     ("nv_inference_compute_infer_duration_us", "Of that, running the model", lambda c: c.compute_infer_ns // 1000),
-    (
-        "nv_inference_compute_output_duration_us",
-        "Of that, placing the outputs",
-        lambda c: c.compute_output_ns // 1000,
-    ),
+    ("nv_inference_compute_output_duration_us", "Of that, placing the outputs", lambda c: c.compute_output_ns // 1000),
 )
 #: Triton's counters of models with a response cache.
 _CACHE_COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
@@ -288,9 +280,7 @@ def _models(snapshot: MetricsSnapshot) -> Iterator[Family]:
     rows = [((*labels, state), count) for labels, _, of in stateful for state, count in zip(_STATES, of, strict=True)]
     yield live.fill(rows)
     lost = Counters(
-        "tensord_model_sequences_lost_total",
-        "Sequences whose state went with an execution that failed",
-        labels=_MODEL,
+        "tensord_model_sequences_lost_total", "Sequences whose state went with an execution that failed", labels=_MODEL
     )
     yield lost.fill([(labels, total.counts.lost_sequences) for labels, total, _ in stateful])
     copied = Counters(
@@ -310,9 +300,7 @@ def _models(snapshot: MetricsSnapshot) -> Iterator[Family]:
     )
     yield rows_of_nobody.fill([(labels, total.counts.padded_rows) for labels, total in models])
     padded = Counters(
-        "tensord_padded_elements_total",
-        "Elements of inputs that padded buckets, in rows and in axes",
-        labels=_MODEL,
+        "tensord_padded_elements_total", "Elements of inputs that padded buckets, in rows and in axes", labels=_MODEL
     )
     yield padded.fill([(labels, total.counts.padded_elements) for labels, total in models])
 
@@ -355,9 +343,7 @@ def _workers(snapshot: MetricsSnapshot) -> Iterator[Family]:
     up = Gauges("tensord_worker_up", "Whether the worker's process is up", labels=labels)
     yield up.fill([(of, slot.up) for of, slot in workers])
     answered = Gauges(
-        "tensord_worker_answered",
-        "Whether it answered this scrape; if not, its last figures are shown",
-        labels=labels,
+        "tensord_worker_answered", "Whether it answered this scrape; if not, its last figures are shown", labels=labels
     )
     yield answered.fill([(of, slot.answered) for of, slot in workers])
     restarts = Counters("tensord_worker_restarts_total", "How often it died and was replaced", labels=labels)

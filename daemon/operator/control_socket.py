@@ -36,12 +36,7 @@ class ControlSocket:
     Without a configured path the socket is where tensorctl looks by default.
     """
 
-    def __init__(
-        self,
-        options: SupervisorOptions,
-        environment: Mapping[str, str],
-        commands: OperatorCommands,
-    ) -> None:
+    def __init__(self, options: SupervisorOptions, environment: Mapping[str, str], commands: OperatorCommands) -> None:
         self.path = unix_socket.path(options.control_socket, CONTROL_SOCKET, environment)
         self._environment = environment
         self._commands = commands

@@ -53,15 +53,7 @@ CAUSES = (
 )
 #: Signals that a process's own code brings about; any other one was sent by somebody else.
 _OWN_SIGNALS = frozenset(
-    {
-        signal.SIGABRT,
-        signal.SIGBUS,
-        signal.SIGFPE,
-        signal.SIGILL,
-        signal.SIGSEGV,
-        signal.SIGSYS,
-        signal.SIGTRAP,
-    }
+    {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
 )
 _RESTART = "restart the daemon (systemctl restart tensord)"
 _log = logging.getLogger(__name__)

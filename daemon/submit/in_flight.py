@@ -16,13 +16,7 @@ from tensord.shm.arena import Lease
 from tensord.shm.common.submission import Submission
 from tensord.shm.errors import DEFECT, Internal, ServingError
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import (
-    LAST,
-    AnswerRecord,
-    PreparedAnswer,
-    PreparedRequest,
-    RequestRecord,
-)
+from tensord.shm.messages import LAST, AnswerRecord, PreparedAnswer, PreparedRequest, RequestRecord
 from tensord.shm.prepared import Numbered
 from tensord.shm.sequence_keys import Key
 from tensord.shm.sequence_page import SequencePage

@@ -150,12 +150,7 @@ class SpanExporter:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self._send)
 
     def _parts(
-        self,
-        trace_id: bytes,
-        own: bytes,
-        moments: Sequence[tuple[str, int]],
-        timeline: Timeline | None,
-        offset: int,
+        self, trace_id: bytes, own: bytes, moments: Sequence[tuple[str, int]], timeline: Timeline | None, offset: int
     ) -> None:
         """Queues the spans of a request's parts, such as "compute", and of the requests that its model made of other models.
 

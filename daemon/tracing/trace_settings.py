@@ -137,12 +137,7 @@ class TraceSettings:
     ``known``: returns whether a model is served. ``publish``: sends all fronts a record and its counters' descriptors.
     """
 
-    def __init__(
-        self,
-        options: TraceOptions,
-        known: Callable[[str], bool],
-        publish: Callable[..., None],
-    ) -> None:
+    def __init__(self, options: TraceOptions, known: Callable[[str], bool], publish: Callable[..., None]) -> None:
         self._file = options.file
         self._target = options.file or options.otlp
         self._known = known

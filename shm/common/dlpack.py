@@ -98,12 +98,7 @@ class DeviceView:
     __slots__ = ("_owner", "_shape", "_tensor")
 
     def __init__(
-        self,
-        pointer: int,
-        dtype: np.dtype[Any],
-        shape: Sequence[int],
-        device: tuple[int, int],
-        owner: object = None,
+        self, pointer: int, dtype: np.dtype[Any], shape: Sequence[int], device: tuple[int, int], owner: object = None
     ) -> None:
         """``pointer``: address on the device. ``device``: DLDeviceType and device number."""
         self._owner = owner

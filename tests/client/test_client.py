@@ -489,10 +489,7 @@ def ways_to_stream(model: Any) -> list[Callable[[], list[Any]]]:
         asynchronous = AsyncModel(model._connection, model._description, 0, PATIENCE)
         return [answer["y"].tolist() async for answer in asynchronous.stream({"x": [1]})]
 
-    return [
-        lambda: [answer["y"].tolist() for answer in model.stream({"x": [1]})],
-        lambda: asyncio.run(awaited()),
-    ]
+    return [lambda: [answer["y"].tolist() for answer in model.stream({"x": [1]})], lambda: asyncio.run(awaited())]
 
 
 @pytest.mark.parametrize("framing", FRAMINGS)

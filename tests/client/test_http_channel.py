@@ -155,9 +155,7 @@ def test_a_request_and_its_answer(listener: Callable[[Callable[[socket.socket], 
     channel.close()
 
 
-def test_a_refusal_before_the_request_is_whole(
-    listener: Callable[[Callable[[socket.socket], None]], Address],
-) -> None:
+def test_a_refusal_before_the_request_is_whole(listener: Callable[[Callable[[socket.socket], None]], Address]) -> None:
     """It is read although the rest cannot be sent, and the connection is not used again."""
 
     def refuse(connection: socket.socket) -> None:

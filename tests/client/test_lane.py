@@ -18,14 +18,7 @@ import pytest
 import tensord_client
 from tensord_client import placement
 from tensord_client.common.scheduling import Scheduling
-from tensord_client.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidArgument,
-    NotFound,
-    ServingError,
-    Unavailable,
-)
+from tensord_client.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, ServingError, Unavailable
 from tensord_client.lane import Call, LaneConnection, LaneRequest
 from tensord_client.memory import Memory
 

@@ -224,21 +224,9 @@ def test_a_step_after_the_end(client: Any) -> None:
     [
         ({}, (), "expected 1 inputs but got 0 inputs for model 'scale'..."),
         ({"z": [[1.0] * 4]}, (), "unexpected inference input 'z' for model 'scale'"),
-        (
-            {"x": np.zeros((1, 4))},
-            (),
-            "inference input 'x' data-type is 'FP64', but model 'scale' expects 'FP32'",
-        ),
-        (
-            {"x": [[1.0] * 3]},
-            (),
-            "unexpected shape for input 'x' for model 'scale'. Expected [-1,4], got [1,3].",
-        ),
-        (
-            {"x": [[1.0] * 4] * 9},
-            (),
-            "inference request batch-size must be <= 8 for 'scale'",
-        ),
+        ({"x": np.zeros((1, 4))}, (), "inference input 'x' data-type is 'FP64', but model 'scale' expects 'FP32'"),
+        ({"x": [[1.0] * 3]}, (), "unexpected shape for input 'x' for model 'scale'. Expected [-1,4], got [1,3]."),
+        ({"x": [[1.0] * 4] * 9}, (), "inference request batch-size must be <= 8 for 'scale'"),
         ({"x": [[1.0] * 4]}, ("z",), "unexpected inference output 'z' for model 'scale'"),
         ({"x": [["a"] * 4]}, (), "input 'x' cannot be an array of FP32: could not convert string to float: 'a'"),
         ({"x": np.zeros((1, 4), np.complex64)}, (), "input 'x': arrays of complex64 have no datatype in the protocol"),
@@ -511,10 +499,7 @@ def test_the_newest_of_a_key_wins(client: Any, tmp_path: Path) -> None:
     assert first.result(PATIENCE)["y"].tolist() == other.result(PATIENCE)["y"].tolist() == [1]
     (replaced,) = [error for future in (second, third) if (error := future.exception(PATIENCE)) is not None]
     assert type(replaced).__name__ == "Replaced", replaced
-    with Raises(
-        "InvalidArgument",
-        "parameter 'tensord_replace' has 1000 bytes, at most 128 are allowed",
-    ):
+    with Raises("InvalidArgument", "parameter 'tensord_replace' has 1000 bytes, at most 128 are allowed"):
         model({"path": [str(tmp_path / "first")]}, replace_key="k" * 1000)
 
 

@@ -84,10 +84,7 @@ def test_text_becomes_what_the_key_wants() -> None:
 
 @pytest.mark.parametrize(
     ("text", "addresses"),
-    [
-        ('"0.0.0.0"', ("0.0.0.0",)),
-        ('["127.0.0.1", "::1", "unix:/run/a,b"]', ("127.0.0.1", "::1", "unix:/run/a,b")),
-    ],
+    [('"0.0.0.0"', ("0.0.0.0",)), ('["127.0.0.1", "::1", "unix:/run/a,b"]', ("127.0.0.1", "::1", "unix:/run/a,b"))],
 )
 def test_addresses(tmp_path: Path, text: str, addresses: tuple[str, ...]) -> None:
     """A single one needs no brackets."""

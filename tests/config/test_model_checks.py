@@ -87,10 +87,7 @@ def test_what_is_not_offered(text: str, words: str) -> None:
             "dynamic_batching { preferred_batch_size: [ 0 ] }",
             "dynamic batching preferred size must be positive for m: 0 is given",
         ),
-        (
-            "dynamic_batching { priority_levels: 2 }",
-            "default priority level must be in range [1, 2] for m: 0 is given",
-        ),
+        ("dynamic_batching { priority_levels: 2 }", "default priority level must be in range [1, 2] for m: 0 is given"),
         (
             "dynamic_batching { priority_levels: 1 default_priority_level: 1 priority_queue_policy { key: 2 value { } } }",
             "priority queue policy must have priority level in range [1, 1] for m: 2 is given",
@@ -322,14 +319,8 @@ def check(sequences: str, more: str = "") -> None:
             state(f"dims: 2 {INITIAL.replace('first', '')}"),
             "Field 'name' must be set when using initial_state for state input 'in'.",
         ),
-        (
-            state("dims: 2") + state("dims: 2", given="other"),
-            "State input name 'in' specified more than once.",
-        ),
-        (
-            state("dims: 2") + state("dims: 2", taken="other"),
-            "State output name 'out' specified more than once.",
-        ),
+        (state("dims: 2") + state("dims: 2", given="other"), "State input name 'in' specified more than once."),
+        (state("dims: 2") + state("dims: 2", taken="other"), "State output name 'out' specified more than once."),
         (
             state(f"dims: [ 2, 2 ] {INITIAL}"),
             "Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions for state input 'in'. 1 != 2",

@@ -82,11 +82,7 @@ def test_memory_of_the_supervisor(start: Start, repository: Path) -> None:
 def two_fronts(start: Start, repository: Path) -> Iterator[tuple[FakeDaemon, list[Any]]]:
     """Starts two HTTP fronts in explicit mode, with no model loaded; yields the daemon and a connection to each front."""
     write_model(repository, "good")
-    daemon = start(
-        http={"port": 0, "processes": 2},
-        repository={"control_mode": "explicit"},
-        workers={"cpu": 1},
-    )
+    daemon = start(http={"port": 0, "processes": 2}, repository={"control_mode": "explicit"}, workers={"cpu": 1})
     daemon.wait_ready()
     clients = [daemon.front(front.pid) for front in daemon.fronts]
     assert len(clients) == 2

@@ -222,11 +222,7 @@ class Sequences:
         given = self._module.InferInput("x", [1, 1], "INT32")
         given.set_data_from_numpy(np.array([[x]], np.int32))
         answer = self.client.infer(
-            "sums",
-            [given],
-            sequence_id=who,
-            sequence_start=start,
-            headers={"tensord-sequence": str(who)},
+            "sums", [given], sequence_id=who, sequence_start=start, headers={"tensord-sequence": str(who)}
         )
         self.sums[who] = (0 if start else self.sums[who]) + x
         assert answer.as_numpy("y").item() == self.sums[who]

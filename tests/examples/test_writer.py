@@ -74,10 +74,7 @@ def test_what_it_must_not_be_asked(daemon: DaemonProcess) -> None:
     assert (
         status,
         "axis 'length' of the request has size 257, the largest of its buckets is 256" in content.decode(),
-    ) == (
-        400,
-        True,
-    )
+    ) == (400, True)
 
 
 @pytest.mark.release("the model that is served was trained before")

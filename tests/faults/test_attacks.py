@@ -45,10 +45,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         },
     }
     models = [ROOT / "bench" / "models", ROOT / "bench" / "attackers" / "models"]
-    with (
-        nothing_left_behind(),
-        DaemonProcess(folder, models, options) as daemon,
-    ):
+    with nothing_left_behind(), DaemonProcess(folder, models, options) as daemon:
         with bystanders(_addresses(daemon)):
             assert largest_is_answered(daemon.url)
         yield daemon

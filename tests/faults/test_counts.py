@@ -70,11 +70,7 @@ BODIES: dict[str, tuple[str, bytes, str]] = {
     ),
     "logging": ("/v2/logging", json.dumps(PARAMETERS).encode(), "60000 settings"),
     "trace": ("/v2/trace/setting", json.dumps(PARAMETERS).encode(), "60000 settings"),
-    "levels": (
-        "/v2/trace/setting",
-        json.dumps({"trace_level": ["OFF"] * 9000}).encode(),
-        "9000 values of a setting",
-    ),
+    "levels": ("/v2/trace/setting", json.dumps({"trace_level": ["OFF"] * 9000}).encode(), "9000 values of a setting"),
     "region": (
         "/v2/systemsharedmemory/region/r/register",
         json.dumps(PARAMETERS).encode(),

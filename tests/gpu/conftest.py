@@ -53,10 +53,7 @@ def gpu_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start_gpu_daemon(
-    leaves_nothing: None,
-    gpu_repository: Path,
-    gpu_variables: dict[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
+    leaves_nothing: None, gpu_repository: Path, gpu_variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., DaemonProcess]]:
     """Yields a function that starts daemons with a worker on each GPU; they live until the module ends."""
     started: list[DaemonProcess] = []

@@ -182,17 +182,13 @@ def test_requests_go_to_the_gpu_of_their_regions(daemon: DaemonProcess, client: 
         owner.put(region, values)
         for _ in range(20):
             client.infer(
-                "scale",
-                [in_region("x", "FP32", (1, 4), region, 16, 0)],
-                outputs=[out_region("y", region, 16, 256)],
+                "scale", [in_region("x", "FP32", (1, 4), region, 16, 0)], outputs=[out_region("y", region, 16, 256)]
             )
             assert same(owner.get(region, np.float32, (1, 4), 256), 3 * values + 1)
     # One worker uses memory of two GPUs where they have access to each other's.
     try:
         client.infer(
-            "scale",
-            [in_region("x", "FP32", (1, 4), regions[0], 16, 0)],
-            outputs=[out_region("y", regions[1], 16, 512)],
+            "scale", [in_region("x", "FP32", (1, 4), regions[0], 16, 0)], outputs=[out_region("y", regions[1], 16, 512)]
         )
     except InferenceServerException as error:
         assert error.status() == "400"

@@ -180,10 +180,7 @@ def all_models(repository: Path) -> None:
     python_model(repository, "quiet", "", idle_us=100_000)
     python_model(repository, "pair", "oldest { max_candidate_sequences: 1 }", more="instance_group { count: 2 }")
     python_model(
-        repository,
-        "patient",
-        "direct { max_queue_delay_microseconds: 60000000 minimum_slot_utilization: 1.0 }",
-        rows=2,
+        repository, "patient", "direct { max_queue_delay_microseconds: 60000000 minimum_slot_utilization: 1.0 }", rows=2
     )
     rounds = f"max_batch_size: 4 {TENSORS} sequence_batching {{ %s {FLAGS} oldest {{ max_candidate_sequences: 8 }} }}"
     write_model(repository, "rounds", ITERATIVE, rounds % "iterative_sequence: true")

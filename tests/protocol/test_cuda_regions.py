@@ -92,9 +92,7 @@ def test_every_way_in_and_out(client: Any, owner: CudaOwner) -> None:
         scale(client, region, outputs=[out_region("y", system.name, 16, 64)])
         assert same(shm.get_contents_as_numpy(system.handle, np.float32, [1, 4], offset=64), 3 * a + 1)
         client.infer(
-            "scale",
-            [in_region("x", "FP32", (1, 4), system.name, 16, 0)],
-            outputs=[out_region("y", region, 16, 256)],
+            "scale", [in_region("x", "FP32", (1, 4), system.name, 16, 0)], outputs=[out_region("y", region, 16, 256)]
         )
         assert same(owner.get(region, np.float32, (1, 4), 256), 30 * a + 1)
         client.infer("scale", [body], outputs=[out_region("y", region, 16, 512)])

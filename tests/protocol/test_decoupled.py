@@ -68,13 +68,7 @@ def test_responses_come_in_order_with_one_final_mark(stream: Stream, model: str,
         ("large error", [list(range(1 << 16)), "element is bad", None]),
         ("drop", [NOT_COMPLETED]),
         ("twice", [None]),
-        (
-            "nothing",
-            [
-                NO_RESPONSE,
-                None,
-            ],
-        ),
+        ("nothing", [NO_RESPONSE, None]),
         ("flags", [UNSENT + "Unsupported flag provided.", None]),
     ],
 )

@@ -492,10 +492,7 @@ def test_cancelled_between_steps(
         done.set()
 
     call = grpc.async_infer(
-        "gated",
-        [tensor(grpc, "x", rows())],
-        answered,
-        parameters={"began": str(began), "until": str(until)},
+        "gated", [tensor(grpc, "x", rows())], answered, parameters={"began": str(began), "until": str(until)}
     )
     wait_until(began.exists, "the first step to run", daemon)
     call.cancel()

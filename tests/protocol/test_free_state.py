@@ -156,11 +156,7 @@ def test_a_run_that_fails_changes_no_state(client: Any, model: str) -> None:
 
 def test_state_that_grows_from_a_file(client: Any) -> None:
     answers = [ask(client, "grows", "a", [x], flags) for x, flags in ((1, "S"), (9, ""), (2, "E"))]
-    assert [answer.as_numpy("all").tolist() for answer in answers] == [
-        [[5, 7, 1]],
-        [[5, 7, 1, 9]],
-        [[5, 7, 1, 9, 2]],
-    ]
+    assert [answer.as_numpy("all").tolist() for answer in answers] == [[[5, 7, 1]], [[5, 7, 1, 9]], [[5, 7, 1, 9, 2]]]
     assert [answer.as_numpy("y").tolist() for answer in answers] == [[[7]], [[9]], [[9]]]
 
 

@@ -100,10 +100,7 @@ def test_answers_without_it(names: list[str], tmp_path: Path) -> None:
     for start in ("first", "second"):
         folder = tmp_path / start
         folder.mkdir()
-        options = {
-            "executables": {"cache_directory": str(tmp_path / "cache")},
-            "workers": {"cpu": 1},
-        }
+        options = {"executables": {"cache_directory": str(tmp_path / "cache")}, "workers": {"cpu": 1}}
         environment = {"PYTHONPATH": str(tmp_path)}
         with DaemonProcess(folder, [tmp_path / "models"], options, environment=environment) as daemon:
             given = {"name": "x", "datatype": "FP32", "shape": [COUNT], "data": [float(i) for i in range(COUNT)]}

@@ -193,9 +193,7 @@ def test_a_service_of_its_name(repository: Path, tmp_path: Path, leaves_nothing:
 
 
 def test_tls(serving: Any, authority: dict[str, str]) -> None:
-    daemon = serving(
-        grpc={"use_tls": True, "certificate": authority["server.pem"], "key": authority["server.key"]},
-    )
+    daemon = serving(grpc={"use_tls": True, "certificate": authority["server.pem"], "key": authority["server.key"]})
     options = {"ssl": True, "root_certificates": authority["root.pem"]}
     with grpcclient.InferenceServerClient(daemon.grpc_url, **options) as client:
         assert client.is_server_ready()
@@ -213,7 +211,7 @@ def test_mutual_tls(serving: Any, authority: dict[str, str]) -> None:
             "certificate": authority["server.pem"],
             "key": authority["server.key"],
             "root_certificate": authority["root.pem"],
-        },
+        }
     )
     options = {"ssl": True, "root_certificates": authority["root.pem"]}
     mine = {"private_key": authority["client.key"], "certificate_chain": authority["client.pem"]}

@@ -68,10 +68,7 @@ class Owner:
 
     def __init__(self, protocol: str, path: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, protocol, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", OWNER, protocol, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.pid = self._process.pid
 

@@ -56,10 +56,7 @@ def served(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("daemon")
     options: dict[str, dict[str, Any]] = {
         "grpc": {"address": f"unix:{folder}/grpc.sock"},
-        "regions": {
-            "reclaim": "owner",
-            "snapshot_key_prefixes": ["tensord-test-snapshot"],
-        },
+        "regions": {"reclaim": "owner", "snapshot_key_prefixes": ["tensord-test-snapshot"]},
         "clients": {"socket": str(folder / "clients.sock")},
         "supervisor": {"control_socket": str(folder / "control.sock")},
     }

@@ -101,10 +101,7 @@ def test_how_far_a_load_is(start_daemon: Start, tmp_path: Path) -> None:
     at = {"worker": "worker-0", "device": f"{daemon.platform}:0", "model": "slow", "version": "1"}
     assert [
         scrape(daemon.metrics_url).value("tensord_worker_load_programs", **at, state=of) for of in ("made", "all")
-    ] == [
-        1,
-        4,
-    ]
+    ] == [1, 4]
     daemon.wait_log(r"model 'slow' version 1: 1 of 4 compiled in [\d.]+ s: 1 rows of \[4\]")
     assert "2 of 4 compiled" not in daemon.log
     gate.touch()

@@ -165,10 +165,7 @@ def test_slots_are_used_again() -> None:
     ("story", "body"),
     [
         ("a fault in a mapping that is not guarded", "os.ftruncate(fd, 0); m[0]"),
-        (
-            "a fault after the guard is released",
-            "g = guard.Guarded(m); g.release(); os.ftruncate(fd, 0); m[0]",
-        ),
+        ("a fault after the guard is released", "g = guard.Guarded(m); g.release(); os.ftruncate(fd, 0); m[0]"),
         ("a signal somebody sent", "os.kill(os.getpid(), signal.SIGBUS)"),
     ],
 )

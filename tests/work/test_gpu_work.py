@@ -197,11 +197,7 @@ def test_tensors_on_the_device(
             for _ in range(COUNT):
                 asker.infer("twice", [given], outputs=wanted)
             staged = 1 if offset else 0
-            assert calls.made() == {
-                WITHIN: (2 + staged) * COUNT,
-                WAIT: (1 + staged) * COUNT,
-                FOLLOW: 2 * COUNT,
-            }
+            assert calls.made() == {WITHIN: (2 + staged) * COUNT, WAIT: (1 + staged) * COUNT, FOLLOW: 2 * COUNT}
             assert executions(client, "twice")[1] - copied == COUNT * (size + size // 4 + staged * size)
             assert np.array_equal(owner.get("g", np.float32, values.shape, y), 2 * values)
             assert np.array_equal(owner.get("g", np.bool_, values.shape, up), values > 0)

@@ -112,13 +112,7 @@ class Dispatcher:
             compiler, page, self._outbox, options.executables.max_unexpected_shapes, clock, check, self._restore, models
         )
         self._instances = InstanceRuns(
-            self.limiter,
-            self._compiler,
-            self.responses,
-            self._outbox.prepare,
-            self._take,
-            self._finish,
-            self._changed,
+            self.limiter, self._compiler, self.responses, self._outbox.prepare, self._take, self._finish, self._changed
         )
         #: The work of the last program that ran in the loop, as a part of an iteration (``weight.share_of``).
         self._share = 0.0

@@ -112,12 +112,7 @@ class GpuExecutable(Executable):
     delivers = True
 
     def __init__(
-        self,
-        wanted: Wanted,
-        signature: Signature,
-        program: CompiledProgram,
-        device: ExecutionDevice,
-        cuda: CudaDevice,
+        self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, cuda: CudaDevice
     ) -> None:
         super().__init__(wanted, signature, program, device, DeviceInputs(cuda, arguments_of(signature, wanted)))
         self._cuda = cuda

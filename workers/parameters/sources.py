@@ -43,15 +43,7 @@ from tensord.workers.parameters import layout
 from tensord.workers.parameters.layout import LaidLeaf, leaf_of
 from tensord.workers.parameters.leaves import Leaves
 from tensord.workers.parameters.parameter_set import ParameterSet
-from tensord.workers.parameters.sealed_memory import (
-    Copy,
-    MemoryPool,
-    NewMemory,
-    Part,
-    SealedMemory,
-    is_sealed,
-    part_of,
-)
+from tensord.workers.parameters.sealed_memory import Copy, MemoryPool, NewMemory, Part, SealedMemory, is_sealed, part_of
 from tensord.workers.regions.region_table import AnyRegion, RegionTable, check_intact
 
 #: Bytes of a file that are read in one piece.

@@ -51,12 +51,7 @@ class PipelineProgram:
     memory_needed = None
 
     def __init__(
-        self,
-        signature: Signature,
-        links: Sequence[Link],
-        outputs: Sequence[str],
-        rows: int,
-        device: ExecutionDevice,
+        self, signature: Signature, links: Sequence[Link], outputs: Sequence[str], rows: int, device: ExecutionDevice
     ) -> None:
         """
         Args:

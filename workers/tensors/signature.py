@@ -277,9 +277,7 @@ def agree(what: str, field: Any, declared: Declared, where: str = "model.py") ->
 
 
 def signature(
-    message: ModelConfig,
-    declared_axes: Mapping[str, tuple[str | None, ...]],
-    labels: Mapping[str, tuple[str, ...]],
+    message: ModelConfig, declared_axes: Mapping[str, tuple[str | None, ...]], labels: Mapping[str, tuple[str, ...]]
 ) -> Signature:
     """Returns the signature of a model with this completed and checked configuration.
 

@@ -57,15 +57,9 @@ def test_the_model_or_a_folder_with_it(tmp_path: Path, name: str, inside: str) -
             lambda path: tar(path / "m.tar", {"x": b""}, type=tarfile.SYMTYPE, linkname="/etc"),
             "linkname '/etc' not found",
         ),
-        (
-            lambda path: tar(path / "m.tar", {"x": b""}, type=tarfile.FIFOTYPE),
-            "'x' of 'm.tar' is neither",
-        ),
+        (lambda path: tar(path / "m.tar", {"x": b""}, type=tarfile.FIFOTYPE), "'x' of 'm.tar' is neither"),
         (lambda path: zipped(path / "m.zip", {"../out": b""}), "'../out' is no path in a model's folder"),
-        (
-            lambda path: zipped(path / "m.zip", {"x": b"/etc"}, stat.S_IFLNK | 0o777),
-            "'x' of 'm.zip' is neither",
-        ),
+        (lambda path: zipped(path / "m.zip", {"x": b"/etc"}, stat.S_IFLNK | 0o777), "'x' of 'm.zip' is neither"),
         (
             lambda path: tar(path / "m.tar", {"1/x": b"x" * (LIMIT + 1)}),
             f"bytes up to '1/x'; --max-byte-size is {LIMIT}",

@@ -222,8 +222,7 @@ def test_it_says_what_the_whole_message_says(
 
 @given(
     st.one_of(
-        st.binary(min_size=1, max_size=60),
-        st.tuples(REQUESTS, st.integers(0, 300), st.binary(min_size=1, max_size=4)),
+        st.binary(min_size=1, max_size=60), st.tuples(REQUESTS, st.integers(0, 300), st.binary(min_size=1, max_size=4))
     ),
     st.lists(st.integers(0, 2000), max_size=6),
     st.booleans(),

@@ -152,18 +152,9 @@ CASES: dict[str, tuple[bytes, Connection | Stream | None]] = {
         frame(HEADERS, PRIORITIZED | END_HEADERS, 3, b"\0\0"),
         Connection(FRAME_SIZE_ERROR),
     ),
-    "a block that is interrupted": (
-        BEGUN + frame(frames.PING, 0, 0, bytes(8)),
-        Connection(PROTOCOL_ERROR),
-    ),
-    "a block interrupted by an unknown type": (
-        BEGUN + frame(77, 0, 0),
-        Connection(PROTOCOL_ERROR),
-    ),
-    "a block interrupted by another stream's": (
-        BEGUN + frame(DATA, 0, 1),
-        Connection(PROTOCOL_ERROR),
-    ),
+    "a block that is interrupted": (BEGUN + frame(frames.PING, 0, 0, bytes(8)), Connection(PROTOCOL_ERROR)),
+    "a block interrupted by an unknown type": (BEGUN + frame(77, 0, 0), Connection(PROTOCOL_ERROR)),
+    "a block interrupted by another stream's": (BEGUN + frame(DATA, 0, 1), Connection(PROTOCOL_ERROR)),
     # 6.3
     "PRIORITY on stream 0": (frame(frames.PRIORITY, 0, 0, bytes(5)), Connection(PROTOCOL_ERROR)),
     "PRIORITY of four bytes": (frame(frames.PRIORITY, 0, 3, bytes(4)), Connection(FRAME_SIZE_ERROR)),
@@ -213,19 +204,10 @@ CASES: dict[str, tuple[bytes, Connection | Stream | None]] = {
         Connection(FLOW_CONTROL_ERROR),
     ),
     # 6.10
-    "CONTINUATION on stream 0": (
-        BEGUN + frame(frames.CONTINUATION, END_HEADERS, 0),
-        Connection(PROTOCOL_ERROR),
-    ),
+    "CONTINUATION on stream 0": (BEGUN + frame(frames.CONTINUATION, END_HEADERS, 0), Connection(PROTOCOL_ERROR)),
     "CONTINUATION after END_HEADERS": (OPEN + frame(frames.CONTINUATION, END_HEADERS, 3), Connection(PROTOCOL_ERROR)),
-    "CONTINUATION of another stream": (
-        BEGUN + frame(frames.CONTINUATION, END_HEADERS, 5),
-        Connection(PROTOCOL_ERROR),
-    ),
-    "CONTINUATION without end": (
-        BEGUN + frame(frames.CONTINUATION, 0, 3) * 99,
-        Connection(ENHANCE_YOUR_CALM),
-    ),
+    "CONTINUATION of another stream": (BEGUN + frame(frames.CONTINUATION, END_HEADERS, 5), Connection(PROTOCOL_ERROR)),
+    "CONTINUATION without end": (BEGUN + frame(frames.CONTINUATION, 0, 3) * 99, Connection(ENHANCE_YOUR_CALM)),
     # 8.1
     "trailers": (OPEN + frame(HEADERS, END_HEADERS | END_STREAM, 3, BLOCKS["trailers"]), ACCEPTED),
     "trailers in pieces": (

@@ -471,9 +471,7 @@ def test_who_leaves_in_the_middle_of_a_question_leaves_no_trace(capfd: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    "flood",
-    [b"X: y\r\n" * 100_000, b"X: " + b"y" * 600_000],
-    ids=["many trailers", "one endless trailer"],
+    "flood", [b"X: y\r\n" * 100_000, b"X: " + b"y" * 600_000], ids=["many trailers", "one endless trailer"]
 )
 def test_trailers_are_bounded_like_the_head(front: FrontProcess, worker: EchoWorker, flood: bytes) -> None:
     """Headers after the last chunk are wanted by nobody, so they may not fill the memory."""

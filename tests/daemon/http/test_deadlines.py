@@ -21,12 +21,7 @@ def started(**since: float) -> ClientDeadlines:
 
 @pytest.mark.parametrize(
     ("waits", "limit", "late"),
-    [
-        ("head", 10, Late.HEAD),
-        ("body", 60, Late.BODY),
-        ("stalled", 30, Late.ANSWER),
-        ("idle", 75, Late.IDLE),
-    ],
+    [("head", 10, Late.HEAD), ("body", 60, Late.BODY), ("stalled", 30, Late.ANSWER), ("idle", 75, Late.IDLE)],
 )
 def test_each_has_its_own_limit(waits: str, limit: float, late: Late) -> None:
     times = started(**{waits: 100.0})

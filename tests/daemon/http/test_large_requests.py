@@ -208,10 +208,7 @@ def test_answers_of_other_kinds() -> None:
             assert lease is not None
             lease.view[:] = tensor(5, SIZE // 2)
             return WholeAnswer(
-                whole.request_id,
-                version=1,
-                outputs=(Tensor("x0", "UINT8", (SIZE,), lease.place),),
-                lease=lease.key,
+                whole.request_id, version=1, outputs=(Tensor("x0", "UINT8", (SIZE,), lease.place),), lease=lease.key
             )
 
         transport = await known(bench, worker)

@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.daemon.http.message_head import (
-    InferRoute,
-    generate_head,
-    infer_head,
-    infer_route,
-    path_and_query,
-    refusal,
-)
+from tensord.daemon.http.message_head import InferRoute, generate_head, infer_head, infer_route, path_and_query, refusal
 from tensord.shm.errors import InvalidArgument, NotFound, Unsupported
 
 HOST = (b"host", b"x")

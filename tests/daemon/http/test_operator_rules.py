@@ -111,10 +111,7 @@ def test_generate_takes_headers_too(forwarding: FrontProcess, endpoint: bytes) -
     body = b'{"x":[1,2,3],"x-fwd-a":"p","b":1}'
     request = post(body).replace(b"/infer ", b"/%b " % endpoint)
     both = with_header(with_header(request, b"x-fwd-a: h"), b"X-Fwd-B: 2")
-    for asked, expected in (
-        (request, {"x-fwd-a": "p", "b": 1}),
-        (both, {"x-fwd-a": "h", "X-Fwd-B": "2", "b": 1}),
-    ):
+    for asked, expected in ((request, {"x-fwd-a": "p", "b": 1}), (both, {"x-fwd-a": "h", "X-Fwd-B": "2", "b": 1})):
         # Events have no length: each on a connection of its own.
         with forwarding.client() as client:
             assert parameters(forwarding, client, asked) == expected

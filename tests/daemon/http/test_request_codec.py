@@ -125,17 +125,7 @@ def only_refuses(head: bytes, tail_size: int) -> None:
     inputs = tuple(Tensor(name, datatype, shape, RegionSlice("r", 0, 0)) for name, datatype, shape, _ in decoded.inputs)
     encoder.encode(
         WholeRequest(
-            1,
-            "m",
-            0,
-            inputs,
-            decoded.outputs,
-            decoded.parameters,
-            decoded.id,
-            0,
-            0,
-            0,
-            *decoded.scheduling,
+            1, "m", 0, inputs, decoded.outputs, decoded.parameters, decoded.id, 0, 0, 0, *decoded.scheduling
         ).record
     )
 

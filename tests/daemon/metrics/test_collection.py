@@ -122,10 +122,7 @@ def test_why_processes_died(start: Callable[..., Watched]) -> None:
     first, second = daemon.workers
     first.kill()
     daemon.fronts[0].send_signal(signal.SIGABRT)
-    daemon.until(
-        lambda samples: deaths(samples, "cause") == {"SIGKILL": 1, "SIGABRT": 1},
-        "two deaths",
-    )
+    daemon.until(lambda samples: deaths(samples, "cause") == {"SIGKILL": 1, "SIGABRT": 1}, "two deaths")
     Path(os.environ["XDG_RUNTIME_DIR"], f"hang-{second.pid}").touch()
 
     def counted(samples: Samples) -> bool:

@@ -17,14 +17,7 @@ from hypothesis import strategies as st
 from tensord.config.options import RegionsOptions
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.shm.control_records import RegionPlace
-from tensord.shm.errors import (
-    AlreadyExists,
-    InvalidArgument,
-    NotFound,
-    ServingError,
-    Unavailable,
-    Unsupported,
-)
+from tensord.shm.errors import AlreadyExists, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import (
     AwaitRegion,
     Operation,

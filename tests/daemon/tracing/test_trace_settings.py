@@ -129,10 +129,7 @@ def test_nothing_is_traced_without_a_file(published: list[Any]) -> None:
 def test_what_fronts_are_told(settings: TraceSettings, published: list[Any]) -> None:
     change(settings, "a", trace_level=["TENSORS"], trace_rate=["1"])
     record, turn = published.pop()
-    assert (record, os.readlink(f"/proc/self/fd/{turn}")) == (
-        TraceChanged("a", 2, 1, 0, "/t"),
-        "anon_inode:[eventfd]",
-    )
+    assert (record, os.readlink(f"/proc/self/fd/{turn}")) == (TraceChanged("a", 2, 1, 0, "/t"), "anon_inode:[eventfd]")
     change(settings, trace_count=["3"])
     # Both follow: the model has no count of its own. Where nothing is traced there is nothing to count.
     assert {record.model: len(counters) for record, *counters in published} == {"": 0, "a": 2}

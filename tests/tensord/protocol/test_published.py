@@ -13,13 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2 as published_reflection
 from tritonclient.grpc import model_config_pb2 as published_config
 from tritonclient.grpc import service_pb2 as published_service
 
-from tensord.protocol import (
-    grpc_service_pb2,
-    health_pb2,
-    model_config_pb2,
-    reflection_pb2,
-    reflection_v1alpha_pb2,
-)
+from tensord.protocol import grpc_service_pb2, health_pb2, model_config_pb2, reflection_pb2, reflection_v1alpha_pb2
 
 PAIRS = {
     "model_config": (model_config_pb2, published_config),

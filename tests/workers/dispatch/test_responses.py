@@ -41,11 +41,7 @@ class Bench:
     def __init__(self) -> None:
         config = parse_pbtxt('name: "m" output { name: "y" data_type: TYPE_UINT8 dims: [ -1 ] }', "m")
         self.version = Version(
-            name="m",
-            version=1,
-            statistics=VersionStatistics("m", 1),
-            signature=signature(config, {}, {}),
-            senders={},
+            name="m", version=1, statistics=VersionStatistics("m", 1), signature=signature(config, {}, {}), senders={}
         )
         self.now_ns = 0
         self.posted: list[Any] = []

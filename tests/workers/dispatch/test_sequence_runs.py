@@ -54,11 +54,7 @@ class Sums:
     """The model in a worker's loop, and the requests to it."""
 
     def __init__(
-        self,
-        loop: WorkerLoop,
-        path: Path,
-        strategy: str = "oldest { max_candidate_sequences: 6 }",
-        source: str = SUMS,
+        self, loop: WorkerLoop, path: Path, strategy: str = "oldest { max_candidate_sequences: 6 }", source: str = SUMS
     ) -> None:
         self.loop = loop
         self._path = path / "sums"

@@ -275,12 +275,7 @@ def test_instances(load: Loading) -> None:
             InvalidArgument,
             "returned an async function",
         ),
-        (
-            YIELDS.replace("HOST", ""),
-            "sequence_batching { }",
-            InvalidArgument,
-            "and those have no sequences",
-        ),
+        (YIELDS.replace("HOST", ""), "sequence_batching { }", InvalidArgument, "and those have no sequences"),
         (
             YIELDS.replace("HOST", ""),
             "response_cache { enable: true }",

@@ -15,14 +15,7 @@ import pytest
 
 from tensord.shm.errors import NotFound
 from tests.records import Tensor
-from tests.workers.parameters.pushing import (
-    PushingLoop,
-    mapped,
-    numbered,
-    said,
-    value,
-    write_numbered,
-)
+from tests.workers.parameters.pushing import PushingLoop, mapped, numbered, said, value, write_numbered
 
 SWAPS = int(os.environ.get("TENSORD_TEST_SWAPS", "250"))
 

@@ -119,24 +119,12 @@ def text_of(function: object) -> str:
     return lowered.compile(WITHOUT_GRAPHS).as_text() or ""
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, w: {"same": x, "product": jnp.tanh(x @ w)},
-        lambda x, w: (x @ w, w),
-    ],
-)
+@pytest.mark.parametrize("function", [lambda x, w: {"same": x, "product": jnp.tanh(x @ w)}, lambda x, w: (x @ w, w)])
 def test_an_output_that_is_an_input_is_a_copy(function: object) -> None:
     assert copies_memory(text_of(function))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, w: jnp.tanh(x @ w),
-        lambda x, w: (x[:, 1:] * 2, w[0] + 1),
-    ],
-)
+@pytest.mark.parametrize("function", [lambda x, w: jnp.tanh(x @ w), lambda x, w: (x[:, 1:] * 2, w[0] + 1)])
 def test_what_is_computed_is_no_copy(function: object) -> None:
     assert not copies_memory(text_of(function))
 

@@ -190,14 +190,8 @@ def test_views_are_of_the_arena_and_the_region(submitter: SubmitterLink, regions
             "between 1 and 2 but got 3 inputs for model 'm'. Got input(s) ['q','w','x'], but missing required input(s) [].",
         ),
         ((Tensor("x", "FP32", (), b""),), "input 'x' has no shape but model requires batch dimension for 'm'"),
-        (
-            (Tensor("x", "FP32", (5, 2), b""),),
-            "[request id: me] inference request batch-size must be <= 4 for 'm'",
-        ),
-        (
-            (Tensor("x", "FP32", (0, 2), b""),),
-            "[request id: me] inference request batch-size must be at least 1",
-        ),
+        ((Tensor("x", "FP32", (5, 2), b""),), "[request id: me] inference request batch-size must be <= 4 for 'm'"),
+        ((Tensor("x", "FP32", (0, 2), b""),), "[request id: me] inference request batch-size must be at least 1"),
         (
             # Both are wrong; the last one is told.
             (Tensor("x", "INT8", (1, 2), b""), Tensor("w", "FP32", (1, 2), b"")),

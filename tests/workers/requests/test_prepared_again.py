@@ -121,10 +121,7 @@ def whole(
         (BATCHED, (IN_REGION, WORDS), {}),
         (
             FREE,
-            (
-                Tensor("b", "BOOL", (3,), b"\1\0\1"),
-                Tensor("x", "INT64", (1, 2), RegionSlice("r", 0, 16)),
-            ),
+            (Tensor("b", "BOOL", (3,), b"\1\0\1"), Tensor("x", "INT64", (1, 2), RegionSlice("r", 0, 16))),
             {"sequence_id": 7, "sequence_start": True},
         ),
     ],
@@ -325,14 +322,7 @@ def test_a_region_that_is_another_one_meanwhile(
     """1. registered; 2. gone; 3. there again but too small; 4. just large enough; 5. gone while it is in use."""
     regions, register = table
     preparation = preparation_of(asked)
-    for byte_size, refusal in (
-        (64, None),
-        (0, NotFound),
-        (20, InvalidArgument),
-        (24, None),
-        (0, NotFound),
-        (64, None),
-    ):
+    for byte_size, refusal in ((64, None), (0, NotFound), (20, InvalidArgument), (24, None), (0, NotFound), (64, None)):
         register(byte_size)
         for _ in range(2):
             numbered, expected = checked(asked, preparation, submitter, BATCHED, regions)
