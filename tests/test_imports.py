@@ -338,6 +338,15 @@ def test_few_modules_name_each_other() -> None:
     assert [circle for circle in circles(graph) if len(circle) > MOST_IN_A_CIRCLE] == []
 
 
+def test_no_module_of_the_client_needs_itself() -> None:
+    """Not even for its types."""
+    paths = [path for path in (ROOT / "client/tensord_client").iterdir() if path.suffix in (".py", ".pyi")]
+    known = {f"tensord_client.{path.stem}": path for path in paths}
+    graph = {name: imported(tree_of(path.read_text()), known) & known.keys() for name, path in known.items()}
+    assert graph["tensord_client.lane"] >= {"tensord_client.lane_request", "tensord_client.native"}
+    assert circles(graph) == []
+
+
 def test_circles_are_found() -> None:
     source = (
         "from typing import TYPE_CHECKING\nimport a.b\nfrom a import c, d\nif TYPE_CHECKING:\n    from e import F\n"

@@ -1,10 +1,11 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
-from tensord_client.answer_memory import PreparedAnswer
 from tensord_client.common.results import Answer, Array
-from tensord_client.memory import Place
-from tensord_client.placement import Tensor
+
+# What other modules define stands here by its form: these modules import this one.
+_Place = tuple[int | str, int, int]
+_Tensor = tuple[str, str, tuple[int, ...], _Place | None]
 
 SOURCE: int
 WIRE_VERSION: int
@@ -44,8 +45,8 @@ def segment_refused(segment: int, /) -> bytes:
 def prepared_request(
     model: str,
     version: int,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[tuple[str, Place | None]],
+    inputs: Sequence[_Tensor],
+    outputs: Sequence[tuple[str, _Place | None]],
     parameters: dict[str, Any],
     /,
 ) -> bytes:
@@ -126,7 +127,8 @@ class AnswerRecord(NamedTuple):
     """One answer: the outputs' contents, or an error (``code`` and ``message``)."""
 
     request_id: int
-    prepared: PreparedAnswer
+    #: A ``PreparedAnswer``.
+    prepared: Any
     #: Of the outputs that lie in no place of the request's: bytes, or (segment, offset, byte size) of the worker's memory.
     contents: tuple[Any, ...]
     lease: tuple[int, int, int] | None
@@ -140,8 +142,8 @@ def records(
     content: bytes | bytearray,
     at: int,
     end: int,
-    known: dict[int, PreparedAnswer],
-    prepared: Callable[[int, tuple[OutputTensor, ...], dict[str, Any], bool], PreparedAnswer],
+    known: dict[int, Any],
+    prepared: Callable[[int, tuple[OutputTensor, ...], dict[str, Any], bool], Any],
     /,
 ) -> list[Any]:
     """Decodes the array of records in ``content[at:end]``.
@@ -213,12 +215,12 @@ class Exchange:
         numbers: dict[bytes, bytes],
         once: set[bytes],
         announced: set[int],
-        known: dict[int, PreparedAnswer],
+        known: dict[int, Any],
         ids: Iterator[int],
         acquire: Callable[[bool], bool],
         release: Callable[[], None],
         locked: Callable[[], bool],
-        prepared: type[PreparedAnswer],
+        prepared: type[Any],
         answer: type[Answer],
         ndarray: type[Array],
         fd: int,
