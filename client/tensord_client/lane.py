@@ -281,15 +281,16 @@ class LaneConnection(Sender):
           Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
           not served.
         """
-        if (held := self.held.too_many()) is not None:
+        if len(self.held.sizes) >= self.held.most and (held := self.held.too_many()) is not None:
             raise held
-        model = self.model_of(call)
+        model = self.models.get((call.model, call.version)) or self.model_of(call)
         placed = (
             self.placement.place(call, model)
             if call.layouts is None
             else self.placement.place_again(call, model, call.layouts)
         )
-        return self._submit(LaneRequest(self, call, placed, own_fields(call)))
+        is_bare = call.deadline is None and not call.request_id and call.scheduling == UNSCHEDULED
+        return self._submit(LaneRequest(self, call, placed, self._bare if is_bare else own_fields(call)))
 
     def _submit(self, pending: LaneRequest) -> LaneRequest:
         if not self._send(pending, self.max_waiting):
@@ -309,8 +310,7 @@ class LaneConnection(Sender):
         if known is None or call.traceparent or len(self.held.sizes) >= self.held.most:
             return self.ask(call)
         sequence_id = call.scheduling.sequence_id
-        is_alone = len(known.lanes) == 1 and not (known.coming or sequence_id)
-        lane = known.lanes[0] if is_alone else self.lane_for(call)
+        lane = self.lane_for(call) if known.alone is None or sequence_id else known.alone
         if lane is None or lane.exchange is None:
             return self.ask(call)
         if call.layouts is not None:
@@ -439,7 +439,10 @@ class LaneConnection(Sender):
         placed, call = pending.placed, pending.call
         loop = _running_loop()
         while True:
-            lane = self.lane_for(call)
+            known = self.models.get((call.model, call.version))
+            lane = None if known is None or call.scheduling.sequence_id else known.alone
+            if lane is None or lane.socket.closing:
+                lane = self.lane_for(call)
             if lane is None:
                 return False
             pending.lane = lane
@@ -452,7 +455,8 @@ class LaneConnection(Sender):
             except ServingError:
                 pending.lane = None
                 raise
-            self.sent(call, lane)
+            if call.scheduling.sequence_id:
+                self.sent(call, lane)
             return True
 
     def lane_for(self, call: Call) -> WorkerLane | None:

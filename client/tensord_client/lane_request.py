@@ -209,11 +209,13 @@ class LaneRequest(Submission, Pending[Answer]):
 
     def attach(self, loop: Any) -> None:
         """Has the event loop read the lane; a thread of the connection's sends the request if it is astray."""
-        self._acknowledge()
+        if self._read:
+            self._acknowledge()
+        lane = self.lane
         if self.astray:
             self._connection.send_again_soon(self)
-        elif self.lane is not None:
-            self.lane.attach(loop)
+        elif lane is not None and loop not in lane.socket.loops:
+            lane.attach(loop)
 
     def watch(self) -> None:
         """Has the lane's thread read the lane; a thread of the connection's sends the request if it is astray."""

@@ -23,6 +23,8 @@ class OpenedModel:
         self.description = description
         self.lanes = lanes
         self.coming = coming
+        #: The only lane, if no other is to come.
+        self.alone = lanes[0] if len(lanes) == 1 and not coming else None
         self.opened_at = opened_at
         #: Datatypes by name, of the inputs and of the outputs.
         self.datatypes: dict[str, str] = {each["name"]: each["datatype"] for each in description.metadata["inputs"]}

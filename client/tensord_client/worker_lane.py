@@ -146,11 +146,6 @@ class WorkerLane:
         """Returns whether requests may be sent on this lane: neither end has closed it."""
         return not (self.socket.closing or self.ended)
 
-    @property
-    def is_full(self) -> bool:
-        """Returns whether the next request has to wait in ``queued``: others do, or the worker has as many as it takes."""
-        return bool(self.queued) or len(self.in_flight) >= self._most
-
     def submit(
         self,
         request: Waiting,
@@ -183,11 +178,11 @@ class WorkerLane:
                 raise LaneEnded
             if segments or self.memory.closures != self.known_closures:
                 self.announce(segments)
-            waits = self.is_full
+            waits = bool(self.queued) or len(self.in_flight) >= self._most
             if waits and max_waiting is not None and len(self.queued) >= max_waiting:
                 raise too_many_waiting(len(self.queued), max_waiting)
             # What is queued may outlive its number.
-            number = b"" if waits else self._number(prepared)
+            number = b"" if waits else self._numbers.get(prepared) or self._number(prepared)
             request_id = next(self.ids)
             record = wire.request(request_id, number or prepared, contents, own)
             if len(record) >= wire.MAX_RECORD:
@@ -255,9 +250,6 @@ class WorkerLane:
         Many are used only once, so a number is given at the second use. The caller holds ``lock``. Raises LaneEnded: the worker
         is gone.
         """
-        known = self._numbers.get(prepared)
-        if known is not None:
-            return known
         if prepared not in self._once:
             if len(self._once) >= wire.MAX_NUMBERS:
                 self._once.clear()

@@ -337,7 +337,7 @@ class Pending(Generic[T]):
             if loop is None:
                 # Whoever awaits has imported it, and a statement that imports costs more here than all the rest.
                 loop = sys.modules["asyncio"].get_running_loop()
-                until = self._until(timeout)
+                until = self.deadline if timeout is None else self._until(timeout)
             future = loop.create_future()
             self._awaited = future, loop
             timer = None if until is None else loop.call_at(loop.time() + until - time.monotonic(), self.expire)
