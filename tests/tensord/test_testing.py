@@ -15,7 +15,6 @@ import pytest
 
 from tensord import testing
 from tests import run_folder
-from tests.protocol.stepped_models import COUNTS
 from tests.repositories import faulty_models, scale_model, write_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -44,31 +43,6 @@ def test_answers_are_the_callers_own_arrays(scale: testing.Model) -> None:
     assert scale.inputs == (testing.Tensor("x", "FP32", (-1, 4)),)
     assert scale.outputs == (testing.Tensor("y", "FP32", (-1, 4)),)
     assert scale.config["max_batch_size"] == 8
-
-
-def test_numbers_become_the_inputs_datatype(scale: testing.Model) -> None:
-    np.testing.assert_array_equal(scale({"x": [[1, 2, 3, 4]]})["y"], [[4, 7, 10, 13]])
-
-
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "text"),
-    [
-        ({}, (), "expected 1 inputs but got 0 inputs for model 'scale'"),
-        ({"z": [[1.0] * 4]}, (), "unexpected inference input 'z' for model 'scale'"),
-        ({"x": np.zeros((1, 4))}, (), "inference input 'x' data-type is 'FP64', but model 'scale' expects 'FP32'"),
-        ({"x": [[1.0] * 3]}, (), "unexpected shape for input 'x' for model 'scale'. Expected [-1,4], got [1,3]"),
-        ({"x": [[1.0] * 4] * 9}, (), "inference request batch-size must be <= 8 for 'scale'"),
-        ({"x": [[1.0] * 4]}, ("z",), "unexpected inference output 'z' for model 'scale'"),
-        ({"x": [["a"] * 4]}, (), "input 'x' cannot be an array of FP32"),
-        ({"x": np.zeros((1, 4), np.complex64)}, (), "input 'x': arrays of complex64 have no datatype in the protocol"),
-    ],
-)
-def test_refusals_are_the_workers(
-    scale: testing.Model, inputs: dict[str, object], outputs: tuple[str, ...], text: str
-) -> None:
-    with pytest.raises(testing.InvalidArgument) as raised:
-        scale(inputs, outputs=outputs)
-    assert text in raised.value.message
 
 
 def test_calls_of_several_threads_share_batches(tmp_path: Path) -> None:
@@ -122,28 +96,6 @@ def test_which_version(tmp_path: Path) -> None:
         testing.load(tmp_path / "scale", 3)
 
 
-def test_strings() -> None:
-    with testing.load(EXAMPLES / "tokenizer") as model:
-        text = model.inputs[0].name
-        given = [[["two words"]], np.array([[b"two words"]]), np.array([["two words"]], object)]
-        first, *others = (model({text: value}) for value in given)
-    for other in others:
-        assert other.keys() == first.keys()
-        for name, array in first.items():
-            np.testing.assert_array_equal(other[name], array)
-
-
-def test_a_stepped_model_is_an_iterator(tmp_path: Path) -> None:
-    write_model(tmp_path, "counts", COUNTS)
-    with testing.load(tmp_path / "counts") as model:
-        with pytest.raises(testing.InvalidArgument, match=r"several responses: use stream\(\)"):
-            model({"start": [1, 2, 3]})
-        counted = model.stream({"start": [1, 2, 3]}, parameters={"count": 5})
-        assert [int(each["y"][0]) for each in counted] == [6, 7, 8, 9, 10]
-        left = model.stream({"start": [1] * 10}, parameters={"ends": False})
-        assert [int(next(left)["y"][0]) for _ in range(5)] == [10, 11, 12, 13, 14]
-
-
 def test_a_generator_waits_for_who_takes_its_responses(tmp_path: Path) -> None:
     write_model(
         tmp_path,
@@ -170,20 +122,6 @@ def test_a_generator_waits_for_who_takes_its_responses(tmp_path: Path) -> None:
         assert [int(next(ends_badly)["i"][0]) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(testing.ServingError, match="failed with ValueError"):
             next(ends_badly)
-
-
-def test_sequences() -> None:
-    with testing.load(EXAMPLES / "running_mean") as model:
-        (x,), (y,) = model.inputs, model.outputs
-
-        def step(sequence: testing.ModelSequence, value: float, end: bool = False) -> float:
-            rows = np.full((1, *x.shape[1:]), value, np.float32)
-            return float(sequence({x.name: rows}, end=end)[y.name].ravel()[0])
-
-        with model.sequence() as first, model.sequence("two") as second:
-            assert [step(first, 1), step(second, 10), step(first, 3), step(second, 20, end=True)] == [1, 10, 2, 15]
-        with pytest.raises(testing.InvalidArgument, match="START"):
-            model({x.name: np.zeros((1, *x.shape[1:]), np.float32)}, sequence_id=first.sequence_id)
 
 
 def test_an_ensemble_has_its_members_from_beside_it(tmp_path: Path) -> None:
