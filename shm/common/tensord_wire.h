@@ -454,6 +454,8 @@ TENSORD__LOCAL tensord__text tensord__take_text(tensord__reader *from) {
     tensord__text text;
     text.size = (size_t)tensord__take_kind(from, TENSORD__TEXT);
     text.at = (const char *)tensord__take(from, text.size);
+    if (text.at == NULL)
+        text.size = 0;
     return text;
 }
 
@@ -487,7 +489,8 @@ TENSORD__LOCAL int tensord__comes(const tensord__reader *from, const char *tag) 
  * Returns how many numbers. */
 TENSORD__LOCAL int tensord__take_numbers(tensord__reader *from, tensord__text tag, uint64_t fields, uint64_t numbers[2]) {
     int count = tensord__is(tag, "S+") ? 2 : 1;
-    from->bad |= fields != (uint64_t)count + 1 || !(tensord__is(tag, "V") || (tag.size == 2 && tag.at[0] == 'S' && strchr("+-!", tag.at[1])));
+    from->bad |= fields != (uint64_t)count + 1 ||
+                 !(count == 2 || tensord__is(tag, "V") || tensord__is(tag, "S-") || tensord__is(tag, "S!"));
     tensord__take_uints(from, numbers, count);
     return count;
 }

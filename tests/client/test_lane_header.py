@@ -1,14 +1,36 @@
-"""include/tensord_lane.h: its examples are compiled without a warning, and asked for answers of a real daemon."""
+"""The headers for C and C++: examples are compiled without a warning, and asked for answers of a real daemon.
+
+What they read of records is held to msgspec's structs, and what is malformed is read under the sanitizers.
+"""
 
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tensord.shm import channel, messages, prepared
+from tensord.shm.messages import (
+    AnswerRecord,
+    PrepareAnswer,
+    PreparedAnswer,
+    PreparedTensor,
+    RegionSlice,
+    Release,
+    RequestRecord,
+    Slice,
+    ToWorker,
+    TraceContext,
+)
+from tensord.shm.record import decoder, encoder
 from tests.client.conftest import clients_socket
 from tests.daemon_process import ROOT, DaemonProcess
 
@@ -73,3 +95,143 @@ def test_the_node_for_ros2(tmp_path: Path, daemon: DaemonProcess) -> None:
     other = run(program, *[f"{name}:={value}" for name, value in (parameters | {"model": "nowhere"}).items()])
     assert other.returncode == 1
     assert "nowhere" in other.stderr
+
+
+# ----------------------------------------------------------------------------------------- what is read of records
+
+Read = Callable[[str, bytes], str]
+_NUMBERS = st.integers(0, (1 << 63) - 1) | st.integers(0, 300)
+_NAMES = st.text(max_size=40)
+_LEASES = st.tuples(_NUMBERS, _NUMBERS, _NUMBERS)
+_TO_WORKER = st.lists(
+    st.builds(Release, st.lists(_LEASES, max_size=20).map(tuple))
+    | st.builds(TraceContext, _NUMBERS, st.text(max_size=32), st.text(max_size=16))
+    | st.builds(
+        RequestRecord,
+        *(_NUMBERS, _NUMBERS),
+        st.lists(st.binary(max_size=300) | st.builds(Slice, _NUMBERS, _NUMBERS, _NUMBERS), max_size=18).map(tuple),
+        *(_NAMES, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS),
+        _NUMBERS | st.text(max_size=messages.MAX_SEQUENCE_ID),
+        *(st.booleans(), st.booleans(), _NUMBERS, _NUMBERS, _NAMES, _NAMES),
+    ),
+    max_size=18,
+)
+_TENSORS = st.lists(
+    st.builds(
+        PreparedTensor,
+        *(_NAMES, _NAMES),
+        st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=16).map(tuple),
+        st.none() | st.builds(RegionSlice, _NAMES, _NUMBERS, _NUMBERS),
+    ),
+    max_size=20,
+).map(tuple)
+_PREPARED = st.builds(
+    PreparedAnswer,
+    _NUMBERS,
+    _TENSORS,
+    st.dictionaries(_NAMES, st.booleans() | _NUMBERS | st.floats() | _NAMES),
+    st.booleans(),
+)
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Read]:
+    """Has a program in C read a datagram to a worker ("w") or a client ("a"); returns what it says, "-" where it refuses it."""
+    program = compiled(tmp_path_factory.mktemp("records"), Path(__file__).parent / "records.c", "cc", "-std=c11")
+    with subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(kind: str, datagram: bytes) -> str:
+            process.stdin.write(kind.encode() + struct.pack("I", len(datagram)) + datagram)
+            process.stdin.flush()
+            line = process.stdout.readline().decode()
+            assert line.endswith("\n"), "the program has ended"
+            return line.strip()
+
+        yield ask
+        process.stdin.close()
+        assert process.wait() == 0
+
+
+def _hex(content: bytes | str) -> str:
+    return (content.encode() if isinstance(content, str) else content).hex() + "."
+
+
+def _request(record: RequestRecord) -> str:
+    said: list[Any] = [record.request_id, record.prepared, record.deadline_ns, record.received_ns, record.priority]
+    said += [record.timeout_us, record.sequence_id, int(record.sequence_start), int(record.sequence_end), record.trace]
+    said += [record.strikes, _hex(record.client_id), _hex(record.replace_key), _hex(record.parameter_set)]
+    said[6] = record.sequence_id if isinstance(record.sequence_id, int) else _hex(record.sequence_id)
+    for each in record.contents:
+        said.append(f"{each.segment},{each.offset},{each.byte_size}" if isinstance(each, Slice) else _hex(each))
+    return " ".join(["q", *map(str, said)]) + ";"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(records=_TO_WORKER, data=st.data())
+def test_records_to_a_worker_are_read_as_msgspec_reads_them(
+    read: Read, records: list[Any], data: st.DataObject
+) -> None:
+    content = encoder.encode(records)
+    assert read("w", content) == "".join([_request(each) for each in records if isinstance(each, RequestRecord)])
+    changed = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    mutated = bytes(changed[: data.draw(st.sampled_from([len(changed), len(changed) // 2]))])
+    said = read("w", mutated)
+    if said == "-":
+        return  # what the part in C refuses is read by msgspec
+    try:
+        meant = decoder(ToWorker).decode(mutated)
+    except UnicodeDecodeError:
+        return  # text is looked at where it is used
+    except msgspec.ValidationError as error:
+        assert "of length <=" in str(error)  # as are lengths
+        return
+    assert said == "".join([_request(each) for each in meant if isinstance(each, RequestRecord)])
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prepared_answer=_PREPARED,
+    contents=st.lists(st.binary(max_size=50), min_size=20, max_size=20),
+    lease=st.none() | _LEASES,
+    timing=st.none() | _LEASES,
+    is_numbered=st.booleans(),
+    data=st.data(),
+)
+def test_answers_are_read_as_msgspec_means_them(
+    read: Read,
+    prepared_answer: PreparedAnswer,
+    contents: list[bytes],
+    lease: Any,
+    timing: Any,
+    is_numbered: bool,
+    data: st.DataObject,
+) -> None:
+    own = iter(contents[: len([each for each in prepared_answer.outputs if each.region is None])])
+    said = [
+        "c",
+        7,
+        int(prepared_answer.final),
+        prepared_answer.version,
+        "-" if lease is None else "l",
+        *(timing or (0, 0, 0)),
+    ]
+    said += [_hex("NOT_FOUND"), _hex("a sentence")]
+    inside = []
+    for each in prepared_answer.outputs:
+        said += [_hex(each.name), _hex(each.datatype), *each.shape]
+        inside += [next(own)] if each.region is None else []
+        said.append("placed" if each.region is not None else _hex(inside[-1]))
+    meaning = 5 if is_numbered else prepared_answer
+    answer = AnswerRecord(7, meaning, tuple(inside), lease, "NOT_FOUND", "a sentence", None, timing)
+    records = [PrepareAnswer(5, prepared_answer), answer] if is_numbered else [answer]
+    datagram = b"\x01" + encoder.encode(records)
+    assert read("a", datagram) == " ".join(map(str, said)) + ";"
+    changed = bytearray(datagram)
+    changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    read("a", bytes(changed))
+    read("a", datagram[: data.draw(st.integers(1, len(datagram)))])
+    read("a", b"\x01\x91\x92\xa2S")

@@ -201,6 +201,13 @@ def test_a_datagram_that_is_cut_anywhere_is_malformed(records: list[Any], data: 
     assert _read(content[: data.draw(st.integers(0, len(content) - 1))]) is None
 
 
+@pytest.mark.parametrize(
+    "content", [b"\x91\x92\xa2S", b"\x91\x92\xa2S\x00\x01", b"\x91\x92\xa2S=\x01", b"\x91\x90", b"\x91\xc0", b""]
+)
+def test_a_tag_that_is_none_is_malformed(content: bytes) -> None:
+    assert _read(content) is None
+
+
 def test_an_answer_without_its_last_fields_has_their_defaults() -> None:
     content = msgspec.msgpack.encode([("c", 1 << 32, ("A",))])
     (answer,) = wire.records(content, 0, len(content), {}, ReadAnswer)
