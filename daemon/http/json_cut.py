@@ -37,10 +37,11 @@ _KEY = b'"data"'
 _BEFORE_KEY = b"{, \t\r\n"
 #: A key, up to the value, and what that begins with: a text, or an array and its first element.
 _OPENING = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*(?=(")|\[[ \t\r\n]*([^ \t\r\n{\]]))')
-#: Whole strings of an array, as many as there are; and before them the rest of one.
+#: Whole strings of an array, as many as there are; and before them the rest of one. (Groups are not possessive: those of Python
+#: before 3.11.5 take the beginning of a string along whose end is missing.)
 _REST = rb'[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_RUN = rb'(?:[ \t\r\n,]*+"' + _REST + rb")*+[ \t\r\n,]*+"
-_STRINGS = (re.compile(_RUN, re.DOTALL), re.compile(rb"(?:" + _REST + _RUN + rb")?+", re.DOTALL))
+_RUN = rb'(?:[ \t\r\n,]*+"' + _REST + rb")*[ \t\r\n,]*+"
+_STRINGS = (re.compile(_RUN, re.DOTALL), re.compile(rb"(?:" + _REST + _RUN + rb")?", re.DOTALL))
 _MARK, _CLOSING, _BACKSLASH = b'"]\\'
 #: Instead of a place: there is no end.
 _UNCLOSED = 0

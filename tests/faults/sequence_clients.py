@@ -18,7 +18,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-#: The Triton Python model of bench/models that sums each sequence up.
+#: The Triton Python model of tests/faults/models that sums each sequence up.
 MODEL = "sums"
 _PATIENCE = 300.0
 #: One in so many steps is the last of its sequence, and one in so many of a lost one asks before it begins anew.

@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.daemon_process import ROOT
 
 #: Where the model is: a generator, and a stepped one.
-GENERATORS, STEPPED = (ROOT / "bench" / name for name in ("models", "stepped"))
+GENERATORS, STEPPED = ROOT / "bench" / "models", ROOT / "tests" / "faults" / "stepped"
 _MODEL = "repeat"
 #: Of one request.
 _MOST = 300

@@ -33,7 +33,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     repository = tmp_path_factory.mktemp("repository")
     sequence_models.python_model(repository, "many", "oldest { max_candidate_sequences: 64 }", rows=4)
     sequence_models.python_model(repository, "single", "")
-    shutil.copytree(ROOT / "bench" / "models" / sequence_clients.MODEL, repository / sequence_clients.MODEL)
+    shutil.copytree(ROOT / "tests" / "faults" / "models" / sequence_clients.MODEL, repository / sequence_clients.MODEL)
     options = {
         "requests": {"max_sequences": 200, "worker_wait": PATIENCE},
         "repository": {"control_mode": "explicit", "load": ["*"]},
