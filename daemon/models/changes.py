@@ -373,7 +373,7 @@ class Models:
             self._wanted.add(found.name)
 
     async def _followed(self, name: str) -> None:
-        """Waits until the ensembles that use a model have been loaded again: their fused programs contain its former version."""
+        """Waits until the ensembles that use a model have been loaded again, so that they serve when its load is answered."""
         while True:
             users = self.ensembles.followers(name)
             coming = [each for user in users for each in (self._again.get(user), self._outcomes.coming(user)) if each]

@@ -34,7 +34,7 @@ from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable import Executable
 from tensord.workers.regions.places import Places
 from tensord.workers.requests.answer_plan import AnswerPlan
-from tensord.workers.requests.inner_request import hand_over, kept
+from tensord.workers.requests.inner_request import hand_over
 from tensord.workers.requests.request import Moments, Request, named, traced
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter_link import NEVER_LOOKED, BlockedAnswer, SubmitterLink
@@ -196,9 +196,6 @@ class Outbox:
         """
         if request.cancelled:
             result = Cancelled()
-        elif not isinstance(result, ServingError):
-            result, copied = kept(result)
-            request.version.statistics.copied_byte_size += copied
         hand_over(request, result, moments)
         return result
 

@@ -22,7 +22,7 @@ from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.models.statistics import Failure
-from tensord.workers.requests.inner_request import InnerRequest, hand_over, kept
+from tensord.workers.requests.inner_request import InnerRequest, hand_over
 from tensord.workers.requests.request import Request, named, traced
 from tensord.workers.requests.response_sender import (
     NOT_COMPLETED,
@@ -283,23 +283,16 @@ class Responses:
         if request.sink is not None:
             if final and request.timeline is not None:
                 self._note_end(sender, result)
-            self._hand_over(request, result, final, byte_size)
+            # Who made it calls ``took`` later.
+            assert isinstance(request, InnerRequest)
+            request.ahead.append(byte_size)
+            hand_over(request, result, None, final)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
         """Adds a traced request's run and its last response to its timeline; ``result``: None: it ended without outputs."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
-
-    @staticmethod
-    def _hand_over(request: Request, result: Result | None, final: bool, byte_size: int) -> None:
-        """Passes a response to the call or ensemble step that made the request, which later calls ``took``."""
-        assert isinstance(request, InnerRequest)
-        request.ahead.append(byte_size)
-        if result is not None and not isinstance(result, ServingError):
-            result, copied = kept(result)
-            request.version.statistics.copied_byte_size += copied
-        hand_over(request, result, None, final)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
         """Writes a response to the lane of the request's submitter, a front or a client.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tensord.shm.arrays import Array, as_strings
+from tensord.shm.errors import ServingError
 from tensord.workers.requests.request import Moments, Request, Sink
 from tensord.workers.requests.result import Response, Result
 
@@ -59,7 +60,7 @@ def not_kept(request: Request | None) -> None:
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
     """Passes a response to the sink (the function that receives responses) of a request that was made inside the worker.
 
-    Does nothing once the request had its last response.
+    Does nothing once the request had its last response. Bytes that are copied for the sink count for the request's version.
 
     Args:
       request: an ``InnerRequest`` (asserted).
@@ -69,6 +70,9 @@ def hand_over(request: Request, result: Result | None, moments: Moments | None =
     """
     assert isinstance(request, InnerRequest)
     if request.is_open:
+        if result is not None and not isinstance(result, ServingError):
+            result, copied = kept(result)
+            request.version.statistics.copied_byte_size += copied
         request._answered = final
         request.sink(request, result, moments, final)
 
