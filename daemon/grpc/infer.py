@@ -29,7 +29,7 @@ from tensord.daemon.grpc.response_codec import AnswerLayout
 from tensord.daemon.grpc.walk import Walked, walk
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.model_states import ModelStates
-from tensord.daemon.submit.placement import begin, place
+from tensord.daemon.submit.placement import UnsentRequest, begin, place
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
@@ -243,12 +243,13 @@ class Infer:
                 return self._send(
                     call, learned, client_id.encode(), client_id, scheduling, placed, leases, trace, state
                 )
-            request = head.request(client_id, contents, scheduling)
-            request.deadline_ns, request.lease, request.trace = stream.deadline_ns, lease, trace
+            prepared = head.prepared
             if self._forwarding is not None:
                 headers = [(name.encode(), value.encode("latin-1")) for name, value in stream.head.metadata]
-                # The request's own may be shared with others of the same kind.
-                request.parameters = {**request.parameters, **self._forwarding.parameters(headers)}
+                parameters = {**head.parameters, **self._forwarding.parameters(headers)}
+                prepared = msgspec.structs.replace(prepared, parameters=parameters)
+            inputs, deadline_ns = head.with_raws(contents), stream.deadline_ns
+            request = UnsentRequest(prepared, inputs, client_id, scheduling, deadline_ns, trace, lease)
             if trace is not None:
                 trace.client_id = client_id
             asked = CallRequest(

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from tensord.daemon.grpc import counts, packed_numbers
 from tensord.daemon.grpc.walk import fields
 from tensord.daemon.submit.model_states import ModelStates, parse_version
-from tensord.daemon.submit.placement import InputContent, UnsentRequest
+from tensord.daemon.submit.placement import InputContent
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.arrays import DTYPES, encoded
 from tensord.shm.common.datatypes import DATATYPES
@@ -67,15 +67,10 @@ class DecodedHead:
     #: All tensors are raw, or in regions: then it says nothing that belongs to one request alone.
     is_raw: bool = True
 
-    def request(self, client_id: str, raws: Sequence[InputContent], scheduling: Scheduling) -> UnsentRequest:
-        """Makes a request by assigning raw tensors (raw_input_contents), of which there are ``raw_count``, to its inputs."""
+    def with_raws(self, raws: Sequence[InputContent]) -> list[InputContent]:
+        """Returns the content of each input. ``raws``: the raw tensors (raw_input_contents), of which there are ``raw_count``."""
         rest = iter(raws)
-        inputs = [
-            (tensor.name, tensor.datatype, tensor.shape, next(rest) if content is None else content)
-            for tensor, content in zip(self.prepared.inputs, self.contents, strict=True)
-        ]
-        outputs = self.prepared.outputs
-        return UnsentRequest(self.model, self.version, inputs, outputs, self.parameters, client_id, scheduling)
+        return [next(rest) if content is None else content for content in self.contents]
 
     def miscounted(self, count: int) -> InvalidArgument:
         """Returns the error of a message with ``count`` raw tensors, which are more or fewer than its inputs take."""

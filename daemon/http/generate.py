@@ -16,15 +16,17 @@ import asyncio
 import logging
 import uuid
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from tensord.daemon.front.status import BodyTooLarge, http_status
 from tensord.daemon.http import generate_codec
-from tensord.daemon.http.body import Body, PlacedBody
+from tensord.daemon.http.body import Body, PlacedBody, located
+from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.json_text import ResponseLayout
 from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.prepared import PreparedKind
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.response_codec import CLOSE, status_line
 from tensord.daemon.http.serving import HttpServing
@@ -78,6 +80,8 @@ class Generation(InFlight):
     #: Waits until the model is loaded.
     _loading: asyncio.Task[None] | None = None
     _client_id: str = ""
+    #: What the request says, once it was read.
+    _decoded: DecodedRequest | None = None
     #: The trace of the request; None: it is not sampled.
     _trace: Trace | None = None
     #: The status and text to refuse the request with; None: nothing is wrong so far.
@@ -202,26 +206,26 @@ class Generation(InFlight):
         head, serving = self._head, self._serving
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_RECV_END)
-        asked = self._read(reception, state)
+        body = reception.body
+        decoded = self._decoded = self._read(body, state)
+        client_id = self._client_id = decoded.id or (str(uuid.uuid4()) if serving.makes_ids else "")
+        sources = [source for _, _, _, source in decoded.inputs]
+        # Texts that are read at once have no data that are converted later.
+        contents: Any = located(sources, body, head.json_size or 0, serving.submitter.inline_byte_size)
+        asked = UnsentRequest(PreparedKind(head, decoded).record, contents, client_id, decoded.scheduling)
+        asked.lease, asked.trace = reception.take_lease(), self._trace
         self._drop_body()
-        if head.forwarded:
-            asked.parameters.update(head.forwarded)
-        if serving.makes_ids and not asked.id:
-            asked.id = str(uuid.uuid4())
-        self._client_id = asked.id
-        asked.trace = self._trace
         self._decided = True
         begin(serving.submitter, self, asked)
         self._running = True
 
-    def _read(self, reception: Reception, state: ModelState) -> UnsentRequest:
+    def _read(self, body: Body, state: ModelState) -> DecodedRequest:
         """Decodes the complete body to an inference request.
 
         Raises InvalidArgument: the body is no JSON object with values for the model.
         """
-        body = reception.body
         assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
-        return generate_codec.decode(bytes(body.whole()), self._head.model, self._head.version, state.metadata)
+        return generate_codec.decode(bytes(body.whole()), state.metadata)
 
     # ----------------------------------------------------------------------------------------------- answers
 

@@ -20,7 +20,6 @@ from tensord.daemon.http.control_fields import members
 from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.request_codec import read_parameters
 from tensord.daemon.http.request_head import text
-from tensord.daemon.submit.placement import InputContent, UnsentRequest
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
@@ -32,7 +31,7 @@ _MAX_UNCOUNTED = 256 << 10
 _MAX_MARKS = 1 << 18
 
 
-def decode(body: bytes, model: str, version: int, metadata: bytes) -> UnsentRequest:
+def decode(body: bytes, metadata: bytes) -> DecodedRequest:
     """Decodes the body of a generate request to an inference request.
 
     Args:
@@ -55,34 +54,20 @@ def decode(body: bytes, model: str, version: int, metadata: bytes) -> UnsentRequ
             )
     fields = members(request_head.parse(body))
     inputs = {entry["name"]: entry for entry in msgspec.json.decode(metadata)["inputs"]}
-    found: list[tuple[str, str, tuple[int, ...], InputContent]] = []
     decoded = DecodedRequest(text("id", fields.pop("id", "")), [], (), {}, False, {})
     for key, value in fields.items():
         if key == "parameters" and key not in inputs:
             try:
                 for inner, inner_value in members(value).items():
-                    _read(inner, inner_value, inputs, found, decoded)
+                    _read(inner, inner_value, inputs, decoded)
             except InvalidArgument as error:
                 raise InvalidArgument(f"Converting keyword: 'parameters': {error.message}") from error
         else:
-            _read(key, value, inputs, found, decoded)
-    return UnsentRequest(
-        model,
-        version,
-        found,
-        parameters=decoded.parameters,
-        id=decoded.id,
-        scheduling=decoded.scheduling,
-    )
+            _read(key, value, inputs, decoded)
+    return decoded
 
 
-def _read(
-    key: str,
-    value: Any,
-    inputs: dict[str, dict[str, Any]],
-    found: list[tuple[str, str, tuple[int, ...], InputContent]],
-    decoded: DecodedRequest,
-) -> None:
+def _read(key: str, value: Any, inputs: dict[str, dict[str, Any]], decoded: DecodedRequest) -> None:
     entry = inputs.get(key)
     if entry is None:
         read_parameters({key: value}, decoded)
@@ -91,7 +76,7 @@ def _read(
     shape = _shape(key, values, entry["shape"])
     count = element_count(shape, f"input '{key}' shape")
     content = json_data.exact(values, entry["datatype"], shape, count, key)
-    found.append((key, entry["datatype"], tuple(shape), content))
+    decoded.inputs.append((key, entry["datatype"], tuple(shape), content))
 
 
 def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:

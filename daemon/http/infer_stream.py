@@ -14,11 +14,9 @@ import msgspec
 
 from tensord.daemon.front.status import http_status
 from tensord.daemon.http import request_codec, response_codec
-from tensord.daemon.http.body import PlacedBody, located
+from tensord.daemon.http.body import Body, PlacedBody
 from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.generate import GenerateStream
-from tensord.daemon.http.reception import Reception
-from tensord.daemon.submit.placement import InputContent, UnsentRequest
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import SubmitterLane
@@ -34,12 +32,9 @@ class InferStream(GenerateStream):
     """One infer_stream request: writes all responses of its model into one HTTP response, each as two sizes, JSON and tensors."""
 
     _media_type: ClassVar[bytes] = b"application/octet-stream"
-    #: Which outputs are binary.
-    _decoded: DecodedRequest | None = None
 
-    def _read(self, reception: Reception, state: ModelState) -> UnsentRequest:
-        head, body = self._head, reception.body
-        size = body.received
+    def _read(self, body: Body, state: ModelState) -> DecodedRequest:
+        head, size = self._head, body.received
         json_size = size if head.json_size is None else head.json_size
         if not 0 < json_size <= size:
             raise InvalidArgument(f"inference header size should be in range (1, {size}), got: {json_size}")
@@ -49,23 +44,7 @@ class InferStream(GenerateStream):
                 "send large tensors as binary data"
             )
         text = bytes(body.head(json_size) if isinstance(body, PlacedBody) else body.whole()[:json_size])
-        decoded = self._decoded = request_codec.decode(text, size - json_size, head.model)
-        sources = [source for _, _, _, source in decoded.inputs]
-        contents = located(sources, body, json_size, self._serving.submitter.inline_byte_size)
-        inputs: list[tuple[str, str, tuple[int, ...], InputContent]] = []
-        for (name, datatype, shape, _), content in zip(decoded.inputs, contents, strict=True):
-            assert isinstance(content, InputContent)  # which the data of so short a text never are
-            inputs.append((name, datatype, shape, content))
-        return UnsentRequest(
-            head.model,
-            head.version,
-            inputs,
-            decoded.outputs,
-            decoded.parameters,
-            decoded.id,
-            decoded.scheduling,
-            lease=reception.take_lease(),
-        )
+        return request_codec.decode(text, size - json_size, head.model)
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
         decoded, contents = self._decoded, own.contents

@@ -26,11 +26,8 @@ from tensord.shm.common.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.errors import DEFECT, Internal, ServingError
 from tensord.shm.messages import (
     Content,
-    Parameter,
     PreparedRequest,
-    PreparedTensor,
     RegionSlice,
-    RequestedOutput,
     RequestRecord,
     Slice,
 )
@@ -57,14 +54,10 @@ class Unconverted(Protocol):
 class UnsentRequest(msgspec.Struct):
     """Holds a parsed request, of either protocol, until it is sent. (A Struct, because one is made for every request.)"""
 
-    model: str
-    #: 0: the newest.
-    version: int
-    #: Name, datatype, shape and content of each.
-    inputs: list[tuple[str, str, tuple[int, ...], InputContent]]
-    #: Empty: all.
-    outputs: tuple[RequestedOutput, ...] = ()
-    parameters: dict[str, Parameter] = {}
+    #: The constant part of the request, which many requests have in common: all but id, scheduling and contents.
+    prepared: PreparedRequest
+    #: Of each input, in its order.
+    contents: Sequence[InputContent]
     id: str = ""
     scheduling: Scheduling = UNSCHEDULED
     #: CLOCK_MONOTONIC; a request that still queues then is not run. 0: none.
@@ -73,15 +66,6 @@ class UnsentRequest(msgspec.Struct):
     trace: Trace | None = None
     #: Where the Slices among its inputs lie. ``begin`` takes it over, also where it raises.
     lease: Lease | None = None
-
-    @property
-    def prepared(self) -> PreparedRequest:
-        """Returns the constant part of the request, which many requests have in common: all but id, scheduling and contents."""
-        tensors = [
-            PreparedTensor(name, datatype, shape, content if isinstance(content, RegionSlice) else None)
-            for name, datatype, shape, content in self.inputs
-        ]
-        return PreparedRequest(self.model, self.version, tuple(tensors), self.outputs, self.parameters)
 
 
 def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None:
@@ -92,7 +76,7 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
       asked: gets the answers to ``request``; it was not sent before.
     Raises: InvalidArgument: the arena could never hold the tensors.  Unavailable: too many requests are in flight.
     """
-    size = room([content for _, _, _, content in request.inputs], submitter.inline_byte_size)
+    size = room(request.contents, submitter.inline_byte_size)
     if not size:
         _send(submitter, asked, request, None)
         return
@@ -104,7 +88,9 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
     if lease is not None:
         _send(submitter, asked, request, lease)
     else:
-        submitter.wait_for_room(size, partial(_granted, submitter, asked, request), request.model, asked.account)
+        submitter.wait_for_room(
+            size, partial(_granted, submitter, asked, request), request.prepared.model, asked.account
+        )
 
 
 def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
@@ -186,7 +172,7 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
     except ServingError as error:
         asked.fail(error)
     except Exception:
-        _log.exception("a request for model '%s' could not be sent", request.model)
+        _log.exception("a request for model '%s' could not be sent", request.prepared.model)
         asked.fail(Internal(DEFECT))
     if not asked.cancelled:
         asked.left_line()
@@ -202,7 +188,7 @@ def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: 
     if request.lease is not None:
         leases = (request.lease, *leases)
     try:
-        contents = place([content for _, _, _, content in request.inputs], lease, submitter.inline_byte_size)
+        contents = place(request.contents, lease, submitter.inline_byte_size)
         asked.record = RequestRecord.scheduled(
             request.scheduling,
             submitter.next_id(),

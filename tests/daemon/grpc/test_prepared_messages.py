@@ -48,12 +48,13 @@ def meaning(reader: PreparedMessages, content: bytes | memoryview) -> Any:
         request, state = request_of(understood), understood.state
     except RefusedRequest as refused:
         return type(refused.error), refused.error.message, refused.client_id
+    whole = request.prepared
     inputs = [
-        (name, datatype, shape, bytes(raw) if isinstance(raw, bytes | memoryview) else raw)
-        for name, datatype, shape, raw in request.inputs
+        (tensor.name, tensor.datatype, tensor.shape, bytes(raw) if isinstance(raw, bytes | memoryview) else raw)
+        for tensor, raw in zip(whole.inputs, request.contents, strict=True)
     ]
-    said = request.outputs, repr(request.parameters), request.scheduling
-    return request.model, request.version, request.id, inputs, *said, state
+    said = whole.outputs, repr(whole.parameters), request.scheduling
+    return whole.model, whole.version, request.id, inputs, *said, state
 
 
 @given(st.lists(REQUESTS, min_size=1, max_size=3), st.data())
@@ -145,7 +146,7 @@ def test_ids_of_sequences_priorities_timeouts_and_sets_are_each_message_s_own() 
         names = f"camera {number}", f"customer-{number}"
         wanted = (number % 7, number * 11, sequence_id, number % 3 == 0, number % 5 == 0, *names)
         assert request.scheduling == wanted
-        assert request.parameters == {"x": 1}
+        assert request.prepared.parameters == {"x": 1}
         assert (found is not None) == (number > 0)
         if found is not None:
             assert found[3] == wanted
@@ -171,7 +172,7 @@ def test_parameters_that_schedule_as_no_client_writes_them(name: str) -> None:
         for _ in range(3):
             request = request_of(read(front.messages, content))
             assert getattr(request.scheduling, {"timeout": "timeout_us"}.get(name, name)) == meant.get("scheduled", 0)
-            assert request.parameters == ({"x": 7} if "x" in meant else {})
+            assert request.prepared.parameters == ({"x": 7} if "x" in meant else {})
             found = front.formed(content)
             assert found is None or found[3] == request.scheduling
         # Whoever says nothing of it is not taken for one that does.

@@ -23,7 +23,7 @@ from tensord.shm.arrays import DTYPES
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import ELEMENT_SIZES
 from tensord.shm.errors import InvalidArgument, ServingError
-from tensord.shm.messages import PreparedRequest, RegionSlice
+from tensord.shm.messages import PreparedRequest, PreparedTensor, RegionSlice
 from tensord.shm.prepared import Numbers
 from tests.daemon.grpc.requests import REQUESTS, TYPED, Infer, Parameter
 
@@ -82,7 +82,10 @@ def decoded(content: bytes) -> UnsentRequest:
 
 
 def request_of(understood: Understood) -> UnsentRequest:
-    return understood.head.request(understood.client_id, understood.contents, understood.scheduling)
+    head = understood.head
+    return UnsentRequest(
+        head.prepared, head.with_raws(understood.contents), understood.client_id, understood.scheduling
+    )
 
 
 def refusal(content: bytes) -> ServingError:
@@ -97,8 +100,9 @@ def refusal(content: bytes) -> ServingError:
 @pytest.mark.parametrize("datatype", sorted(TYPED))
 def test_typed_contents(datatype: str) -> None:
     column, values = TYPED[datatype]
-    ((name, kind, shape, content),) = decoded(message(tensor(datatype, **{column: values}))).inputs
-    assert (name, kind, shape) == ("x", datatype, (2,))
+    request = decoded(message(tensor(datatype, **{column: values})))
+    assert request.prepared.inputs == (PreparedTensor("x", datatype, (2,)),)
+    (content,) = request.contents
     if datatype == "BYTES":
         assert content == b"".join(struct.pack("<I", len(value)) + value for value in values)
     else:
@@ -110,8 +114,9 @@ def test_raw_contents_stay_where_they_are(datatype: str) -> None:
     size = ELEMENT_SIZES[datatype]
     raw = serialize_byte_tensor(np.array([b"a", b""], np.object_)).item() if size is None else bytes(range(2 * size))
     whole = memoryview(message(tensor(datatype), raw=(raw,)))
-    ((_, kind, _, content),) = decoded(whole).inputs  # type: ignore[arg-type]
-    assert kind == datatype
+    request = decoded(whole)  # type: ignore[arg-type]
+    (content,) = request.contents
+    assert request.prepared.inputs[0].datatype == datatype
     assert isinstance(content, memoryview)
     assert (content, content.obj) == (raw, whole.obj)
 
@@ -143,8 +148,8 @@ def test_a_value_its_datatype_cannot_hold(datatype: str, column: str, value: int
 
 
 def test_a_region() -> None:
-    ((_, _, _, content),) = decoded(message(located(region="r", offset=8, byte_size=2))).inputs
-    assert content == RegionSlice("r", 8, 2)
+    request = decoded(message(located(region="r", offset=8, byte_size=2)))
+    assert request.contents == [RegionSlice("r", 8, 2)] == [request.prepared.inputs[0].region]
 
 
 def both(entry: Any) -> Any:
@@ -203,11 +208,11 @@ def test_any_request_is_a_request_or_refused(request_: Any) -> None:
         assert refused.error.message
         assert refused.client_id == request_.id
         return
-    assert (request.model, request.id) == (request_.model_name, request_.id)
-    assert [(name, datatype, list(shape)) for name, datatype, shape, _ in request.inputs] == [
+    assert (request.prepared.model, request.id) == (request_.model_name, request_.id)
+    assert [(each.name, each.datatype, list(each.shape)) for each in request.prepared.inputs] == [
         (entry.name, entry.datatype, list(entry.shape)) for entry in request_.inputs
     ]
-    raws = [bytes(content) for _, _, _, content in request.inputs if not isinstance(content, RegionSlice)]
+    raws = [bytes(content) for content in request.contents if not isinstance(content, RegionSlice)]
     if request_.raw_input_contents:
         assert raws == list(request_.raw_input_contents)
 

@@ -23,8 +23,8 @@ TEXT = described(text_input=("BYTES", [1]), n=("INT32", [1]), temp=("FP32", [-1]
 
 def test_inputs_parameters_and_id() -> None:
     body = {"id": "7", "text_input": "é", "zz": 3, "b": True, "parameters": {"n": 2, "stop": "x"}, "temp": [1, 2.5]}
-    request = decode(json.dumps(body).encode(), "m", 4, TEXT)
-    assert (request.model, request.version, request.id) == ("m", 4, "7")
+    request = decode(json.dumps(body).encode(), TEXT)
+    assert request.id == "7"
     assert request.parameters == {"zz": 3, "b": True, "stop": "x"}
     assert request.inputs == [
         ("text_input", "BYTES", (1,), b"\2\0\0\0\xc3\xa9"),
@@ -35,7 +35,7 @@ def test_inputs_parameters_and_id() -> None:
 
 def test_reserved_parameters_are_what_they_are_everywhere() -> None:
     body = b'{"parameters": {"sequence_id": 5, "sequence_start": true, "priority": 1, "timeout": 9}}'
-    request = decode(body, "m", 0, TEXT)
+    request = decode(body, TEXT)
     assert request.scheduling == Scheduling(1, 9, 5, sequence_start=True)
     assert request.parameters == {}
 
@@ -60,7 +60,7 @@ def test_reserved_parameters_are_what_they_are_everywhere() -> None:
     ],
 )
 def test_shapes(wanted: list[int], value: Any, shape: tuple[int, ...]) -> None:
-    request = decode(json.dumps({"x": value}).encode(), "m", 0, described(x=("INT32", wanted)))
+    request = decode(json.dumps({"x": value}).encode(), described(x=("INT32", wanted)))
     assert request.inputs[0][2] == shape
 
 
@@ -70,7 +70,7 @@ def test_shapes(wanted: list[int], value: Any, shape: tuple[int, ...]) -> None:
 )
 def test_values_that_fit_no_shape(wanted: list[int], value: Any) -> None:
     with pytest.raises(InvalidArgument, match="The schema can not convert input 'x' to tensor with proper shape"):
-        decode(json.dumps({"x": value}).encode(), "m", 0, described(x=("INT32", wanted)))
+        decode(json.dumps({"x": value}).encode(), described(x=("INT32", wanted)))
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_values_that_fit_no_shape(wanted: list[int], value: Any) -> None:
 )  # fmt: skip
 def test_refusals(body: bytes, text: str) -> None:
     with pytest.raises(InvalidArgument) as raised:
-        decode(body, "m", 0, TEXT)
+        decode(body, TEXT)
     assert text in raised.value.message
 
 
 def test_halves_are_refused_in_json() -> None:
     with pytest.raises(InvalidArgument, match="receiving FP16 data via JSON is not supported"):
-        decode(b'{"x": 1}', "m", 0, described(x=("FP16", [1])))
+        decode(b'{"x": 1}', described(x=("FP16", [1])))

@@ -18,7 +18,7 @@ from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice, Slice
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, PreparedTensor, RegionSlice, Slice
 from tests.fakes import INCARNATION, EchoWorker
 from tests.records import WholeRequest
 
@@ -62,8 +62,9 @@ async def setting() -> AsyncIterator[Setting]:
 
 
 def request(*contents: bytes | RegionSlice) -> UnsentRequest:
-    inputs = [(f"x{n}", "UINT8", (1,), content) for n, content in enumerate(contents)]
-    return UnsentRequest("m", 0, inputs)
+    regions = [content if isinstance(content, RegionSlice) else None for content in contents]
+    inputs = tuple([PreparedTensor(f"x{n}", "UINT8", (1,), region) for n, region in enumerate(regions)])
+    return UnsentRequest(PreparedRequest("m", 0, inputs), contents)
 
 
 class Told(InFlight):
