@@ -30,7 +30,7 @@ from tensord.workers.devices.device_array import GpuArray
 from tensord.workers.models.author_error import bounded
 from tensord.workers.regions.places import Places
 from tensord.workers.regions.region_table import AnyRegion, check_intact
-from tensord.workers.requests.answer_plan import AnswerPlan, PlannedOutput
+from tensord.workers.requests.preparation import AnswerPlan, PlannedOutput
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Response
 from tensord.workers.tensors.output_layout import BatchOutputs, OutputLayout

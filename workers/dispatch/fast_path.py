@@ -45,8 +45,7 @@ from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.pipeline_program import PipelineProgram
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import RegionTable, check_intact
-from tensord.workers.requests.answer_plan import AnswerPlan, PlannedOutput
-from tensord.workers.requests.preparation import Checked, Preparation
+from tensord.workers.requests.preparation import AnswerPlan, Checked, PlannedOutput, Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.requests.timeline import timeline_end

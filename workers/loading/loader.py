@@ -51,8 +51,7 @@ from tensord.workers.loading.parameters import host_sets, warn_of_keys, warn_of_
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.author_error import described_failure, without_frames
 from tensord.workers.models.free_state import program_signature
-from tensord.workers.models.generator_model import GeneratorModel
-from tensord.workers.models.host_model import HostModel
+from tensord.workers.models.host_model import GeneratorModel, HostModel
 from tensord.workers.models.instance import Instance, Instantiated
 from tensord.workers.models.is_ready_calls import IsReadyCalls
 from tensord.workers.models.jax_model import JaxModel, JittedInstance

@@ -43,7 +43,7 @@ static PyObject *answers(PyObject *module, PyObject *arguments) {
     return found;
 }
 
-/* See answers in workers/requests/answer_plan.py. */
+/* See answers in workers/requests/preparation.py. */
 PyMethodDef answer_methods[] = {{"answers", answers, METH_VARARGS, "(number, request_ids, sizes, contents): an encoded answer to each request."}, {NULL, NULL, 0, NULL}};
 
 /* Returns whether Python has a request with that id, or it cannot be told. */

@@ -33,7 +33,7 @@ from tensord.workers.tensors.signature import Signature
 if TYPE_CHECKING:
     from tensord.shm.lane import WorkerLane
     from tensord.shm.messages import PreparedTensor
-    from tensord.workers.requests.answer_plan import AnswerPlan
+    from tensord.workers.requests.preparation import AnswerPlan
 
 
 #: A range of a file: which one, start, end.

@@ -27,7 +27,7 @@ from tensord.workers.regions.region_table import check_intact
 if TYPE_CHECKING:
     from tensord.workers.parameters.parameter_set import ParameterSet
     from tensord.workers.processor.processor import HostExecutable
-    from tensord.workers.requests.answer_plan import AnswerPlan
+    from tensord.workers.requests.preparation import AnswerPlan
 
 #: An input's segment and offset in the submitter's arena, or its bytes.
 Place = tuple[int, int] | bytes

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tensord.shm.messages import PreparedTensor
     from tensord.shm.regions import Region
     from tensord.workers.processor.single_run import SingleRun
-    from tensord.workers.requests.answer_plan import AnswerPlan
+    from tensord.workers.requests.preparation import AnswerPlan
 
 #: One output, or several, in host memory.
 Content = Array | bytes

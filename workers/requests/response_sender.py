@@ -28,7 +28,7 @@ from tensord.shm.errors import Internal, ServingError, Unavailable
 from tensord.shm.lane import response_byte_size
 from tensord.shm.messages import PreparedAnswer
 from tensord.shm.prepared import Numbered
-from tensord.workers.requests.answer_plan import answers
+from tensord.workers.requests.preparation import answers
 from tensord.workers.requests.result import Result
 
 if TYPE_CHECKING:

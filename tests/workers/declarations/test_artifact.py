@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from tensord.config.model_config import empty
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.declarations import artifact
-from tensord.workers.declarations.program_file import ProgramFile
+from tensord.workers.declarations.artifact import ProgramFile
 from tests.generated import examples
 
 ROW = jax.ShapeDtypeStruct((2, 4), np.float32)

@@ -11,7 +11,7 @@ import pytest
 
 from tensord.config.options import Expert, Options
 from tensord.shm.messages import RequestedOutput
-from tensord.workers.dispatch.step_rows import MANY
+from tensord.workers.dispatch.stepping import MANY
 from tensord.workers.models.model_version import ModelVersion
 from tests.records import Tensor, WholeAnswer
 from tests.repositories import write_model

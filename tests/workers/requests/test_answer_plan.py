@@ -7,7 +7,7 @@ import pytest
 
 from tensord.shm.messages import AnswerRecord, ToSubmitter
 from tensord.shm.record import decoder
-from tensord.workers.requests import answer_plan
+from tensord.workers.requests import preparation
 
 
 @pytest.mark.parametrize("part", ["C", "Python"])
@@ -17,11 +17,11 @@ def test_each_record_is_read_as_its_own(
     part: str, number: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if part == "Python":
-        monkeypatch.setattr(answer_plan, "available", False)
+        monkeypatch.setattr(preparation, "available", False)
     ids = [1, 200, (1 << 32) + 5, (1 << 64) - 1]
     contents = np.random.default_rng(7).integers(0, 256, (4, sum(sizes)), np.uint8)
     for chosen, rows in ((ids, contents), (ids[:1], contents[0].tobytes())):
-        records = answer_plan.answers(number, chosen, sizes, rows)
+        records = preparation.answers(number, chosen, sizes, rows)
         for row, record, request_id in zip(contents, records, chosen, strict=False):
             cut = np.split(row, np.cumsum(sizes)[:-1]) if sizes else []
             expected = AnswerRecord(request_id, number, tuple(part.tobytes() for part in cut))
@@ -29,4 +29,4 @@ def test_each_record_is_read_as_its_own(
     for wrong in (contents[:3], bytes(4 * sum(sizes) + 1)):
         if sizes and len(bytes(wrong)) != 4 * sum(sizes):
             with pytest.raises(ValueError, match="4 answers"):
-                answer_plan.answers(number, ids, sizes, wrong)
+                preparation.answers(number, ids, sizes, wrong)
