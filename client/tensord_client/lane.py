@@ -28,7 +28,7 @@ from tensord_client.common.forks import forgotten_by_children
 from tensord_client.common.pending import WaitEnded
 from tensord_client.common.results import Answer, Array, Description
 from tensord_client.common.scheduling import UNSCHEDULED
-from tensord_client.common.submission import UNKNOWN_MODEL, lost_sequence
+from tensord_client.common.submission import is_refusal, lost_sequence
 from tensord_client.errors import (
     CLOSED,
     Cancelled,
@@ -55,8 +55,8 @@ _FIRST_ID = 1 << 32
 _PATIENCE = 30.0
 #: Seconds that the daemon may let one question wait, and between two attempts to connect where no daemon serves.
 _WAIT, _PAUSE = 0.5, 0.05
-#: Seconds between two questions about a model whose worker refuses requests, and about workers that are to come.
-_REFUSED_AFTER, _COMING_AFTER = 0.25, 1.0
+#: Seconds between two questions about workers that are to come.
+_COMING_AFTER = 1.0
 
 
 class LaneConnection(Sender):
@@ -113,8 +113,6 @@ class LaneConnection(Sender):
         #: Lanes by their numbers at the daemon, and those of a daemon that has gone, whose numbers the next one gives anew.
         self._lanes: dict[int, WorkerLane] = {}
         self._former: list[WorkerLane] = []
-        #: Opened models by name and version; version 0 stands for the newest.
-        self.models: dict[tuple[str, int], OpenedModel] = {}
         self._sequences: dict[tuple[str, int | str], WorkerLane] = {}
         self.begin()
 
@@ -267,7 +265,7 @@ class LaneConnection(Sender):
 
         Asks the daemon at the first call for the model. Raises ServingError: the model is not served, or no daemon answers.
         """
-        known = self.models.get((call.model, call.version))
+        known = self.known(call)
         if known is not None:
             return known
         return self._ask_for(call.model, call.version, time.monotonic())
@@ -306,7 +304,7 @@ class LaneConnection(Sender):
 
         Raises: as ``ask``.
         """
-        known = self.models.get((call.model, call.version))
+        known = self.known(call)
         if known is None or call.traceparent or len(self.held.sizes) >= self.held.most:
             return self.ask(call)
         sequence_id = call.scheduling.sequence_id
@@ -474,7 +472,7 @@ class LaneConnection(Sender):
                     self._sequences.pop((call.model, sequence_id), None)
                     raise lost_sequence(call.model, sequence_id)
                 return lane
-        known = self.models.get((call.model, call.version))
+        known = self.known(call)
         if known is None:
             return None
         if known.lacks and time.monotonic() - known.opened_at > _COMING_AFTER:
@@ -490,11 +488,6 @@ class LaneConnection(Sender):
             self._sequences.pop((call.model, sequence_id), None)
         else:
             self._sequences[call.model, sequence_id] = lane
-
-    def is_pure(self, call: Call) -> bool:
-        """Returns whether running a request twice does no harm: the model says so, and the request belongs to no sequence."""
-        known = self.models.get((call.model, call.version))
-        return known is not None and known.description.pure and not call.scheduling.sequence_id
 
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
@@ -526,33 +519,7 @@ class LaneConnection(Sender):
                 raise WaitEnded from None
             raise
 
-    def may_ask_again(self, pending: LaneRequest, refusal: ServingError) -> bool:
-        """Returns whether to ask the daemon where a model is, after a worker refused a request.
-
-        That is so if this connection is open and has not asked for the model in the last 0.25 seconds, or if the worker does not
-        serve the model any more.
-        """
-        known = self.models.get((pending.call.model, pending.call.version))
-        return not self.is_closed and known is not None and self._is_due(known, refusal)
-
-    @staticmethod
-    def _is_due(known: OpenedModel, refusal: ServingError) -> bool:
-        return refusal.message.startswith(UNKNOWN_MODEL) or time.monotonic() - known.opened_at > _REFUSED_AFTER
-
-    def look_again(self, call: Call, ended: WorkerLane, until: float | None) -> None:
-        """Asks the daemon which workers are alive, because the lane to one has ended, unless it was asked since.
-
-        Other workers may be ending at the same time, with the daemon for example; the request is not to be lost with all of them.
-
-        ``until``: seconds of ``time.monotonic()``; None: no deadline.
-
-        Raises: ServingError: no worker serves the model.  WaitEnded: ``until`` has passed.
-        """
-        known = self.models.get((call.model, call.version))
-        if known is None or known.opened_at <= ended.ended_at:
-            self.find_lanes(call, until, anew=True)
-
-    def find_again(self, call: Call, until: float | None, refusal: ServingError, by: WorkerLane | None) -> bool:
+    def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: WorkerLane | None) -> bool:
         """Asks the daemon where a call's model is, after a worker refused the request.
 
         Returns whether the request is to be sent again: the model has other workers or another version now.
@@ -564,13 +531,13 @@ class LaneConnection(Sender):
 
         Raises: ServingError: no worker serves the model.  WaitEnded: ``until`` has passed.
         """
-        before = self.models.get((call.model, call.version))
+        before = self.known(call)
         if before is None or before.choose() is None:
             self.find_lanes(call, until)
             return True
         if by not in before.lanes:
             return True  # the daemon has been asked since: for another request that was refused, or another daemon
-        if not self._is_due(before, refusal):
+        if not is_refusal(refusal.code, refusal.message, before.is_told):
             return any(not lane.usable for lane in before.lanes)
         try:
             after = self._ask_for(call.model, call.version, time.monotonic(), anew=True)
@@ -586,13 +553,15 @@ class LaneConnection(Sender):
         Args and Raises: as ``send_again``.
         """
         refusal, pending.refusal = pending.refusal, None
-        lane = pending.lane
-        if refusal is not None and not self.find_again(pending.call, until, refusal, lane):
-            raise refusal
-        if refusal is None and pending.strikes and lane is not None:
-            self.look_again(pending.call, lane, until)
+        call, lane, known = pending.call, pending.lane, self.known(pending.call)
+        if refusal is not None:
+            if not self._is_elsewhere(call, until, refusal, lane):
+                raise refusal
+        elif pending.strikes and lane is not None and (known is None or known.opened_at <= lane.ended_at):
+            # Other workers may be ending as well, with the daemon for example: the request is not to be lost with all of them.
+            self.find_lanes(call, until, anew=True)
         while not (pending.done() or self._send(pending)):
-            self.find_lanes(pending.call, until, False, pending.astray_at)
+            self.find_lanes(call, until, False, pending.astray_at)
         pending.watch_again()
 
     # ---------------------------------------------------------------------------------------------------------- end

@@ -28,6 +28,7 @@ from tensord_client.errors import (
 )
 from tensord_client.lane_answers import made_answer
 from tensord_client.native import wire
+from tensord_client.opened_model import OpenedModel
 from tensord_client.placement import Placed
 from tensord_client.worker_lane import WorkerLane
 
@@ -111,11 +112,10 @@ class LaneRequest(Submission, Pending[Answer]):
         return self._given_up
 
     def _asks_again(self, refusal: ServingError) -> bool:
-        return (
-            not self._was_refused
-            and self.may_be_elsewhere(refusal.code, refusal.message, False)
-            and self._connection.may_ask_again(self, refusal)
-        )
+        if self._was_refused or self._connection.is_closed:
+            return False
+        known = self._connection.known(self.call)
+        return known is not None and self.may_be_elsewhere(refusal.code, refusal.message, known.is_told)
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
         """Arranges to send the request again, or fails it, because its lane ended before the last answer.
@@ -126,7 +126,9 @@ class LaneRequest(Submission, Pending[Answer]):
         if self._connection.is_closed:
             reason = Cancelled(CLOSED)
         elif not self._given_up:
-            reason = self.after_end(error.message, left, self._connection.is_pure(self.call))
+            known = self._connection.known(self.call)
+            is_pure = known is not None and known.description.pure and not self.call.scheduling.sequence_id
+            reason = self.after_end(error.message, left, is_pure)
         if reason is None:
             self._stray()
         else:
@@ -290,14 +292,12 @@ class Sender:
         #: Those that a thread is sending again.
         self.claimed: set[LaneRequest] = set()
         self.deadlines = Deadlines()
+        #: Opened models by name and version; version 0 stands for the newest.
+        self.models: dict[tuple[str, int], OpenedModel] = {}
 
-    def is_pure(self, call: Call) -> bool:
-        """Returns whether running a request twice does no harm."""
-        raise NotImplementedError
-
-    def may_ask_again(self, pending: LaneRequest, refusal: ServingError) -> bool:
-        """Returns whether to send a request again that a worker has refused."""
-        raise NotImplementedError
+    def known(self, call: Call) -> OpenedModel | None:
+        """Returns what the daemon has said of a call's model; None: it was not asked."""
+        return self.models.get((call.model, call.version))
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
         """Sends a request again that this thread has claimed, as soon as there is a lane. Args and Raises: as ``send_again``."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from tensord_client.common.results import Description
 from tensord_client.common.submission import least_busy
 from tensord_client.worker_lane import WorkerLane
+
+#: Seconds in which a worker that refuses requests is not asked about again.
+_JUST = 0.25
 
 
 class OpenedModel:
@@ -31,6 +35,11 @@ class OpenedModel:
         self.outputs: dict[str, str] = {each["name"]: each["datatype"] for each in description.metadata["outputs"]}
         #: Encoded prepared requests of small tensors alone, by the names, dtypes and shapes of these (``placement``).
         self.small: dict[tuple[Any, ...], bytes] = {}
+
+    @property
+    def is_told(self) -> bool:
+        """Returns whether the daemon has said only just which workers have the model."""
+        return time.monotonic() - self.opened_at <= _JUST
 
     @property
     def lacks(self) -> bool:

@@ -57,15 +57,8 @@ class Submission:
     strikes: int
 
     def may_be_elsewhere(self, code: str, message: str, is_told: bool = True) -> bool:
-        """Returns whether an error only says that the worker does not have the request's model, so that another may run it.
-
-        ``is_told``: whether the submitter hears of it when a model moves; if not, Unavailable may mean that as well.
-        """
-        if self.cancelled or self.answered:
-            return False
-        if code == NotFound.code and message.startswith(UNKNOWN_MODEL):
-            return True
-        return not is_told and code in (NotFound.code, Unavailable.code)
+        """Returns whether another worker may run the request, which one has answered with an error. Args: as ``is_refusal``."""
+        return not (self.cancelled or self.answered) and is_refusal(code, message, is_told)
 
     def after_end(self, how: str, begun: bool, may_repeat: bool) -> ServingError | None:
         """Decides what becomes of the request, whose worker has ended without its last answer; the caller has not gone.
@@ -84,6 +77,16 @@ class Submission:
             if self.strikes >= _STRIKES:
                 return Internal(f"the request was given up: {self.strikes} worker processes ended while they had it")
         return None
+
+
+def is_refusal(code: str, message: str, is_told: bool = True) -> bool:
+    """Returns whether a worker's error only says that it does not have the request's model: it has not run the request.
+
+    ``is_told``: whether the submitter hears of it when a model moves, or has just heard; if not, Unavailable may mean it as well.
+    """
+    if code == NotFound.code and message.startswith(UNKNOWN_MODEL):
+        return True
+    return not is_told and code in (NotFound.code, Unavailable.code)
 
 
 class Destination(Protocol):
