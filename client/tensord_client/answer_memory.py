@@ -102,7 +102,7 @@ class HeldResults:
         return ResultsHeld(len(held), self.most, sum(size for _, size in held), error.message)
 
 
-class Lease:
+class AnswerLease:
     """The right to use the worker's memory that an answer's outputs lie in. It ends with the last array that has it as its base.
 
     ``release`` ends it before, if nobody has got an array yet.
@@ -229,7 +229,7 @@ class AnswerMemory:
         self.segments.pop(number, None)
         self._refused.discard(number)
 
-    def lease(self, answer: AnswerRecord) -> Lease | None:
+    def lease(self, answer: AnswerRecord) -> AnswerLease | None:
         """Returns an answer's lease; None: its outputs do not lie in the worker's memory.
 
         Raises: Unavailable: this process could not map the segment; the lease is given back.  ValueError: the worker announced no
@@ -246,7 +246,7 @@ class AnswerMemory:
             raise Unavailable(
                 "an answer cannot be reached: this process has as many files open, or as much mapped, as it may"
             )
-        return Lease(self, answer.lease, segment)
+        return AnswerLease(self, answer.lease, segment)
 
     def error(self, answer: AnswerRecord) -> ServingError:
         """Converts an answer with an error code into the exception to raise."""
@@ -256,9 +256,9 @@ class AnswerMemory:
         """Returns ResultsHeld if a request failed because the program holds too many answers; else returns ``error``."""
         return self.held.explained(error, self, self._byte_size)
 
-    def judged(self, answer: AnswerRecord) -> tuple[AnswerRecord, Lease | None] | ServingError:
+    def judged(self, answer: AnswerRecord) -> tuple[AnswerRecord, AnswerLease | None] | ServingError:
         """Returns (answer, lease of its memory or None); if the answer is an error or cannot be read, the error to raise."""
-        lease: Lease | None = None
+        lease: AnswerLease | None = None
         error: ServingError | None = None
         try:
             lease = self.lease(answer)

@@ -47,7 +47,7 @@ from tensord_client.native import say_missing, wire
 from tensord_client.opened_model import OpenedModel
 from tensord_client.parameters import sealed
 from tensord_client.placement import Placed, Placement, own_fields
-from tensord_client.worker_lane import WorkerLane
+from tensord_client.worker_lane import ClientLane
 
 #: Request ids begin here, so that all of them have the same length on the wire.
 _FIRST_ID = 1 << 32
@@ -111,9 +111,9 @@ class LaneConnection(Sender):
         self._bare: bytes = b"" if wire is None else wire.own_fields()
         self.held = HeldResults(self.max_results)
         #: Lanes by their numbers at the daemon, and those of a daemon that has gone, whose numbers the next one gives anew.
-        self._lanes: dict[int, WorkerLane] = {}
-        self._former: list[WorkerLane] = []
-        self._sequences: dict[tuple[str, int | str], WorkerLane] = {}
+        self._lanes: dict[int, ClientLane] = {}
+        self._former: list[ClientLane] = []
+        self._sequences: dict[tuple[str, int | str], ClientLane] = {}
         self.begin()
 
     # ------------------------------------------------------------------------------------------------- the daemon
@@ -214,7 +214,7 @@ class LaneConnection(Sender):
             for each in answer["lanes"]:
                 number = each["lane"]
                 if each["new"]:
-                    self._lanes[number] = WorkerLane(
+                    self._lanes[number] = ClientLane(
                         sockets.pop(0),
                         number,
                         self.memory,
@@ -337,7 +337,7 @@ class LaneConnection(Sender):
         lane.go_on(datagram)
         return request
 
-    def begun(self, call: Call, placed: Placed, lane: WorkerLane, request_id: int) -> LaneRequest:
+    def begun(self, call: Call, placed: Placed, lane: ClientLane, request_id: int) -> LaneRequest:
         """Makes the object of a request that the part in C has sent, and that Python has to go on with."""
         pending = LaneRequest(self, call, placed, own_fields(call))
         pending.lane, pending.request_id = lane, request_id
@@ -457,7 +457,7 @@ class LaneConnection(Sender):
                 self.sent(call, lane)
             return True
 
-    def lane_for(self, call: Call) -> WorkerLane | None:
+    def lane_for(self, call: Call) -> ClientLane | None:
         """Chooses the lane for a request: that of its sequence, else the least busy one.
 
         Returns None: no lane to a worker that serves the model is usable.
@@ -479,7 +479,7 @@ class LaneConnection(Sender):
             self._look_for_more(known, call)
         return known.choose()
 
-    def sent(self, call: Call, lane: WorkerLane) -> None:
+    def sent(self, call: Call, lane: ClientLane) -> None:
         """Stores on which lane a sequence's request was sent, for its next request; after the last one, forgets it."""
         sequence_id = call.scheduling.sequence_id
         if not sequence_id:
@@ -519,7 +519,7 @@ class LaneConnection(Sender):
                 raise WaitEnded from None
             raise
 
-    def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: WorkerLane | None) -> bool:
+    def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: ClientLane | None) -> bool:
         """Asks the daemon where a call's model is, after a worker refused the request.
 
         Returns whether the request is to be sent again: the model has other workers or another version now.

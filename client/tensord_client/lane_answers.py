@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensord_client.answer_memory import Lease
+from tensord_client.answer_memory import AnswerLease
 from tensord_client.common.arrays import decode_strings, dtype_of, typestr
 from tensord_client.common.results import Answer, Array, check_place, written
 from tensord_client.native import wire
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tensord_client._lane import AnswerRecord, OutputTensor
 
 
-def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answer:
+def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) -> Answer:
     """Converts a worker's message to an ``Answer``: its arrays are views of the worker's memory, the caller's own, or copies.
 
     Args:

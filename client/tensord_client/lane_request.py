@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tensord_client.answer_memory import HeldResults, Lease
+from tensord_client.answer_memory import AnswerLease, HeldResults
 from tensord_client.common.call import Call
 from tensord_client.common.pending import Deadlines, Pending, WaitEnded
 from tensord_client.common.results import Answer
@@ -30,7 +30,7 @@ from tensord_client.lane_answers import made_answer
 from tensord_client.native import wire
 from tensord_client.opened_model import OpenedModel
 from tensord_client.placement import Placed
-from tensord_client.worker_lane import WorkerLane
+from tensord_client.worker_lane import ClientLane
 
 if TYPE_CHECKING:
     from tensord_client._lane import AnswerRecord
@@ -44,7 +44,7 @@ _ASIDE = 0.005
 class LaneRequest(Submission, Pending[Answer]):
     """A request over a lane. If its lane ends or its worker refuses it, it may be sent again, and is *astray* until then."""
 
-    lane: WorkerLane | None = None
+    lane: ClientLane | None = None
     request_id = 0
     #: True: its lane ended or its worker refused it, and the thread that waits for the answer has to send it again.
     astray = False
@@ -68,14 +68,14 @@ class LaneRequest(Submission, Pending[Answer]):
 
     # ------------------------------------------------------------------------------------------- from whoever reads
 
-    def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
+    def take(self, lane: ClientLane, answer: AnswerRecord) -> None:
         """Stores one answer to this request, and wakes the thread or event loop that waits for it. Called in any thread.
 
         If the worker refused the request, the request may be sent again instead, to another worker. ``lane``: the socket that
         received the answer.
         """
         prepared = answer.prepared
-        arrived: tuple[AnswerRecord, Lease | None] | ServingError = (answer, None)
+        arrived: tuple[AnswerRecord, AnswerLease | None] | ServingError = (answer, None)
         if answer.code or answer.lease is not None:
             arrived = lane.answers.judged(answer)
             if prepared.final and isinstance(arrived, ServingError) and self._asks_again(arrived):
@@ -246,7 +246,7 @@ class LaneRequest(Submission, Pending[Answer]):
             read, self._read = self._read, 0
             self.lane.say(wire.taken(self.request_id, read))
 
-    def made(self, arrived: tuple[AnswerRecord, Lease | None]) -> Answer | ServingError:
+    def made(self, arrived: tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
         """Makes the answer of a record and the lease of its memory, or the error of a record that cannot be read."""
         answer, lease = arrived
         if not answer.prepared.final:

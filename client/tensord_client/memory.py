@@ -48,7 +48,7 @@ def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
     return mmap.mmap(fd, byte_size, prot=prot)
 
 
-class Segment:
+class ClientSegment:
     """A memfd of fixed size that workers map too, with a list of its free ranges; mapped here while anything refers to it."""
 
     def __init__(self, number: int, byte_size: int) -> None:
@@ -129,7 +129,7 @@ class Block:
 
     __slots__ = ("__array_interface__", "byte_size", "memory", "offset", "segment")
 
-    def __init__(self, memory: Memory, segment: Segment, offset: int, byte_size: int) -> None:
+    def __init__(self, memory: Memory, segment: ClientSegment, offset: int, byte_size: int) -> None:
         self.memory = memory
         self.segment = segment
         self.offset = offset
@@ -147,10 +147,10 @@ class Memory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         #: Segments by number; the number of a closed segment is not used again.
-        self.segments: dict[int, Segment] = {}
+        self.segments: dict[int, ClientSegment] = {}
         self._next = 0
         #: Blocks that were collected: (segment, offset, byte size).
-        self.returned: deque[tuple[Segment, int, int]] = deque()
+        self.returned: deque[tuple[ClientSegment, int, int]] = deque()
         #: Counts closed segments, so that lanes notice a closure by one comparison.
         self.closures = 0
         #: The most segments, and the most bytes of all together; None: the daemon has not told yet.
@@ -210,7 +210,7 @@ class Memory:
         offset = array.__array_interface__["data"][0] - base.segment.address
         return base.segment.number, offset, array.nbytes
 
-    def segment(self, number: int) -> Segment | None:
+    def segment(self, number: int) -> ClientSegment | None:
         """Returns the segment with this number; None: it has been closed."""
         return self.segments.get(number)
 
@@ -247,7 +247,7 @@ class Memory:
             free -= segment.byte_size
             self._close(segment)
 
-    def _grow(self, byte_size: int) -> Segment:
+    def _grow(self, byte_size: int) -> ClientSegment:
         needed = -(-byte_size // _PAGE) * _PAGE
         most = self.max_byte_size
         if most is not None and needed > most:
@@ -266,7 +266,7 @@ class Memory:
             )
         if most is not None:
             wanted = max(needed, min(wanted, (most - self.byte_size) // _PAGE * _PAGE))
-        segment = Segment(self._next, wanted)
+        segment = ClientSegment(self._next, wanted)
         self._next += 1
         self.segments[segment.number] = segment
         return segment
@@ -276,7 +276,7 @@ class Memory:
             return False
         return self.max_byte_size is None or self.byte_size + byte_size <= self.max_byte_size
 
-    def _close(self, segment: Segment) -> None:
+    def _close(self, segment: ClientSegment) -> None:
         del self.segments[segment.number]
         segment.close()
         self.closures += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from tensord_client.common.results import Description
 from tensord_client.common.submission import least_busy
-from tensord_client.worker_lane import WorkerLane
+from tensord_client.worker_lane import ClientLane
 
 #: Seconds in which a worker that refuses requests is not asked about again.
 _JUST = 0.25
@@ -16,7 +16,7 @@ _JUST = 0.25
 class OpenedModel:
     """Holds a model's description as the daemon gave it, of one version or the newest, and the lanes to its workers."""
 
-    def __init__(self, description: Description, lanes: list[WorkerLane], coming: int, opened_at: float) -> None:
+    def __init__(self, description: Description, lanes: list[ClientLane], coming: int, opened_at: float) -> None:
         """Stores what the daemon answered when it was asked for the model.
 
         Args:
@@ -50,7 +50,7 @@ class OpenedModel:
         # One that is alone, and has ended, is missed by the next request.
         return len(lanes) > 1 and not all(lane.usable for lane in lanes)
 
-    def choose(self) -> WorkerLane | None:
+    def choose(self) -> ClientLane | None:
         """Returns the usable lane with the fewest requests in flight; None: all lanes have ended."""
         lanes = self.lanes
         if len(lanes) == 1:

@@ -52,7 +52,7 @@ class Waiting(Protocol):
     #: Wakes the thread that waits for it.
     waiter: queue.SimpleQueue[None] | None
 
-    def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
+    def take(self, lane: ClientLane, answer: AnswerRecord) -> None:
         """Stores one answer to this request, which its lane has received. Called in any thread; must not wait."""
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
@@ -62,7 +62,7 @@ class Waiting(Protocol):
         """
 
 
-class WorkerLane:
+class ClientLane:
     """This process's end of a lane: sends requests and delivers their answers. Thread-safe."""
 
     def __init__(

@@ -25,7 +25,7 @@ from tensord_client.errors import Cancelled, Internal, ServingError, Unavailable
 from tensord_client.lane import Call, LaneConnection, LaneRequest
 from tensord_client.lane_socket import LaneEnded
 from tensord_client.memory import Memory
-from tensord_client.worker_lane import WorkerLane
+from tensord_client.worker_lane import ClientLane
 
 from tests.client.conftest import clients_socket, write_models
 from tests.client.test_lane import addsub, check, prepared
@@ -307,7 +307,7 @@ def test_a_worker_that_is_gone_before_the_first_record() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
     with pytest.raises(LaneEnded):
-        WorkerLane(ours, 1, Memory(), count(2**32), HeldResults(1), 1 << 20, 256, 0)
+        ClientLane(ours, 1, Memory(), count(2**32), HeldResults(1), 1 << 20, 256, 0)
     assert ours.fileno() == -1
 
 

@@ -33,7 +33,7 @@ from tensord_client.errors import Cancelled, ServingError
 from tensord_client.http import HttpConnection
 from tensord_client.http_channel import Address
 from tensord_client.lane_socket import LaneSocket
-from tensord_client.worker_lane import WorkerLane
+from tensord_client.worker_lane import ClientLane
 
 from tests.client.fake_service import FakeService
 from tests.daemon_process import PATIENCE, wait_until
@@ -285,7 +285,7 @@ def test_another_thread_imports_a_library(service: FakeService, monkeypatch: pyt
 class ClosedBetween:
     """A lane's lock ``reading``, which closes the lane between its thread's look at it and the lock."""
 
-    def __init__(self, lane: WorkerLane) -> None:
+    def __init__(self, lane: ClientLane) -> None:
         self._lane = lane
         self._lock = threading.Lock()
         self.closed = threading.Event()
