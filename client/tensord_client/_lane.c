@@ -1,4 +1,4 @@
-/* The client's part in C: it encodes and decodes records (common/tensord_wire.h), and makes the arrays of answers. */
+/* The client's part in C: it encodes and decodes records (common/include/tensord_wire.h), and makes the arrays of answers. */
 
 #include "_lane.h"
 

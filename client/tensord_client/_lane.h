@@ -16,7 +16,7 @@
 #undef Py_RETURN_FALSE
 #define Py_RETURN_FALSE return Py_INCREF(Py_False), Py_False
 
-#include "common/tensord_wire.h"
+#include "common/include/tensord_wire.h"
 
 extern PyType_Spec exchange_spec, spin_spec;
 /* Spin, which is kept for the module's life. */

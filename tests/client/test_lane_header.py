@@ -50,7 +50,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_headers_describe_the_edition_that_the_daemon_speaks() -> None:
-    records = (ROOT / "shm/common/tensord_wire.h").read_text()
+    records = (ROOT / "shm/common/include/tensord_wire.h").read_text()
     for name, value in (
         ("TENSORD_WIRE", messages.WIRE_VERSION),
         ("TENSORD_MAX_DATAGRAM", channel.MAX_DATAGRAM),

@@ -20,7 +20,7 @@
 #define TENSORD_NATIVE_H
 
 #include "../../shm/_python.h"
-#include "../../shm/common/tensord_wire.h"
+#include "../../shm/common/include/tensord_wire.h"
 
 #include <errno.h>
 #include <stdatomic.h>

@@ -1,1 +1,0 @@
-../../shm/common/tensord_wire.h
