@@ -21,19 +21,27 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tensord.config.options import RegionsOptions
-from tensord.daemon.regions import region_checks, region_listing
+from tensord.daemon.regions import region_checks
 from tensord.daemon.regions.region_record import EndWatch, RegionState, RegisteredRegion, Registration, is_owner
 from tensord.shm import descriptors
 from tensord.shm.control_records import RegionPlace
 from tensord.shm.device_names import gpu_of
-from tensord.shm.errors import AlreadyExists, InvalidArgument, ServingError, Unavailable
-from tensord.shm.operations import AwaitRegion, Peer, RegionStatus, RegisterCudaRegion, UnregisterRegion
+from tensord.shm.errors import AlreadyExists, InvalidArgument, NotFound, ServingError, Unavailable
+from tensord.shm.operations import (
+    AwaitRegion,
+    Peer,
+    RegionRecords,
+    RegionStatus,
+    RegisterCudaRegion,
+    UnregisterRegion,
+)
 
 if TYPE_CHECKING:
     from tensord.daemon.processes.child import WorkerProcess
@@ -41,6 +49,7 @@ if TYPE_CHECKING:
     from tensord.daemon.processes.worker_pool import WorkerPool
 
 _log = logging.getLogger(__name__)
+_KINDS = {"system": "system", "cuda": "CUDA"}
 
 
 class Chosen(msgspec.Struct):
@@ -93,7 +102,7 @@ class RegionRegistry:
             # Another call registers it just now: its outcome decides.
             await there.changed.wait()
         region_checks.check_fields(self._options, request)
-        sizes = [(known.peer, known.request.byte_size) for known in (*self._regions.values(), *self._leaving)]
+        sizes = [(known.peer, known.request.byte_size) for known in self._all]
         region_checks.check_bounds(self._options, request.name, request.byte_size, peer, sizes)
         region = self._region(request, peer, sealed)
         self._regions[request.name] = region
@@ -323,12 +332,30 @@ class RegionRegistry:
 
     # ---------------------------------------------------------------------------------------------------------- status
 
+    @property
+    def _all(self) -> list[RegisteredRegion]:
+        """Every region, and after these the ones that were unregistered while requests used them."""
+        return [*self._regions.values(), *self._leaving]
+
     def status(self, request: RegionStatus) -> bytes:
         """Returns a JSON array of the regions of the request's kind, or of only the named region.
 
         Raises NotFound: no region has this name, or it is of the other kind.
         """
-        return region_listing.status(self._regions, self._leaving, request)
+        # Of an old and a new region of one name the new one is listed.
+        every = reversed(self._all)
+        found = {region.request.name: region for region in every if region.state is not RegionState.REGISTERING}
+        if request.name:
+            region = found.get(request.name)
+            if region is None:
+                raise NotFound(f"Unable to find {request.kind} shared memory region: '{request.name}'")
+            if region.kind != request.kind:
+                raise NotFound(
+                    f"The region named '{request.name}' is registered as {_KINDS[region.kind]} shared memory, "
+                    f"not {_KINDS[request.kind]} shared memory"
+                )
+            found = {request.name: region}
+        return msgspec.json.encode([_described(r.request) for _, r in sorted(found.items()) if r.kind == request.kind])
 
     def places(self) -> list[RegionPlace]:
         """Returns the records that tell a new front process which regions are on which GPU."""
@@ -343,15 +370,41 @@ class RegionRegistry:
 
         Raises NotFound: no region has the name.
         """
-        return await region_listing.records(self._regions, self._leaving, list(self._workers.ready()), name)
+        found = [region for region in self._all if name in ("", region.request.name)]
+        if name and not found:
+            raise NotFound(f"Unable to find shared memory region: '{name}'")
+        workers = self._workers.ready()
+        held, left = Counter[str](), Counter[str]()
+        for answer in await asyncio.gather(*(_ask_use(worker, name) for worker in workers)):
+            for key, (now, before) in answer.items():
+                held[key] += now
+                left[key] += before
+        names = {worker.incarnation: worker.name for worker in workers}
+        return msgspec.json.encode(
+            [
+                region.record(
+                    [names[i] for i in sorted(region.holders) if i in names],
+                    (left if region.state is RegionState.UNREGISTERING else held)[region.request.name],
+                )
+                for region in sorted(found, key=lambda region: region.request.name)
+            ]
+        )
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Returns, for each owner (a user or host), the number ("count") and the bytes ("byte_size") of its regions."""
-        return region_listing.by_owner((*self._regions.values(), *self._leaving))
+        found: dict[str, dict[str, int]] = {}
+        for region in self._all:
+            entry = found.setdefault(region.peer.owner, {"count": 0, "byte_size": 0})
+            entry["count"] += 1
+            entry["byte_size"] += region.request.byte_size
+        return found
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
         """Returns the number and the bytes of all regions of each kind, "system" or "cuda"."""
-        return region_listing.by_kind((*self._regions.values(), *self._leaving))
+        sizes: dict[str, list[int]] = {kind: [] for kind in _KINDS}
+        for region in self._all:
+            sizes[region.kind].append(region.request.byte_size)
+        return {kind: (len(found), sum(found)) for kind, found in sizes.items()}
 
     def close(self) -> None:
         """Closes the file descriptors of all regions and ends the registry's tasks."""
@@ -383,3 +436,23 @@ async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) 
             _log.warning("region '%s' could not be unregistered on %s: %s", request.name, worker.name, error.message)
         return 0
     return int(answer or 0)
+
+
+async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
+    """Asks a worker how many tensors of requests are in region ``name``, or in every region (""). Empty: the worker is gone.
+
+    Returns, by name: tensors in the region that has the name now, and tensors in unregistered regions that had it.
+    """
+    try:
+        answer, fds = await worker.call(RegionRecords(name))
+    except ServingError:
+        return {}
+    descriptors.close(fds)
+    return msgspec.json.decode(answer, type=dict[str, tuple[int, int]])
+
+
+def _described(request: Registration) -> dict[str, str | int]:
+    """Returns a region's fields as clients see them. A CUDA handle is left out: it would let any client open the memory."""
+    if isinstance(request, RegisterCudaRegion):
+        return {"name": request.name, "device_id": request.device_id, "byte_size": request.byte_size}
+    return {"name": request.name, "key": request.key, "offset": request.offset, "byte_size": request.byte_size}

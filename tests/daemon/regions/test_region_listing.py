@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from tensord.daemon.processes.child import WorkerProcess
-from tensord.daemon.regions import region_listing
+from tensord.config.options import RegionsOptions
+from tensord.daemon.processes.fronts import Fronts
+from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.daemon.regions.region_record import RegionState, RegisteredRegion
+from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.shm.errors import NotFound, Unavailable
 from tensord.shm.operations import Operation, Peer, RegionStatus, RegisterCudaRegion, RegisterSystemRegion
 
@@ -20,9 +24,19 @@ def region(name: str, state: RegionState, byte_size: int = 64) -> RegisteredRegi
     )
 
 
+def having(
+    regions: list[RegisteredRegion], leaving: Sequence[RegisteredRegion] = (), workers: Sequence[Holder] = ()
+) -> RegionRegistry:
+    registry = RegionRegistry(
+        RegionsOptions(), cast("WorkerPool", SimpleNamespace(ready=lambda: workers)), cast("Fronts", None)
+    )
+    registry._regions.update({each.request.name: each for each in regions})
+    registry._leaving.extend(leaving)
+    return registry
+
+
 def listed(regions: list[RegisteredRegion], leaving: list[RegisteredRegion], name: str = "") -> list[tuple[str, int]]:
-    named = {each.request.name: each for each in regions}
-    found = json.loads(region_listing.status(named, leaving, RegionStatus("system", name)))
+    found = json.loads(having(regions, leaving).status(RegionStatus("system", name)))
     return [(entry["name"], entry["byte_size"]) for entry in found]
 
 
@@ -44,8 +58,8 @@ def test_the_new_one_of_a_name_is_listed() -> None:
 def test_counts() -> None:
     regions = [region("a", RegionState.REGISTERED), region("b", RegionState.UNREGISTERING, 32)]
     regions.append(RegisteredRegion("cuda", RegisterCudaRegion("c", bytes(64), 0, 8), Peer("unix", uid=1), 0.0))
-    assert region_listing.by_kind(regions) == {"system": (2, 96), "cuda": (1, 8)}
-    assert region_listing.by_owner(regions) == {
+    assert having(regions).by_kind() == {"system": (2, 96), "cuda": (1, 8)}
+    assert having(regions).statistics() == {
         "tcp h": {"count": 2, "byte_size": 96},
         "uid 1": {"count": 1, "byte_size": 8},
     }
@@ -66,11 +80,11 @@ class Holder:
 async def test_records_tell_apart_who_uses_which() -> None:
     old, new = region("r", RegionState.UNREGISTERING), region("r", RegionState.REGISTERED, 32)
     old.holders, new.holders = {0, 1}, {1}
-    workers = cast("list[WorkerProcess]", [Holder(0, {"r": (0, 1)}), Holder(1, {"r": (2, 3)}), Holder(2, None)])
-    found = json.loads(await region_listing.records({"r": new}, [old], workers, ""))
+    registry = having([new], [old], [Holder(0, {"r": (0, 1)}), Holder(1, {"r": (2, 3)}), Holder(2, None)])
+    found = json.loads(await registry.records(""))
     assert [(entry["byte_size"], entry["leases"], entry["workers"]) for entry in found] == [
         (32, 2, ["worker-1"]),
         (64, 4, ["worker-0", "worker-1"]),
     ]
     with pytest.raises(NotFound, match="'x'"):
-        await region_listing.records({"r": new}, [], workers, "x")
+        await registry.records("x")
