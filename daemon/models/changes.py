@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensord.config.options import Options, Repository
-from tensord.daemon.models import ensembles, isolation, listing, load_errors, placement, readiness, repository
+from tensord.daemon.models import ensembles, isolation, listing, placement, readiness, repository
 from tensord.daemon.models.ensembles import Coming, Ensembles
 from tensord.daemon.models.given import GivenModels, Overrides
-from tensord.daemon.models.instructions import Forget, Instruction, Publish, Retry, Send, Settled
-from tensord.daemon.models.lifecycle import Lifecycle
-from tensord.daemon.models.readiness import ReadinessCheck, Standing
+from tensord.daemon.models.lifecycle import Forget, Instruction, Lifecycle, Publish, Retry, Send, Settled
+from tensord.daemon.models.readiness import ReadinessCheck, ServedBefore, Standing
 from tensord.daemon.models.repository import FoundModel, Repositories
-from tensord.daemon.models.retries import Retries
-from tensord.daemon.models.served_before import ServedBefore
 from tensord.shm.control_records import Load, Loaded, ModelGone, ModelState
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import NOT_EXPLICIT, LoadModel
@@ -63,7 +60,8 @@ class Models:
         self._repositories = Repositories()
         #: Scans the folders that options name, as ``Repositories.scan`` does.
         self.scan = self._repositories.scan
-        self._retries = Retries(self._retry)
+        #: The timers of versions that were given up and are to be loaded again, by name and number.
+        self._retries: dict[tuple[str, int], asyncio.TimerHandle] = {}
         self.ensembles = Ensembles(self.lifecycle.models)
         self._coming = Coming(publish)
         #: Names that a client or the options asked for, and not only an ensemble.
@@ -116,8 +114,8 @@ class Models:
             if name in self.lifecycle.known | self._wanted:
                 self._note_refused(name, found.error)
             if found.unsupported:
-                raise Unsupported(load_errors.given_error(name, found.error))
-            raise Internal(load_errors.poll_error([name]))
+                raise Unsupported(repository.given_error(name, found.error))
+            raise Internal(repository.poll_error([name]))
         if error := await self._bring(loaded, asked=True):
             raise InvalidArgument(error)
         self._overrides.keep(found, given)
@@ -129,9 +127,9 @@ class Models:
         failed.
         """
         if not config:
-            raise InvalidArgument(load_errors.given_error(name, "files are given without a 'config'"))
+            raise InvalidArgument(repository.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
-            raise InvalidArgument(load_errors.given_error(name, "no model can have that name"))
+            raise InvalidArgument(repository.given_error(name, "no model can have that name"))
         async with self._given.coming(name, files) as folder:
             found = await asyncio.to_thread(repository.overridden, folder, config)
             if failure := await self._bring(found, asked=True):
@@ -178,7 +176,8 @@ class Models:
 
     def close(self) -> None:
         """Cancels all planned retries of loads and removes the files that clients sent. Call it when no worker runs."""
-        self._retries.close()
+        for timer in self._retries.values():
+            timer.cancel()
         self._given.close()
 
     async def index(self, ready: bool, detailed: bool = False) -> list[dict[str, str | int]]:
@@ -192,7 +191,9 @@ class Models:
         self.lifecycle.known = set(folders)
         refused = {name: reason for name, reason in self._refused.items() if name in folders or name in self._wanted}
         refused |= {name: repository.DUPLICATE for name, count in folders.items() if count > 1}
-        return listing.index(self.lifecycle, refused, self._retries, ready, detailed)
+        now = asyncio.get_running_loop().time()
+        waits = {key: max(0.0, timer.when() - now) for key, timer in self._retries.items()}
+        return listing.index(self.lifecycle, refused, waits, ready, detailed)
 
     def _only_explicit(self) -> None:
         if self._options.control_mode != "explicit":
@@ -294,7 +295,7 @@ class Models:
         self._wanted.add(found.name)
         if not found.chosen:
             self._refuse(found.name, found.problem)
-            return load_errors.no_version_error(found.name)
+            return repository.no_version_error(found.name)
         try:
             if found.members:
                 with self._coming.published(found, self.lifecycle.models.get(found.name)):
@@ -307,7 +308,7 @@ class Models:
                     placement.check_resources(placed.name, placed.resources, self.lifecycle.resources())
         except InvalidArgument as error:
             self._refuse(found.name, error.message)
-            return load_errors.placement_error(found.name, error.message)
+            return repository.placement_error(found.name, error.message)
         latest = self._latest.get(found.name)
         if not (within or again or asked) and latest not in (None, asyncio.current_task()):
             # This load waited for members, and was overtaken by a later look at the repositories.
@@ -511,14 +512,24 @@ class Models:
                 case Forget(name, version):
                     self._supervisor.parameters.forget(name, version)
                 case Retry():
-                    self._retries.later(instruction, self.lifecycle.reason(instruction.name, instruction.version))
+                    self._retry_later(instruction)
                 case Settled(token, error):
                     self._outcomes.settle(token, error)
         self._supervisor.isolate(isolation.wanted(self.lifecycle, self._placing.workers))
         self._settle_ensembles()
         self._check_readiness()
 
+    def _retry_later(self, retry: Retry) -> None:
+        """Starts the timer for the next load of a version that was given up, and cancels the version's earlier timer."""
+        key = (retry.name, retry.version)
+        if (former := self._retries.pop(key, None)) is not None:
+            former.cancel()
+        self._retries[key] = asyncio.get_running_loop().call_later(retry.seconds, self._retry, retry)
+        said = "model '%s' version %d is given up for now: %s; it is tried again in %g s"
+        _log.error(said, *key, self.lifecycle.reason(*key), retry.seconds)
+
     def _retry(self, retry: Retry) -> None:
+        del self._retries[retry.name, retry.version]
         if self.lifecycle.reason(retry.name, retry.version):
             _log.info("model '%s' version %d is tried again", retry.name, retry.version)
         self._begin(self.lifecycle.retry(retry.name, retry.version, retry.deaths))

@@ -24,8 +24,7 @@ import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
-from tensord.daemon.models import load_errors
-from tensord.daemon.models.repository import FoundModel
+from tensord.daemon.models.repository import FoundModel, given_error
 from tensord.shm.errors import InvalidArgument, Unavailable
 
 #: Matches a part of a file's path; none may mean anything to a file system.
@@ -85,10 +84,10 @@ class GivenModels:
         try:
             folder = await asyncio.to_thread(self.keep, name, files)
         except InvalidArgument as error:
-            raise InvalidArgument(load_errors.given_error(name, error.message)) from None
+            raise InvalidArgument(given_error(name, error.message)) from None
         except OSError as error:
             reason = f"its files cannot be kept: {error.strerror}"
-            raise Unavailable(load_errors.given_error(name, reason)) from None
+            raise Unavailable(given_error(name, reason)) from None
         self._coming.add(folder)
         self._folders.setdefault(name, []).append(folder)
         try:

@@ -17,12 +17,11 @@ workers (the kernel, for want of memory), so tries go on.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
-from tensord.daemon.models.instructions import Forget, Instruction, Publish, Retry, Send, Settled
-from tensord.daemon.models.load_errors import load_error
-from tensord.daemon.models.repository import FoundModel
+from tensord.daemon.models.repository import FoundModel, load_error
 from tensord.daemon.models.versions import IndexState, ModelEntry, Operation, VersionEntry, awaits, has_members
-from tensord.shm.control_records import CancelLoad, Loaded, ModelGone, ModelState, Unload
+from tensord.shm.control_records import CancelLoad, Load, Loaded, ModelGone, ModelState, Unload
 from tensord.shm.device_names import model_of
 
 #: A version is given up until its next try when so many workers died while it alone was loading.
@@ -30,6 +29,51 @@ MAX_LOAD_DEATHS = 2
 #: Seconds until the next try; twice as long after each further death.
 FIRST_RETRY = 5.0
 MAX_RETRY = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Instruction to send a record to one worker process; ``worker``: its incarnation, the number that only this process has."""
+
+    worker: int
+    record: Load | CancelLoad | Unload
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Instruction to send a model's state to every front process."""
+
+    state: ModelState | ModelGone
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Instruction to forget the parameters that clients pushed into a version, because it is loaded anew or stops serving."""
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Instruction to call ``Lifecycle.retry`` after ``seconds`` for a version given up because workers died loading it."""
+
+    name: str
+    version: int
+    seconds: float
+    #: The version's deaths when this was decided; another number by then makes it void.
+    deaths: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Instruction to end the wait for the load or unload with this token; ``error``: why it failed; "": it succeeded."""
+
+    token: int
+    error: str = ""
+
+
+Instruction = Send | Publish | Forget | Retry | Settled
 
 
 class Lifecycle:

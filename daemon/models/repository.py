@@ -19,14 +19,14 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tensord.config import artifact_files, ensemble_checks, model_checks, model_config, model_fields, model_folder
 from tensord.config.model_config import ModelConfig
 from tensord.config.options import Options, Repository
-from tensord.daemon.models import load_errors, placement
+from tensord.daemon.models import placement
 from tensord.shm.control_records import Load
 from tensord.shm.errors import FileTooLarge, InvalidArgument, ServingError, Unsupported
 
@@ -247,12 +247,12 @@ def overridden(folder: Path, config: str) -> FoundModel:
     try:
         found = _found(folder, model_config.parse_json(config, folder.name))
     except ServingError as error:
-        raise type(error)(load_errors.given_error(folder.name, error.message)) from None
+        raise type(error)(given_error(folder.name, error.message)) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = f"model '{folder.name}' cannot be read: {error}"
-        raise InvalidArgument(load_errors.given_error(folder.name, reason)) from None
+        raise InvalidArgument(given_error(folder.name, reason)) from None
     if not found.chosen:
-        raise InvalidArgument(load_errors.no_version_error(folder.name))
+        raise InvalidArgument(no_version_error(folder.name))
     return found
 
 
@@ -403,3 +403,35 @@ class Repositories:
 
     def __repr__(self) -> str:
         return f"<Repositories {len(self._found)} models, {len(self.unreadable)} cannot be read>"
+
+
+# ---------------------------------------------------------------------------------------------------------------- errors
+
+
+def load_error(name: str, failed: dict[int, str]) -> str:
+    """Returns Triton's message for versions of a model that failed to load. ``failed``: the reason by version number."""
+    listed = "".join(f"version {n} is at UNAVAILABLE state: {reason};\n" for n, reason in sorted(failed.items()))
+    return f"load failed for model '{name}': {listed}"
+
+
+def placement_error(name: str, reason: str) -> str:
+    """Returns Triton's message for a model that no worker can load."""
+    return f"load failed for model '{name}': {reason}\n"
+
+
+def no_version_error(name: str) -> str:
+    """Returns Triton's message for a model whose version policy chooses no version."""
+    return (
+        f"load failed for model '{name}': "
+        f"at least one version must be available under the version policy of model '{name}'\n"
+    )
+
+
+def poll_error(names: Iterable[str]) -> str:
+    """Returns Triton's message for models that are missing or cannot be read."""
+    return f"failed to load '{', '.join(names)}', failed to poll from model repository"
+
+
+def given_error(name: str, reason: str) -> str:
+    """Returns the message for a client's configuration or files that cannot be used; Triton would only say ``poll_error``."""
+    return f"failed to load '{name}': {reason}"

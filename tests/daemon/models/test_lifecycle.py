@@ -8,9 +8,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tensord.daemon.models.instructions import Forget, Instruction, Publish, Retry, Send, Settled
-from tensord.daemon.models.lifecycle import FIRST_RETRY, MAX_RETRY, Lifecycle
-from tensord.daemon.models.listing import entries
+from tensord.daemon.models import listing
+from tensord.daemon.models.lifecycle import (
+    FIRST_RETRY,
+    MAX_RETRY,
+    Forget,
+    Instruction,
+    Lifecycle,
+    Publish,
+    Retry,
+    Send,
+    Settled,
+)
 from tensord.daemon.models.repository import FoundModel
 from tensord.shm.control_records import CancelLoad, Load, Loaded, ModelGone, ModelState, Unload
 from tests.generated import examples
@@ -18,6 +27,10 @@ from tests.generated import examples
 
 def found(name: str, *chosen: int, fingerprint: str = "f", devices: tuple[str, ...] = ()) -> FoundModel:
     return FoundModel(name, Path("/models", name), b"", chosen, chosen, fingerprint, devices=devices)
+
+
+def entries(lifecycle: Lifecycle) -> list[dict[str, str | int]]:
+    return listing.index(lifecycle, {}, {}, ready=False, detailed=False)
 
 
 def states(out: list[Instruction]) -> list[tuple[int, str, tuple[int, ...]]]:
@@ -298,6 +311,18 @@ def test_who_killed_the_worker() -> None:
     assert retries(out) == [("bad", FIRST_RETRY)]
     assert [i.record.name for i in lifecycle.worker_joined(4, "cpu:4") if isinstance(i, Send)] == ["good"]
     assert settled(lifecycle.loaded(4, Loaded("good", 1))) == [(2, "")]
+
+
+def test_what_serves_elsewhere_and_was_given_up_is_listed_as_ready() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1, 2)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle.worker_left(2)
+    ready(lifecycle, 3)
+    assert retries(lifecycle.worker_left(3)) == [("m", FIRST_RETRY)]
+    expected = [{"name": "m", "version": "1", "state": "READY"}]
+    assert listing.index(lifecycle, {}, {("m", 1): FIRST_RETRY}, ready=False, detailed=False) == expected
 
 
 def test_what_was_given_up_is_tried_again_later_and_later() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tensord.daemon.models.served_before import ServedBefore
+from tensord.daemon.models.readiness import ServedBefore
 
 
 async def all_written() -> None:

@@ -16,8 +16,7 @@ import msgspec
 import pytest
 
 from tensord.config.options import Options, Requests, SupervisorOptions, Workers
-from tensord.daemon.models.instructions import Send
-from tensord.daemon.models.lifecycle import Lifecycle
+from tensord.daemon.models.lifecycle import Lifecycle, Send
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.parameters.pushes import Parameters
 from tensord.shm.control_records import Load, Loaded, Unload
